@@ -1,0 +1,185 @@
+"""PPO: proximal policy optimisation of a language model with a critic and a KL penalty.
+
+Schulman et al. 2017 (the algorithm), Ziegler et al. 2019 (for language models).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
+from trainkit.functional import (
+    clipped_surrogate,
+    clipped_value_loss,
+    gae,
+    kl_k1,
+    kl_k3,
+    kl_shaped_rewards,
+    masked_mean,
+    masked_sum,
+    whiten,
+    zero_masked,
+)
+from trainkit.metrics import Mean, Metrics, RunningMoments
+from trainkit.models import CausalPolicy, load_heads, load_model
+
+
+class PPOConfig(MethodConfig):
+    """The numbers of PPO. Defaults are trlX's for sentiment tuning of GPT-2, but for `init_kl_coef` (TRL's)."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {
+        "optimizer": {"lr": 3e-5, "weight_decay": 1e-6, "kwargs": {"betas": [0.9, 0.95]}},
+        "train": {"total_steps": 1000, "epochs": None},
+    }
+
+    name: str = "ppo"
+    """The registered name."""
+    ppo_epochs: int = Field(4, ge=1)
+    """Passes over each collection of rollouts."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """λ of generalised advantage estimation."""
+    cliprange: float = Field(0.2, gt=0)
+    """ε of the clipped surrogate: how far the ratio may move."""
+    cliprange_value: float = Field(0.2, gt=0)
+    """How far a value may move from the one at sampling."""
+    vf_coef: float = Field(1.0, ge=0)
+    """Weight of the value loss."""
+    ent_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus."""
+    init_kl_coef: float = Field(0.05, ge=0)
+    """β, the price of a nat of divergence from the reference; the first one if `target` is set."""
+    target: float | None = Field(None, gt=0)
+    """Divergence (nats per response) that β is steered to. None: β stays."""
+    horizon: int = Field(10_000, ge=1)
+    """Responses over which β is steered; smaller is faster. Only with `target`."""
+    scale_reward: Literal["none", "running", "ref"] = "none"
+    """Divide scores by the standard deviation of all so far (`running`) or of the first collection (`ref`)."""
+    cliprange_reward: float | None = Field(10.0, gt=0)
+    """Scores are clipped to ± this, after scaling. None: not clipped."""
+
+
+@dataclass(frozen=True)
+class PPOBatch(TokenBatch):
+    """What the loss needs about response tokens; all [B, T] like ``sequences``, but for ``kl`` [B]."""
+
+    old_logprobs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    kl: Tensor
+
+
+class KLController:
+    """β: fixed, or steered to a target once per collection (Ziegler et al. 2019, equation 4; F-10)."""
+
+    def __init__(self, coef: float, target: float | None, horizon: int) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, mean_kl: float, episodes: int) -> None:
+        """β ← β·(1 + clip(KL/target − 1, ±0.2)·episodes/horizon); nothing without a target."""
+        if self.target is not None:
+            error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
+            self.coef = max(self.coef * (1 + error * episodes / self.horizon), 0.0)
+
+
+@register_trainer("ppo")
+class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
+    """rollouts → r_t = score − β·k1 → GAE → whitened advantages → clipped surrogate and clipped value loss."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    needs_reference: ClassVar[bool] = True
+
+    def __init__(self, config: TRLConfig[PPOConfig], **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        method = self.method
+        self.kl = KLController(method.init_kl_coef, method.target, method.horizon)
+        self.moments, self.ref_std = RunningMoments(), 0.0
+
+    @property
+    def passes(self) -> int:
+        """PPO's epochs."""
+        return self.method.ppo_epochs
+
+    def get_arch(self, config: TRLConfig[PPOConfig]) -> CausalPolicy:
+        """The language model with a value head."""
+        policy = CausalPolicy(
+            load_model(config.model, self.live_model),
+            temperature=config.rollout.temperature,
+            logit_mask=self.logit_mask,
+            value_head=True,
+        )
+        return load_heads(policy, config.model.model_path)
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> PPOBatch:
+        """Log-probabilities, values, shaped rewards, advantages and returns of scored rollouts."""
+        sequences, mask = rollouts.sequences, rollouts.sequences.response_mask
+        policy, reference = self.behaviour(rollouts), self.reference(sequences)
+        rewards = kl_shaped_rewards(self.scaled(scores), policy.logprobs, reference.logprobs, mask, self.kl.coef)
+        advantages, returns = gae(policy.values, rewards, mask, gamma=self.method.gamma, lam=self.method.lam)
+        kl = masked_sum(kl_k1(policy.logprobs, reference.logprobs), mask, dim=1)
+        self.record(
+            {
+                "policy/kl": Mean.of(kl),
+                "policy/kl_per_token": Mean.of(kl_k3(policy.logprobs, reference.logprobs), mask),
+                "policy/entropy": Mean.of(policy.entropy, mask),
+                "values/mean": Mean.of(policy.values, mask),
+                "returns/mean": Mean.of(returns, mask),
+            }
+        )
+        return PPOBatch(sequences, policy.logprobs, policy.values, advantages, returns, kl)
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores [B] or [B, T], divided by a standard deviation if asked for, then clipped (S-61)."""
+        if self.method.scale_reward != "none":
+            self.moments.update(scores if scores.dim() == 1 else scores.sum(1), self.reduce)
+            std = self.moments.std
+            if self.method.scale_reward == "ref":
+                std = self.ref_std = self.ref_std or std
+            scores = scores / std if std > 0 else scores
+        limit = self.method.cliprange_reward
+        return scores if limit is None else scores.clamp(-limit, limit)
+
+    def prepare_experience(self, experience: PPOBatch) -> PPOBatch:
+        """Whiten the collection's advantages (F-06); steer β by its divergence, once (F-10)."""
+        mask = experience.sequences.response_mask
+        episodes, kl = self.reduce(torch.stack([torch.tensor(float(len(mask))), experience.kl.sum()])).tolist()
+        self.record({"policy/kl_coef": Mean.of(torch.tensor(self.kl.coef))})
+        self.kl.update(kl / episodes, int(episodes))
+        return replace(experience, advantages=whiten(experience.advantages, mask, reduce=self.reduce))
+
+    def loss(self, batch: PPOBatch) -> tuple[Tensor, Metrics]:
+        """Policy loss + vf_coef · value loss − ent_coef · entropy, each a mean over response tokens. -> []."""
+        method, mask = self.method, batch.sequences.response_mask
+        new = self.policy(batch.sequences, entropy=method.ent_coef > 0)
+        log_ratio = zero_masked(new.logprobs - batch.old_logprobs, mask)
+        ratio = log_ratio.exp()
+        policy = clipped_surrogate(ratio, batch.advantages, cliprange=method.cliprange)
+        value = clipped_value_loss(new.values, batch.old_values, batch.returns, cliprange=method.cliprange_value)
+        loss = masked_mean(policy, mask) + method.vf_coef * masked_mean(value, mask)
+        if method.ent_coef > 0:
+            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
+        return loss, {
+            "loss/policy": Mean.of(policy, mask),
+            "loss/value": Mean.of(value, mask),
+            "policy/ratio": Mean.of(ratio, mask),
+            "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
+            "policy/clipfrac": Mean.of((ratio - 1).abs() > method.cliprange, mask),
+            "values/clipfrac": Mean.of((new.values - batch.old_values).abs() > method.cliprange_value, mask),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """β, the running moments and the first collection's standard deviation."""
+        return {"kl_coef": self.kl.coef, "moments": self.moments.state_dict(), "ref_std": self.ref_std}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.kl.coef, self.ref_std = state["kl_coef"], state["ref_std"]
+        self.moments.load_state_dict(state["moments"])

@@ -1,0 +1,71 @@
+"""trainkit: RLHF algorithms as plugins. The public names, loaded when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit import functional, metrics, models, testing
+    from trainkit.api import train
+    from trainkit.config import MethodConfig, TRLConfig, default_config
+    from trainkit.data import Batch, Rollouts, Row, Sequences, TokenBatch
+    from trainkit.hookspecs import hookimpl
+    from trainkit.registry import available_trainers, get_trainer, register_trainer
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.base import BaseRLTrainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AccelerateRLTrainer": "trainkit.trainer.accelerate",
+    "BaseRLTrainer": "trainkit.trainer.base",
+    "Batch": "trainkit.data",
+    "MethodConfig": "trainkit.config",
+    "Rollouts": "trainkit.data",
+    "Row": "trainkit.data",
+    "Sequences": "trainkit.data",
+    "TRLConfig": "trainkit.config",
+    "TokenBatch": "trainkit.data",
+    "available_trainers": "trainkit.registry",
+    "default_config": "trainkit.config",
+    "get_trainer": "trainkit.registry",
+    "hookimpl": "trainkit.hookspecs",
+    "register_trainer": "trainkit.registry",
+    "train": "trainkit.api",
+}
+_MODULES = ("functional", "metrics", "models", "testing")
+
+__all__ = [
+    "AccelerateRLTrainer",
+    "BaseRLTrainer",
+    "Batch",
+    "MethodConfig",
+    "Rollouts",
+    "Row",
+    "Sequences",
+    "TRLConfig",
+    "TokenBatch",
+    "available_trainers",
+    "default_config",
+    "functional",
+    "get_trainer",
+    "hookimpl",
+    "metrics",
+    "models",
+    "register_trainer",
+    "testing",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"trainkit.{name}")
+    raise AttributeError(f"module 'trainkit' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,186 @@
+"""The one call: ``trainkit.train``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.config import TRLConfig
+from trainkit.errors import ConfigError, DataError, describe
+from trainkit.registry import get_trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainkit.pipeline import Prompts
+    from trainkit.rewards import MetricFn, RewardFn
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+
+def train(
+    model_path: str | Mapping[str, Any] | PreTrainedConfig | PreTrainedModel | None = None,
+    reward_fn: RewardFn | None = None,
+    dataset: tuple[Iterable[Any], Iterable[float]] | None = None,
+    samples: Iterable[Any] | None = None,
+    rewards: Iterable[float] | None = None,
+    prompts: Prompts | None = None,
+    eval_prompts: Prompts | None = None,
+    metric_fn: MetricFn | None = None,
+    config: TRLConfig[Any] | Mapping[str, Any] | None = None,
+    stop_sequences: list[str] | None = None,
+    logit_mask: Tensor | None = None,
+    callbacks: Iterable[object] = (),
+    *,
+    method: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> AccelerateRLTrainer[Any]:
+    """Train a language model, by reinforcement or offline, and return its trainer.
+
+    What is given decides the kind of training: ``reward_fn`` with ``prompts`` is online (``ppo`` unless ``method``
+    or ``config`` names another), ``samples`` with ``rewards`` is offline reinforcement learning (``ilql``),
+    ``samples`` alone is supervised fine-tuning (``sft``).
+
+    Args:
+        model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
+            model (with ``tokenizer``), which is trained in place. Overrides ``config.model.model_path``.
+        reward_fn: ``reward_fn(samples, prompts, outputs, tokenizer, **columns)`` gives one finite number per sample,
+            or for dense rewards a list of numbers per sample, one for each token of the response from the first on
+            and at most as many. All are lists of text; ``columns`` are the further keys of the prompts.
+        dataset: ``(samples, rewards)``; the older way to give both.
+        samples: text, ``(prompt, output)`` turns, or dicts with ``prompt`` and ``output``.
+        rewards: one number per sample.
+        prompts: strings, or dicts with ``prompt`` and further columns; a list, a `datasets.Dataset`, any finite
+            iterable. Online and without prompts, every response starts from the tokenizer's beginning token.
+        eval_prompts: prompts of evaluations. Online they default to the first of ``prompts``.
+        metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` gives a dict of numbers, or of lists with one
+            number per sample; measured at evaluations.
+        config: the configuration, or a mapping of its sections.
+        stop_sequences: strings that end a response; cut from the text that the reward function sees.
+        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed.
+        callbacks: objects whose methods, marked with `trainkit.hookimpl`, observe the run.
+        method: the algorithm, if ``config`` does not name it.
+        tokenizer: a live tokenizer, instead of the model's own.
+
+    Returns:
+        The trainer, after training: ``trainer.generate(prompts)``, ``trainer.evaluate()``,
+        ``trainer.save_pretrained(directory)``.
+
+    Raises:
+        ConfigError: the arguments contradict each other, or the configuration has faults.
+        RegistryError: the algorithm is not installed; says what to install.
+        DataError: prompts, samples or the tokenizer cannot be trained on; raised before the model is loaded.
+        RewardError: the reward function raised, or returned what it must not.
+    """
+    if dataset is not None:
+        samples, rewards = _unpack_dataset(dataset, samples, rewards)
+    given = {"reward_fn": reward_fn, "prompts": prompts, "samples": samples, "rewards": rewards}
+    present = [name for name, value in given.items() if value is not None]
+    _check_combination(present)
+    settled = _settle_config(config, method, model_path, present)
+    trainer_class = get_trainer(settled.method.name)
+    _check_inputs(settled.method.name, trainer_class.inputs, present)
+    trainer = trainer_class(
+        settled,
+        model=model_path if _is_model(model_path) else None,
+        tokenizer=tokenizer,
+        reward_fn=reward_fn,
+        metric_fn=metric_fn,
+        logit_mask=logit_mask,
+        stop_sequences=stop_sequences,
+        callbacks=callbacks,
+    )
+    if samples is not None:
+        trainer.add_samples(samples, rewards)
+    else:
+        prompts = _default_prompts(trainer) if prompts is None else list(prompts)
+        trainer.add_prompt_pipeline(prompts)
+        eval_prompts = prompts[: settled.train.batch_size] if eval_prompts is None else eval_prompts
+    if eval_prompts is not None:
+        trainer.add_eval_pipeline(eval_prompts)
+    trainer.learn()
+    return trainer
+
+
+def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]:
+    if samples is not None or rewards is not None:
+        raise ConfigError("dataset and samples/rewards are both given; dataset is (samples, rewards): give one or the other")
+    if not isinstance(dataset, tuple | list) or len(dataset) != 2:
+        raise ConfigError(f"dataset should be (samples, rewards); given {describe(dataset)}")
+    warnings.warn("dataset=(samples, rewards) is the older way; give samples= and rewards=", FutureWarning, stacklevel=3)
+    return dataset[0], dataset[1]
+
+
+def _check_combination(present: list[str]) -> None:
+    for one, other, why in (
+        ("reward_fn", "samples", "reward_fn scores responses that are sampled, samples are learnt from as they are"),
+        ("reward_fn", "rewards", "reward_fn scores responses that are sampled, rewards belong to samples"),
+        ("prompts", "samples", "prompts are for reward_fn; to evaluate while learning from samples give eval_prompts"),
+    ):
+        if one in present and other in present:
+            raise ConfigError(f"{one} and {other} are both given, and one would be ignored: {why}. Give one of the two")
+    if "rewards" in present and "samples" not in present:
+        raise ConfigError("rewards are given without samples; give the samples they belong to")
+    if "prompts" in present and "reward_fn" not in present:
+        raise ConfigError("prompts are given without reward_fn; give a reward_fn, or samples to learn from")
+    if not present:
+        raise ConfigError("there is nothing to learn from; give reward_fn with prompts, samples with rewards, or samples")
+
+
+def _settle_config(
+    config: TRLConfig[Any] | Mapping[str, Any] | None, method: str | None, model_path: Any, present: list[str]
+) -> TRLConfig[Any]:
+    """The configuration with the method and the model that the arguments name."""
+    fields = config.to_dict() if isinstance(config, TRLConfig) else dict(config or {})
+    section = fields.get("method")
+    named = section if isinstance(section, str) else (section or {}).get("name") if section else None
+    if method and named and method.lower() != named.lower():
+        raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
+    name = method or named or ("ppo" if "reward_fn" in present else "ilql" if "rewards" in present else "sft")
+    get_trainer(name)  # an algorithm that is not installed is said at once, with what to install
+    if not section:
+        fields["method"] = name
+    if model_path is not None and not _is_model(model_path):
+        path = model_path if isinstance(model_path, str) else _config_fields(model_path)
+        fields["model"] = {**_as_dict(fields.get("model")), "model_path": path}
+    return TRLConfig.from_dict(fields)
+
+
+def _as_dict(section: Any) -> dict[str, Any]:
+    return dict(section) if isinstance(section, Mapping) else section.model_dump() if section is not None else {}
+
+
+def _config_fields(model_path: Any) -> dict[str, Any]:
+    """The fields of a transformers config as plain data."""
+    if isinstance(model_path, Mapping):
+        return dict(model_path)
+    if hasattr(model_path, "to_diff_dict"):
+        fields: dict[str, Any] = model_path.to_diff_dict()
+        fields.pop("transformers_version", None)
+        return {**fields, "model_type": model_path.model_type}
+    raise ConfigError(
+        f"model_path should be a hub id, a directory, a PreTrainedConfig, its fields, or a PreTrainedModel; "
+        f"given {describe(model_path)}"
+    )
+
+
+def _is_model(value: Any) -> bool:
+    return hasattr(value, "parameters") and hasattr(value, "config")
+
+
+def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> None:
+    missing = [i for i in inputs if i not in present and i != "prompts"]
+    unused = [p for p in present if p not in inputs]
+    if missing or unused:
+        raise ConfigError(
+            f"method {name!r} learns from {' and '.join(inputs)}; given {' and '.join(present)}. "
+            f"{'Add ' + ' and '.join(missing) if missing else 'Leave out ' + ' and '.join(unused)}, or name another method"
+        )
+
+
+def _default_prompts(trainer: AccelerateRLTrainer[Any]) -> list[Any]:
+    bos = trainer.tokenizer.bos_token
+    if bos is None:
+        raise DataError("no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts")
+    return [bos] * trainer.config.rollout.num_rollouts

@@ -1,0 +1,235 @@
+"""What flows through a run: rows, batches of named tensors, sequences, rollouts.
+
+Shapes: B rows, T tokens (prompt then response, padded on the right). Masks are boolean, ``True`` = counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Row = dict[str, Any]
+"""One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
+
+
+BATCH_CLASSES: dict[str, type[Batch]] = {}
+"""Every `Batch` class that has been defined, by its full name: the only ones a checkpoint may hold."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A frozen dataclass whose fields are tensors (or batches) with one first dimension B.
+
+    Subclass it to name the tensors of an algorithm's experience. The store shuffles, splits, pads, saves and
+    moves any subclass; nothing else needs to be written.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        BATCH_CLASSES[f"{cls.__module__}.{cls.__qualname__}"] = cls
+
+    def parts(self) -> dict[str, Tensor | Batch]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.parts().values())))
+
+    @property
+    def weight(self) -> Tensor:
+        """How many units the mean in ``loss`` averages over []: rows here, response tokens in `TokenBatch`."""
+        return torch.tensor(float(len(self)))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens per row [B], by which micro-batches are bucketed."""
+        return torch.ones(len(self), dtype=torch.long)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with ``fn`` applied to every tensor."""
+        return type(self)(**{k: v.map(fn) if isinstance(v, Batch) else fn(v) for k, v in self.parts().items()})
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on ``device``."""
+        return self.map(lambda x: x.to(device))
+
+    def select(self, rows: Tensor) -> Self:
+        """The rows at the indices ``rows`` [N], without columns that are padding in all of them."""
+        return self.map(lambda x: x[rows.to(x.device)]).trim()
+
+    def trim(self) -> Self:
+        """The batch without columns that are padding in every row."""
+        return type(self)(**{k: v.trim() if isinstance(v, Batch) else v for k, v in self.parts().items()})
+
+    def split(self, size: int | None) -> list[Self]:
+        """Micro-batches of at most ``size`` rows, rows of like length together (None: one micro-batch)."""
+        if size is None or size >= len(self):
+            return [self]
+        order = self.lengths.argsort(descending=True, stable=True)
+        return [self.select(rows) for rows in order.split(size)]
+
+    @classmethod
+    def cat(cls, batches: Sequence[Self]) -> Self:
+        """All rows of ``batches``; columns are padded on the right with 0 / False to the widest."""
+        joined: dict[str, Any] = {}
+        for name, first in batches[0].parts().items():
+            column: list[Any] = [batch.parts()[name] for batch in batches]
+            joined[name] = type(first).cat(column) if isinstance(first, Batch) else _cat_padded(column)
+        return cls(**joined)
+
+    def flatten(self, prefix: str = "") -> dict[str, Tensor]:
+        """All tensors under dotted names."""
+        flat: dict[str, Tensor] = {}
+        for name, value in self.parts().items():
+            flat |= value.flatten(f"{prefix}{name}.") if isinstance(value, Batch) else {f"{prefix}{name}": value}
+        return flat
+
+
+def _cat_padded(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].dim() >= 2:
+        width = max(x.size(1) for x in tensors)
+        tensors = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.size(1))) for x in tensors]
+    return torch.cat(tensors)
+
+
+@dataclass(frozen=True)
+class Sequences(Batch):
+    """Prompts and responses as token ids, padded on the right. All fields [B, T]."""
+
+    input_ids: Tensor
+    """Token ids; whatever stands in padding never matters."""
+    attention_mask: Tensor
+    """bool: real tokens. A prefix of every row."""
+    response_mask: Tensor
+    """bool: tokens that were chosen by the policy (terminating EOS included) and are trained on."""
+
+    def __post_init__(self) -> None:
+        if self.attention_mask.dtype != torch.bool or self.response_mask.dtype != torch.bool:
+            raise TypeError("masks are boolean, True = counts; use mask.bool()")
+
+    @classmethod
+    def from_lists(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int = 0) -> Self:
+        """Sequences [B, T] from token ids; the masks come from the lengths, never from the ids (F-01)."""
+        pairs = list(zip(prompts, responses, strict=True))
+        return cls.from_rows([[*p, *r] for p, r in pairs], [[False] * len(p) + [True] * len(r) for p, r in pairs], pad_id)
+
+    @classmethod
+    def from_rows(cls, ids: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]], pad_id: int = 0) -> Self:
+        """Sequences [B, T] from whole rows of ids and, for each, which tokens are responses."""
+        width = max((len(row) for row in ids), default=0)
+        shape = (len(ids), width)
+        lengths = torch.tensor([len(row) for row in ids], dtype=torch.long).unsqueeze(1)
+        padded = [[*row, *[pad_id] * (width - len(row))] for row in ids]
+        masks = [[*row, *[False] * (width - len(row))] for row in chosen]
+        return cls(
+            torch.tensor(padded, dtype=torch.long).reshape(shape),
+            torch.arange(width) < lengths,
+            torch.tensor(masks, dtype=torch.bool).reshape(shape),
+        )
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02)."""
+        return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+    @property
+    def weight(self) -> Tensor:
+        """Response tokens []."""
+        return self.response_mask.sum().float()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens per row [B]."""
+        return self.attention_mask.sum(1)
+
+    def trim(self) -> Self:
+        """Without the columns that are padding in every row."""
+        return self.map(lambda x: x[:, : self._width()])
+
+    def _width(self) -> int:
+        used = self.attention_mask.any(0).nonzero()
+        return int(used[-1]) + 1 if len(used) else 0
+
+    @property
+    def queries(self) -> list[Tensor]:
+        """The prompt of each row as a 1-D tensor of ids."""
+        prompt = self.attention_mask & ~self.response_mask
+        return [ids[keep] for ids, keep in zip(self.input_ids, prompt, strict=True)]
+
+    @property
+    def responses(self) -> list[Tensor]:
+        """The response of each row as a 1-D tensor of ids."""
+        return [ids[keep] for ids, keep in zip(self.input_ids, self.response_mask, strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenBatch(Batch):
+    """Experience about tokens: ``sequences`` and further fields, those with two dimensions being [B, T] like it.
+
+    Its unit of averaging is the response token.
+    """
+
+    sequences: Sequences
+
+    @property
+    def weight(self) -> Tensor:
+        """Response tokens []."""
+        return self.sequences.weight
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens per row [B]."""
+        return self.sequences.lengths
+
+    def trim(self) -> Self:
+        """Without the columns that are padding in every row."""
+        width = self.sequences._width()
+        return self.map(lambda x: x[:, :width] if x.dim() >= 2 else x)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the sampler returns for B prompts: ids that are trained on, and text for people and reward functions."""
+
+    rows: list[Row]
+    """The row each response belongs to, with its prompt under ``"prompt"`` and any further columns."""
+    sequences: Sequences
+    """Prompt and response ids [B, T]."""
+    logprobs: Tensor | None
+    """Log-probabilities [B, T] with which the response tokens were sampled (at the sampling temperature), else 0.
+    None if somebody else sampled them."""
+    terminated: Tensor
+    """bool [B]: the response ended by EOS or a stop string rather than by the length limit."""
+    prompts: list[str]
+    """Prompt text."""
+    outputs: list[str]
+    """Response text, cut before the stop string that ended it."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def samples(self) -> list[str]:
+        """Prompt and response text together."""
+        return [prompt + output for prompt, output in zip(self.prompts, self.outputs, strict=True)]
+
+    @property
+    def queries(self) -> list[Tensor]:
+        """Prompt ids, one 1-D tensor per row."""
+        return self.sequences.queries
+
+    @property
+    def responses(self) -> list[Tensor]:
+        """Response ids, one 1-D tensor per row."""
+        return self.sequences.responses
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The further columns of the rows, each as a list; None where a row has no such column."""
+        names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
+        return {name: [row.get(name) for row in self.rows] for name in names}

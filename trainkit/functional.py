@@ -1,0 +1,190 @@
+"""Pure functions of reinforcement learning on token sequences: statistics, log-probabilities, returns, surrogates.
+
+Shapes: B rows, T tokens, N selected tokens, V vocabulary. Every mask is boolean, ``True`` = counts, and every
+function behaves as if masked positions were not there, whatever values they hold. Per-token tensors are
+token-aligned: position ``t`` speaks about token ``t``. Nothing here knows of configs, models or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all processes; the identity on one process."""
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+# --------------------------------------------------------------------------------------------- masked statistics
+
+
+def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where ``mask``, exactly 0 elsewhere (also where ``x`` is NaN or infinite there). [*] -> [*]."""
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ x over ``mask``. [*] -> [] or, with ``dim``, that dimension summed away."""
+    kept = zero_masked(x, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Σ x over ``mask`` / Σ mask. [*] -> []; 0 where nothing is selected."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = _identity) -> Tensor:
+    """(x − μ) / √(σ² + 1e-8) over the selected entries of all processes, 0 elsewhere. [*] -> [*].
+
+    Two passes, unbiased variance (F-06). With fewer than two selected entries ``x`` is returned unchanged;
+    ``shift_mean=False`` adds μ back, which keeps the sign of the mean.
+    """
+    x = x if x.is_floating_point() else x.float()  # whitened integers are no integers (S-58)
+    count = reduce(mask.sum().to(torch.float64))
+    if count < 2:
+        return zero_masked(x, mask)
+    exact = x.to(torch.float64)
+    mean = reduce(masked_sum(exact, mask)) / count
+    var = reduce(masked_sum((exact - mean) ** 2, mask)) / (count - 1)
+    white = (exact - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
+    return zero_masked(white.to(x.dtype), mask)
+
+
+# -------------------------------------------------------------------------------------- log-probabilities and KL
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits)[token], gathered before the log-sum-exp is subtracted. [N, V], [N] -> [N]."""
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """H = log Σ exp(z) − Σ softmax(z)·z; forbidden tokens (−inf) contribute 0. [N, V] -> [N]."""
+    probs = logits.softmax(-1)
+    finite = logits.masked_fill(probs == 0, 0.0)  # before the product: 0 * -inf is NaN, in the gradient too
+    return logits.logsumexp(-1) - (probs * finite).sum(-1)
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1 = log π − log π_ref of the sampled token: unbiased for KL(π‖π_ref) when sampling from π. [*] -> [*]."""
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k2 = (log π − log π_ref)² / 2: biased, never negative (Schulman 2020). [*] -> [*]."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 = exp(−k1) − 1 + k1: unbiased and never negative when sampling from π (Schulman 2020). [*] -> [*]."""
+    k1 = logprobs - ref_logprobs
+    return torch.expm1(-k1) + k1
+
+
+def kl_exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(π‖π_ref) = Σ_v p_v (log p_v − log q_v), 0 where p_v = 0. [N, V], [N, V] -> [N]."""
+    p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1)
+
+
+# ------------------------------------------------------------------------------------------- rewards and returns
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """True at the last selected position of each row only. [B, T] -> [B, T]; rows with none stay all False."""
+    after = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (after == 1)
+
+
+def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores as rewards per token: [B] lands on the last response token (F-07); [B, T] is kept. -> [B, T]."""
+    if scores.dim() == 1:
+        return zero_masked(scores.unsqueeze(-1).expand(mask.shape), last_token(mask))
+    return zero_masked(scores, mask)
+
+
+def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """r_t = score_t − β·(log π − log π_ref)_t, a terminal score on the last response token (F-07).
+
+    Scores [B] (terminal) or [B, T] (dense, token-aligned); the rest [B, T] -> [B, T], 0 off the mask.
+    Source: Ziegler et al. 2019, equation 2.
+    """
+    return place_scores(scores, mask) - kl_coef * zero_masked(kl_k1(logprobs, ref_logprobs), mask)
+
+
+def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; returns = A + V. [B, T] ×3 -> ([B, T], [B, T]).
+
+    The successor of a token is the *next selected* token of its row; after the last one V and A are 0
+    (F-05). Both results are 0 off the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
+    """
+    values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(next_value)
+    columns = []
+    for t in range(values.size(1) - 1, -1, -1):  # over columns, all rows at once: the recursion is sequential in t
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        columns.append(next_advantage)
+    advantages = zero_masked(torch.stack(columns[::-1], dim=1), mask)
+    return advantages, advantages + values
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, cliprange: float) -> Tensor:
+    """max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε)), the negated PPO objective per element. [*], [*] -> [*].
+
+    Source: Schulman et al. 2017, equation 7.
+    """
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
+    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) per element. [*] ×3 -> [*]. Source: Schulman's PPO code (F-08)."""
+    clipped = torch.maximum(torch.minimum(values, old_values + cliprange), old_values - cliprange)
+    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """−mean log π over the selected tokens. [B, T] ×2 -> []."""
+    return -masked_mean(logprobs, mask)
+
+
+# ------------------------------------------------------------------------------------- what sampling truncates
+
+
+def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Logits with −inf outside the ``top_k`` largest and outside the smallest nucleus of mass ``top_p``. [B, V].
+
+    ``top_k=0`` and ``top_p=1`` are off. The likeliest token always stays. Source: Holtzman et al. 2020 (nucleus).
+    """
+    if top_k > 0 and top_k < logits.size(-1):
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(-1, descending=True)
+        before = F.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass of the tokens ahead of each
+        drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(drop, -torch.inf)
+    return logits
+
+
+def allow_logits(logits: Tensor, previous: Tensor, logit_mask: Tensor | None) -> Tensor:
+    """Logits with −inf at tokens that ``logit_mask`` forbids. [N, V], previous tokens [N] -> [N, V].
+
+    The mask is bool, True = allowed: [V] for every state, or [V, V] with a row per previous token. None allows all.
+    """
+    if logit_mask is None:
+        return logits
+    return logits.masked_fill(~(logit_mask if logit_mask.dim() == 1 else logit_mask[previous]), -torch.inf)

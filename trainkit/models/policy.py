@@ -1,0 +1,143 @@
+"""The policy: sequences in, token-aligned numbers out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
+from trainkit.models.value_head import ValueHead
+
+log = logging.getLogger(__name__)
+
+HEADS = "heads.safetensors"
+"""In an export, the weights that transformers does not know, such as the value head's."""
+
+
+class TokenOutputs(NamedTuple):
+    """What a policy says about the response tokens of sequences; [B, T] each, 0 off the response."""
+
+    logprobs: Tensor
+    """Log-probability of choosing each token, at the sampling temperature."""
+    values: Tensor | None = None
+    """Value of the state in which each token was chosen; None without a value head."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution each token was chosen from; None unless asked for."""
+
+
+class CausalPolicy(nn.Module):
+    """A causal language model as a policy: ``policy(sequences) -> TokenOutputs``.
+
+    The language-model head runs at response positions only, so nothing of size [B, T, V] is made. At construction
+    it is compared with the model's own logits on a small input; where a model scales or caps its logits in ways
+    that the head alone does not show, the policy uses full logits and says so.
+
+    Args:
+        model: the language model, trained in place.
+        temperature: divides the logits everywhere, as in sampling (F-02).
+        logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed, as in sampling.
+        value_head: whether to add a critic's head on the trunk.
+    """
+
+    logit_mask: Tensor | None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        logit_mask: Tensor | None = None,
+        value_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.value_head = ValueHead(model.config.get_text_config().hidden_size) if value_head else None
+        if self.value_head is not None:
+            self.value_head.to(model.device)
+        self.register_buffer("logit_mask", check_logit_mask(logit_mask, model), persistent=False)
+        self.head_alone = _head_gives_logits(model)
+
+    def forward(self, sequences: Sequences, entropy: bool = False) -> TokenOutputs:
+        """Log-probabilities, values and (if asked for) entropies of the response tokens."""
+        chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
+        logits, hidden = self._states(sequences, chosen)
+        logits = allow_logits(logits.float() / self.temperature, sequences.input_ids[:, :-1][chosen], self.logit_mask)
+        return TokenOutputs(
+            logprobs=_at(sequences, token_logprobs(logits, sequences.input_ids[:, 1:][chosen])),
+            values=None if self.value_head is None else _at(sequences, self.value_head(hidden)),
+            entropy=_at(sequences, entropy_from_logits(logits)) if entropy else None,
+        )
+
+    def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and hidden states [N, D] of the states in which the response tokens were chosen."""
+        inputs = {
+            "input_ids": sequences.input_ids,
+            "attention_mask": sequences.attention_mask,
+            "position_ids": sequences.position_ids,
+            "use_cache": False,
+        }
+        if self.head_alone:
+            hidden = self.model.base_model(**inputs).last_hidden_state[:, :-1][chosen]
+            return self.model.get_output_embeddings()(hidden), hidden
+        outputs = self.model(**inputs, output_hidden_states=True)
+        return outputs.logits[:, :-1][chosen], outputs.hidden_states[-1][:, :-1][chosen]
+
+
+def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
+    """The policy with the heads that an export at ``model_path`` has beside the model, if it has any."""
+    path = Path(model_path) / HEADS if isinstance(model_path, str) else None
+    if path is not None and path.is_file():
+        policy.load_state_dict({**policy.state_dict(), **load_file(path)})
+    return policy
+
+
+def _at(sequences: Sequences, values: Tensor) -> Tensor:
+    """Per-token values [N] at the response tokens they speak about, 0 elsewhere. -> [B, T]."""
+    mask = sequences.response_mask
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
+    """The mask on the model's device, or None.
+
+    Raises:
+        ConfigError: it is no boolean [V] or [V, V] tensor, or allows nothing somewhere.
+    """
+    if mask is None:
+        return None
+    vocab = model.config.get_text_config().vocab_size
+    mask = torch.as_tensor(mask)
+    if mask.dtype != torch.bool or tuple(mask.shape) not in {(vocab,), (vocab, vocab)}:
+        raise ConfigError(
+            f"logit_mask should be a bool tensor of shape ({vocab},) or ({vocab}, {vocab}), True = allowed; "
+            f"given {mask.dtype} {tuple(mask.shape)}"
+        )
+    if not mask.any(-1).all():
+        raise ConfigError("logit_mask allows no token at all after some token; allow at least EOS there")
+    return mask.to(model.device)
+
+
+@torch.no_grad()
+def _head_gives_logits(model: PreTrainedModel) -> bool:
+    """Whether head(trunk(x)) is what the model returns as logits."""
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    training, ids = model.training, torch.arange(4, device=model.device).unsqueeze(0)
+    model.eval()
+    full = model(ids, use_cache=False).logits.float()
+    alone = head(model.base_model(ids, use_cache=False).last_hidden_state).float()
+    model.train(training)
+    if full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
+        return True
+    log.warning("%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__)
+    return False

@@ -1,0 +1,32 @@
+"""The reference policy: what the trained one must not drift from."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from trainkit.data import Sequences
+from trainkit.models.policy import CausalPolicy, TokenOutputs
+
+
+class Reference:
+    """A frozen full copy of a policy, without its value head: ``reference(sequences) -> TokenOutputs``.
+
+    Always in evaluation mode, never with a gradient. Temperature and logit mask are the policy's, so that the
+    divergence is exactly 0 before the first update.
+    """
+
+    def __init__(self, policy: CausalPolicy) -> None:
+        head, policy.value_head = policy.value_head, None
+        try:
+            self.policy = copy.deepcopy(policy)
+        finally:
+            policy.value_head = head
+        self.policy.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, sequences: Sequences) -> TokenOutputs:
+        """Log-probabilities of the response tokens under the reference."""
+        outputs: TokenOutputs = self.policy(sequences)
+        return outputs

@@ -1,0 +1,245 @@
+"""Rows as a seeded, shardable, resumable stream, checked in full before training starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.data import Row
+from trainkit.errors import DataError, describe
+from trainkit.seeding import generator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Prompts = Iterable[str | Mapping[str, Any]]
+
+
+class Pipeline:
+    """An endless stream over ``rows``, shuffled anew each epoch from the seed alone.
+
+    Position ``p`` of the stream is row ``order(epoch)[p % len]`` with ``epoch = p // len``: the whole state of the
+    stream is one integer.
+
+    Args:
+        rows: the dataset; kept as it is and indexed lazily if it is a sequence (a `datasets.Dataset` too).
+        seed: fixes every epoch's order.
+        shuffle: False keeps the given order in every epoch.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, seed: int = 0, shuffle: bool = True) -> None:
+        if len(rows) == 0:
+            raise DataError("there are no rows to train on; give at least one")
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def order(self, epoch: int) -> list[int]:
+        """Row indices in the order of one epoch."""
+        if self._order[0] != epoch:
+            shuffled = torch.randperm(len(self), generator=generator(self.seed, "data", epoch))
+            self._order = (epoch, shuffled.tolist() if self.shuffle else list(range(len(self))))
+        return self._order[1]
+
+    def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
+        """Positions ``start`` to ``start + count``, of which process ``rank`` of ``world`` gets every world-th."""
+        positions = range(start + rank, start + count, world)
+        return [self.rows[self.order(p // len(self))[p % len(self)]] for p in positions]
+
+
+class PromptEncoder:
+    """Prompts as token ids that leave room for the response.
+
+    Args:
+        tokenizer: its own beginning token is added, once, and no end token.
+        budget: most tokens a prompt may have; None: no limit.
+        overlong: what to do with longer ones; ``"truncate"`` keeps a prompt's *end* (S-44).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        budget: int | None,
+        overlong: Literal["error", "truncate", "drop"] = "error",
+    ) -> None:
+        self.tokenizer, self.budget, self.overlong = tokenizer, budget, overlong
+
+    def __call__(self, prompt: Any, what: str = "the prompt") -> list[int]:
+        """Token ids of a prompt: text, or ids that are taken as they are.
+
+        Raises:
+            DataError: no text, no tokens, or too many; ``what`` names it.
+        """
+        if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
+            check_text(prompt, what)
+            ids = self._encode(prompt)
+        else:
+            ids = as_ids(prompt)
+        if not ids:
+            raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
+        if self.budget is None or len(ids) <= self.budget:
+            return ids
+        if self.overlong == "truncate":
+            return ids[-self.budget :]
+        raise DataError(
+            f"{what} has {len(ids)} tokens, and at most {self.budget} leave room for the response. Shorten it, "
+            "lower rollout.max_new_tokens, raise train.seq_length if it is what limits, "
+            "or set rollout.overlong_prompts to 'truncate' or 'drop'"
+        )
+
+    def _encode(self, prompt: str) -> list[int]:
+        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(str(eos)):
+            ids = ids[:-1]
+        doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
+        return ids[1:] if doubled and prompt.startswith(str(bos)) else ids
+
+    def fit(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows whose prompts fit, every one of them checked; how many did not is logged."""
+        kept, overlong = [], 0
+        whole = PromptEncoder(self.tokenizer, None)
+        for index, row in enumerate(rows):
+            too_long = self.budget is not None and len(whole(row["prompt"], f"prompt {index}")) > self.budget
+            overlong += too_long
+            if too_long and self.overlong == "drop":
+                continue
+            self(row["prompt"], f"prompt {index}")
+            kept.append(row)
+        if not kept:
+            raise DataError(f"all {len(rows)} prompts are longer than {self.budget} tokens and were dropped; none is left")
+        if overlong:
+            verb = "dropped" if self.overlong == "drop" else "cut to their end"
+            log.warning("%d of %d prompts were %s: more than %s tokens", overlong, len(rows), verb, self.budget)
+        return kept
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of text in the middle of a sequence: no special tokens are added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prompt_rows(prompts: Prompts) -> list[Row]:
+    """Prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
+
+    Raises:
+        DataError: no prompts, or one that is no text, or empty, or cannot be encoded; names its index.
+    """
+    if isinstance(prompts, str | Mapping):
+        raise DataError(f"prompts should be a list of strings or dicts; given {describe(prompts)}. Write [prompt]")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        check_text(row.get("prompt"), f"prompt {index}", missing_key="prompt" not in row)
+        rows.append(row)
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt")
+    return rows
+
+
+def check_text(text: Any, what: str, *, missing_key: bool = False) -> None:
+    """Raise a `DataError` unless ``text`` is a string with something in it that UTF-8 can hold."""
+    if missing_key:
+        raise DataError(f"{what} is a dict without the key 'prompt'; name its text 'prompt'")
+    if not isinstance(text, str):
+        raise DataError(f"{what} should be a string, or a dict with the key 'prompt'; given {describe(text)}")
+    if not text:
+        raise DataError(f"{what} is empty; give text to go on from, or leave it out")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} holds a character that is no text: {error}; remove it") from error
+
+
+def sample_rows(samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
+    """Samples to learn from as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
+
+    A sample is text (all of it is an output); or turns in alternation, ``(prompt, output)`` or ``[prompt, output,
+    prompt, output ...]``; or a dict with ``prompt`` and ``output`` (or ``completion``), whose other keys are kept.
+
+    Raises:
+        DataError: no samples, one of another form, or not as many rewards; names its index.
+    """
+    if isinstance(samples, str | Mapping):
+        raise DataError(f"samples should be a list; given {describe(samples)}. Write [sample]")
+    rows = [_sample_row(sample, f"sample {index}") for index, sample in enumerate(samples)]
+    if not rows:
+        raise DataError("samples is empty; give at least one sample")
+    if rewards is not None:
+        given = list(rewards)
+        if len(given) != len(rows):
+            raise DataError(f"there are {len(rows)} samples and {len(given)} rewards; give one reward per sample")
+        rows = [{**row, "reward": reward} for row, reward in zip(rows, given, strict=True)]
+    return rows
+
+
+def _sample_row(sample: Any, what: str) -> Row:
+    columns: Row = {}
+    if isinstance(sample, Mapping):
+        columns = {k: v for k, v in sample.items() if k not in {"prompt", "output", "completion"}}
+        output = sample.get("output", sample.get("completion"))
+        sample = [output] if "prompt" not in sample else [sample["prompt"], output]
+    turns = [sample] if isinstance(sample, str) else list(sample) if isinstance(sample, list | tuple) else [sample]
+    if len(turns) > 1 and len(turns) % 2:
+        raise DataError(f"{what} has {len(turns)} turns; they alternate prompt, output, and the last is an output")
+    for turn in turns:
+        if not isinstance(turn, str):
+            raise DataError(
+                f"{what} should be text, (prompt, output), or a dict with 'prompt' and 'output'; it holds {describe(turn)}"
+            )
+        check_text(turn, what)
+    return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
+
+
+def encode_sample(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a sample row, and which of them are responses.
+
+    Turns are encoded one by one, as they are when generating, so ids at a turn's boundary are the same in training
+    and in use. EOS ends the last output and is trained, unless the sample was cut at ``limit`` tokens (S-35).
+
+    Raises:
+        DataError: no response token is left within ``limit``.
+    """
+    encoder = PromptEncoder(tokenizer, None)
+    ids: list[int] = []
+    chosen: list[bool] = []
+    for text, is_output in zip(row["turns"], row["outputs"], strict=True):
+        turn = encoder(text, what) if not ids and not is_output else encode_text(tokenizer, text)
+        if not ids and is_output:  # nothing precedes the first token, so it can only be chosen after BOS
+            if tokenizer.bos_token_id is not None:
+                ids, chosen = [tokenizer.bos_token_id], [False]
+            else:
+                ids, chosen, turn = turn[:1], [False], turn[1:]
+        ids += turn
+        chosen += [is_output] * len(turn)
+    if ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+        chosen.append(True)
+    ids, chosen = ids[:limit], chosen[:limit]
+    if not any(chosen):
+        raise DataError(f"{what} has no output within the first {limit} tokens; shorten its prompt or raise train.seq_length")
+    return ids, chosen
+
+
+def as_ids(value: Tensor | Sequence[int]) -> list[int]:
+    """Token ids as a list of int, from a 1-D tensor or a sequence.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point():
+        return [int(i) for i in value.tolist()]
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, int) for i in value):
+        return list(value)
+    raise DataError(f"token ids should be a 1-D integer tensor or a list of int; given {describe(value)}")

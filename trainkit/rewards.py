@@ -1,0 +1,142 @@
+"""The one boundary to reward and metric functions: what goes in is copied, what comes out is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.data import Rollouts
+from trainkit.errors import RewardError, describe
+
+RewardFn = Callable[..., Any]
+MetricFn = Callable[..., Mapping[str, Any]]
+
+CONTRACT = (
+    "return one finite number per sample (list, tuple, NumPy array or tensor [B]), or for dense rewards one list, "
+    "array or 1-D tensor per sample with at most as many numbers as its response has tokens"
+)
+
+
+def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
+    """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
+
+    Returns:
+        Scores [B] in float32, or dense rewards [B, T] that stand at the response tokens they speak about.
+
+    Raises:
+        RewardError: the function raised, or returned something else; names the function and the row.
+    """
+    scores = _call(
+        reward_fn,
+        samples=rollouts.samples,
+        prompts=list(rollouts.prompts),
+        outputs=list(rollouts.outputs),
+        tokenizer=tokenizer,
+        **rollouts.columns,
+    )
+    return check_scores(scores, rollouts, _name(reward_fn))
+
+
+def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
+    """``scores`` of any allowed form as a tensor [B] or [B, T]; ``source`` is named in errors.
+
+    Raises:
+        RewardError: a wrong type, count or length, or a number that is not finite.
+    """
+    if scores is None or isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__len__"):
+        raise RewardError(f"{source} returned {describe(scores)}; {CONTRACT}")
+    if isinstance(scores, Tensor | np.ndarray) and scores.ndim > 1:
+        raise RewardError(
+            f"{source} returned a {scores.ndim}-D array of shape {tuple(scores.shape)}; {CONTRACT}. "
+            "Padding cannot be told from rewards: for [B, 1] write .squeeze(1), for dense rewards a list per sample"
+        )
+    if len(scores) != len(rollouts):
+        raise RewardError(f"{source} returned {len(scores)} scores for {len(rollouts)} samples; {CONTRACT}")
+    if len(scores) and all(_is_vector(s) for s in scores):
+        return _dense(scores, rollouts, source)
+    return torch.tensor([_number(s, source, i) for i, s in enumerate(scores)], dtype=torch.float32)
+
+
+def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
+    """Per-token scores placed at the first response tokens of each row. -> [B, T]."""
+    mask = rollouts.sequences.response_mask.cpu()
+    lengths = mask.sum(1).tolist()
+    if all(len(s) == 1 for s in scores) and any(n > 1 for n in lengths):
+        raise RewardError(
+            f"{source} returned lists of one number each, which could mean a score per sample or a reward for the "
+            f"first token; {CONTRACT}"
+        )
+    dense = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, (values, length) in enumerate(zip(scores, lengths, strict=True)):
+        if len(values) > length:
+            raise RewardError(
+                f"{source} returned {len(values)} rewards for sample {row}, whose response has {length} tokens; {CONTRACT}"
+            )
+        numbers = torch.tensor([_number(v, source, row) for v in values], dtype=torch.float32)
+        dense[row, mask[row].nonzero()[: len(values), 0]] = numbers
+    return dense
+
+
+def metrics(metric_fn: MetricFn, rollouts: Rollouts) -> dict[str, float | list[float]]:
+    """Call ``metric_fn(samples=, prompts=, outputs=, **columns)`` and check its numbers.
+
+    Returns:
+        By name, one number for the whole, or a list with one per sample.
+
+    Raises:
+        RewardError: the function raised, or did not return a mapping of numbers; names the function.
+    """
+    source = _name(metric_fn)
+    result = _call(
+        metric_fn,
+        samples=rollouts.samples,
+        prompts=list(rollouts.prompts),
+        outputs=list(rollouts.outputs),
+        **rollouts.columns,
+    )
+    if not isinstance(result, Mapping):
+        raise RewardError(f"{source} returned {describe(result)}; return a dict of name -> number or list of numbers")
+    checked: dict[str, float | list[float]] = {}
+    for name, value in result.items():
+        if not _is_vector(value):
+            checked[name] = _number(value, f"{source}[{name!r}]", None)
+            continue
+        if len(value) != len(rollouts):
+            raise RewardError(f"{source} returned {len(value)} values of {name!r} for {len(rollouts)} samples")
+        checked[name] = [_number(v, f"{source}[{name!r}]", i) for i, v in enumerate(value)]
+    return checked
+
+
+def _call(fn: Callable[..., Any], **arguments: Any) -> Any:
+    try:
+        return fn(**arguments)
+    except Exception as error:
+        raise RewardError(
+            f"{_name(fn)} raised {type(error).__name__}: {error} (called with {len(arguments['samples'])} samples and "
+            f"the keywords {', '.join(arguments)}). Training stopped before the weights moved; mend the function"
+        ) from error
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__qualname__', type(fn).__qualname__)} ({getattr(fn, '__module__', '?')})"
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 1)
+
+
+def _number(value: Any, source: str, row: int | None) -> float:
+    at = "" if row is None else f" for sample {row}"
+    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        number = float(value)
+        if math.isfinite(number) and abs(number) <= torch.finfo(torch.float32).max:
+            return number
+        raise RewardError(f"{source} returned {value}{at}; numbers must be finite in float32. {CONTRACT}")
+    raise RewardError(f"{source} returned {describe(value)}{at}; {CONTRACT}")

@@ -1,0 +1,63 @@
+"""The rollout store: one collection of experience, any algorithm's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from trainkit.data import Batch
+
+B = TypeVar("B", bound=Batch)
+
+
+class RolloutStore(Generic[B]):
+    """Experience of one collection, on the CPU: pushed in parts, read as seeded shuffled minibatches."""
+
+    def __init__(self) -> None:
+        self._parts: list[B] = []
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def push(self, batch: B) -> None:
+        """Add rows."""
+        self._parts.append(batch.to("cpu"))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._parts = []
+
+    @property
+    def experience(self) -> B:
+        """All rows as one batch.
+
+        Raises:
+            LookupError: the store is empty.
+        """
+        if not self._parts:
+            raise LookupError("the store is empty; push experience first")
+        if len(self._parts) > 1:
+            self._parts = [type(self._parts[0]).cat(self._parts)]
+        return self._parts[0]
+
+    @experience.setter
+    def experience(self, batch: B) -> None:
+        self._parts = [batch.to("cpu")]
+
+    def batches(self, size: int, generator: torch.Generator, start: int = 0) -> Iterator[B]:
+        """Minibatches of ``size`` rows (the last may be smaller) in the generator's order, from number ``start`` on."""
+        order = torch.randperm(len(self), generator=generator)
+        for rows in order.split(size)[start:]:
+            yield self.experience.select(rows)
+
+    def export(self, path: str | Path) -> None:
+        """Write one JSON line per row: every tensor of the row as nested lists, under its dotted name."""
+        flat = self.experience.flatten()
+        with Path(path).open("w", encoding="utf-8") as file:
+            for row in range(len(self)):
+                record: dict[str, Any] = {name: tensor[row].tolist() for name, tensor in flat.items()}
+                file.write(json.dumps(record) + "\n")

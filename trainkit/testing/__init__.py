@@ -1,0 +1,59 @@
+"""Small real parts for tests and examples: a tokenizer built on the spot, models made from configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+EOS, PAD = "<eos>", "<pad>"
+
+
+def character_tokenizer(characters: str, **special: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character of ``characters``, then EOS and PAD. Decoding joins the characters.
+
+    Args:
+        characters: the vocabulary; a character outside it is an error when encoding.
+        **special: special tokens that differ from ``eos_token="<eos>", pad_token="<pad>"``, e.g. ``pad_token="<eos>"``
+            or ``bos_token="<bos>"`` (which is then added to the vocabulary).
+    """
+    names: dict[str, str] = {k: v for k, v in {"eos_token": EOS, "pad_token": PAD, **special}.items() if v is not None}
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*characters, EOS, PAD, *names.values()]))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def tiny_gpt2(vocab_size: int, **overrides: Any) -> dict[str, Any]:
+    """The fields of a GPT-2 config of 2 layers × 32, for ``model_path``; random weights, a few milliseconds a step."""
+    return {
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_positions": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **overrides,
+    }
+
+
+def tiny_llama(vocab_size: int, **overrides: Any) -> dict[str, Any]:
+    """The fields of a Llama config of 2 layers × 32, for ``model_path``."""
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **overrides,
+    }

@@ -1,0 +1,690 @@
+"""The loop, on accelerate: written once, for every algorithm."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from trainkit import metrics as m
+from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
+from trainkit.data import Batch, Rollouts, Row, Sequences
+from trainkit.errors import ConfigError, DataError, NonFiniteError, describe
+from trainkit.models.loading import context_length, load_model_config, load_tokenizer, pad_id
+from trainkit.models.policy import TokenOutputs
+from trainkit.models.reference import Reference
+from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, as_ids, encode_sample, prompt_rows, sample_rows
+from trainkit.plugins import hook_manager
+from trainkit.registry import get_trainer
+from trainkit.rewards import check_scores, score
+from trainkit.sampling import CausalSampler, Sampler, assemble, cut_at_stop, decode
+from trainkit.seeding import generator, global_rng
+from trainkit.trainer import run
+from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.evaluation import evaluate
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=MethodConfig)
+
+
+@dataclass
+class Progress:
+    """Where a run stands: all of the loop's own state, in plain numbers."""
+
+    step: int = 0
+    """Optimizer steps made."""
+    collection: int = 0
+    """Collections finished."""
+    cursor: int = 0
+    """Rows of the stream used up by finished collections."""
+    epoch: int = 0
+    """Passes made over the present collection."""
+    position: int = 0
+    """Minibatches made in the present pass."""
+    sampled: int = 0
+    """Calls of the sampler for training, which key its randomness."""
+    samples: int = 0
+    """Rows of experience made so far, all processes."""
+    tokens: int = 0
+    """Units (tokens or rows) trained on so far, all processes."""
+    seconds: float = 0.0
+    """Wall time spent, over all resumed parts of the run."""
+    best: float = -math.inf
+    """Highest mean reward of an evaluation."""
+
+
+class AccelerateRLTrainer(BaseRLTrainer[M]):
+    """Everything about training that is not the algorithm.
+
+    Nothing heavy happens at construction: model and optimizer are made on first use, after the data were checked.
+
+    Args:
+        config: the run's configuration.
+        model: a live model, instead of ``config.model.model_path``; it is trained in place.
+        tokenizer: a live tokenizer, instead of the one that the config names.
+        reward_fn: scores samples; see `trainkit.rewards.score`.
+        metric_fn: measures samples at evaluation; see `trainkit.rewards.metrics`.
+        logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; applies to sampling and training.
+        stop_sequences: strings that end a response, over those of the config.
+        callbacks: objects with ``@hookimpl`` methods.
+
+    Raises:
+        ConfigError, DataError, PluginError: at the door, before a model is loaded.
+    """
+
+    needs_reference: ClassVar[bool] = False
+    """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
+
+    def __init__(
+        self,
+        config: TRLConfig[M],
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        callbacks: Iterable[object] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, **kwargs)
+        config = self.config
+        self.accelerator = _accelerator(config.train.mixed_precision)
+        self._check_split()
+        self.live_model = model
+        self.tokenizer = load_tokenizer(config, tokenizer)
+        self.limit = self._length_limit()
+        self.encode = PromptEncoder(
+            self.tokenizer,
+            None if self.limit is None else self.limit - config.rollout.max_new_tokens,
+            config.rollout.overlong_prompts,
+        )
+        self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
+        self.progress = Progress()
+        self.pipeline: Pipeline | None = None
+        self.eval_rows: list[Row] = []
+        self.run_dir: Path | None = None
+        self._pending: m.Metrics = {}
+        self._rollouts: list[Rollouts] = []
+        self._generated = 0
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _check_split(self) -> None:
+        world, config = self.accelerator.num_processes, self.config
+        for key, value in (
+            ("train.batch_size", config.train.batch_size),
+            ("rollout.num_rollouts", config.rollout.num_rollouts),
+        ):
+            if value % world:
+                raise ConfigError(f"{key} is {value}, which {world} processes cannot share equally; give a multiple")
+        if self.online and config.rollout.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature is 0: greedy responses have no distribution to learn on. Give a temperature > 0; "
+                "for greedy evaluation set rollout.eval_kwargs.temperature to 0"
+            )
+
+    def _length_limit(self) -> int | None:
+        """The most tokens of prompt and response together: the smaller of train.seq_length and the model's context."""
+        model_config = self.live_model.config if self.live_model else load_model_config(self.config.model)
+        context, asked = context_length(model_config), self.config.train.seq_length
+        if context and asked and asked > context:
+            raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+        limit, room = asked or context, self.config.rollout.max_new_tokens
+        if limit and self.online and room >= limit:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {room}, which leaves no room for a prompt within {limit} tokens; lower it"
+            )
+        return limit
+
+    def _plugin_names(self) -> list[str]:
+        name = self.config.method.name
+        own = [name] if get_trainer(name) is type(self) and _is_installed(name) else []
+        return [*own, *self.config.plugins]
+
+    @cached_property
+    def unwrapped(self) -> Any:
+        """The trainable model itself, outside whatever accelerate wraps it in."""
+        with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
+            return self.get_arch(self.config)
+
+    @cached_property
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = self.unwrapped.to(self.accelerator.device)
+        if self.needs_reference:
+            self.reference = Reference(model)
+        prepared, optimizer = self.accelerator.prepare(model, _optimizer(model, self.config))
+        return prepared, optimizer
+
+    @property
+    def policy(self) -> nn.Module:
+        """The trainable model as `loss` must call it, so that gradients are synchronised."""
+        return self._prepared[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """The prepared optimizer."""
+        return self._prepared[1]
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """The learning-rate schedule, over the run's steps."""
+        config = self.config.scheduler
+        warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
+        try:
+            return get_scheduler(
+                warmed,
+                getattr(self.optimizer, "optimizer", self.optimizer),
+                num_warmup_steps=config.warmup_steps,
+                num_training_steps=max(self.total_steps, 1),
+                scheduler_specific_kwargs=dict(config.kwargs),
+            )
+        except TypeError as error:
+            raise ConfigError(f"scheduler.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
+        self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
+        made: Sampler | None = self.hooks.hook.make_sampler(trainer=self)
+        return made or CausalSampler(
+            self.unwrapped.model,
+            self.tokenizer,
+            logit_mask=self.logit_mask,
+            skip_special_tokens=self.config.rollout.skip_special_tokens,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- data
+
+    def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
+        """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
+        if not isinstance(prompts, Pipeline):
+            prompts = Pipeline(self.encode.fit(prompt_rows(prompts)), seed=self.config.train.seed)
+        self.pipeline = prompts
+
+    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
+        """Take the samples to train on offline. All are checked now."""
+        rows = sample_rows(samples, rewards)
+        for index, row in enumerate(rows):
+            encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
+        self.pipeline = Pipeline(rows, seed=self.config.train.seed)
+
+    def add_eval_pipeline(self, prompts: Prompts) -> None:
+        """Take the prompts of evaluations."""
+        self.eval_rows = self.encode.fit(prompt_rows(prompts))
+
+    # -------------------------------------------------------------------------------------------- the loop: learn
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        train = self.config.train
+        if self.pipeline is None:
+            return train.total_steps or 0
+        rows = self.config.rollout.num_rollouts if self.online else len(self.pipeline)
+        per_pass = math.ceil(rows / train.batch_size)
+        if train.epochs is None:
+            return train.total_steps or 0
+        collections = math.ceil(train.epochs * len(self.pipeline) / rows) if self.online else 1
+        steps = collections * (self.passes or 1) * per_pass
+        return steps if train.total_steps is None else min(steps, train.total_steps)
+
+    def learn(self) -> None:
+        """Train until `total_steps`, from a checkpoint if the config says so.
+
+        Raises:
+            DataError: there is nothing to learn from.
+            NonFiniteError: a loss or gradient is not finite; the weights have not moved.
+            RewardError: the reward function failed.
+            CheckpointError: a checkpoint cannot be written, or resumed from with this config.
+        """
+        if self.pipeline is None:
+            raise DataError(f"there is nothing to learn from; {type(self).__name__} takes {' and '.join(self.inputs)}")
+        with run.running(self):
+            run.resume(self)
+            if self.progress.step == 0:
+                self._evaluate_if(self.total_steps > 0)
+            for batch in self._minibatches():
+                self._train_on(batch)
+                done = self.progress.step >= self.total_steps
+                self._evaluate_if(done or _due(self.progress.step, self.config.train.eval_interval))
+                run.save_if_due(self, done)
+                if done:
+                    break
+            run.export_final(self)
+
+    def _minibatches(self) -> Iterator[Batch]:
+        """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""
+        at = self.progress
+        while at.step < self.total_steps:
+            if not len(self.store):
+                self.collect()
+            while self.passes is None or at.epoch < self.passes:
+                yield from self._one_pass()
+                at.epoch, at.position = at.epoch + 1, 0
+            self.store.clear()
+            at.cursor += self.collection_rows
+            at.collection, at.epoch = at.collection + 1, 0
+
+    def _one_pass(self) -> Iterator[Batch]:
+        at, seed = self.progress, self.config.train.seed
+        size = self.config.train.batch_size // self.accelerator.num_processes
+        order = generator(seed, "order", at.collection, at.epoch)
+        for batch in self.store.batches(size, order, start=at.position):
+            at.position += 1
+            yield batch
+
+    @property
+    def collection_rows(self) -> int:
+        """Rows of the stream that one collection uses, all processes together."""
+        assert self.pipeline is not None
+        return self.config.rollout.num_rollouts if self.online else len(self.pipeline)
+
+    def collect(self) -> None:
+        """Fill the store with one collection of experience."""
+        assert self.pipeline is not None
+        started = time.perf_counter()
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        rows = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        self._rollouts = []
+        size = self.config.rollout.batch_size
+        self.unwrapped.eval()
+        with torch.no_grad():
+            for start in range(0, len(rows), size):
+                self.store.push(self.make_experience(rows[start : start + size]))
+            self.store.experience = self.prepare_experience(self.store.experience)
+        self.progress.samples += len(self.store) * world
+        self._time("time/collect", started)
+        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+
+    def _train_on(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        self.record(self.update(batch))
+        self._time("time/update", started)
+        self._log()
+        self.hooks.hook.on_step(trainer=self, step=self.progress.step)
+
+    def update(self, batch: Batch) -> m.Metrics:
+        """One optimizer step on ``batch``: the whole of it, for every algorithm.
+
+        The gradient is that of the mean over the batches of all processes, however they are split (law 3).
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
+        """
+        self.policy.train()
+        device, step = self.accelerator.device, self.progress.step
+        weight = self.reduce(batch.weight.to(device))
+        share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
+        found: m.Metrics = {}
+        rank = self.accelerator.process_index
+        micros = batch.split(self.config.train.microbatch_size)
+        with global_rng(self.config.train.seed, "dropout", step, rank, device=device):
+            for index, micro in enumerate(micros):
+                with self._synchronised(last=index == len(micros) - 1):
+                    found = m.merge(found, self._backward(micro.to(device), share))
+        norm = self._clip()
+        self._refuse_non_finite(found, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.unwrapped.eval()
+        self.progress.step += 1
+        self.progress.tokens += int(weight)
+        self.after_step()
+        return m.merge(found, {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr))})
+
+    def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
+        weight = micro.weight.to(share.device)
+        with self.accelerator.autocast():
+            loss, found = self.loss(micro)
+        self.accelerator.backward(loss * weight / share)
+        return {**found, "loss/total": m.Mean((loss.detach() * weight).double(), weight.double())}
+
+    def _synchronised(self, last: bool) -> Any:
+        """Gradients are exchanged between processes with the last micro-batch only."""
+        return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
+
+    def _clip(self) -> Tensor:
+        limit = self.config.train.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), math.inf if limit is None else limit)
+        return torch.as_tensor(norm).detach()
+
+    def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
+        loss = self.reduce(torch.stack(found["loss/total"].tensors()))
+        overflow = self.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
+        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
+            return
+        named = [name for name, p in self.unwrapped.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        self.optimizer.zero_grad()
+        raise NonFiniteError(
+            f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"
+            f"{'; not finite in ' + ', '.join(named[:3]) if named else ''}. The weights have not moved. Look at the "
+            "rewards, lower optimizer.lr, or set train.max_grad_norm"
+        )
+
+    @property
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # ----------------------------------------------------------------------------------------- for the algorithm
+
+    def sample(self, rows: list[Row]) -> Rollouts:
+        """One sampled response per row, at the rollout's settings; the randomness is the training's own."""
+        key = self.progress.sampled
+        self.progress.sampled += 1
+        rollouts = self._sample(rows, [self.encode(row["prompt"]) for row in rows], self.settings(), "sample", key)
+        self._rollouts.append(rollouts)
+        return rollouts
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """The reward function's scores [B], or [B, T] where it gives rewards per token."""
+        assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
+        scores = score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
+        return scores
+
+    def make_experience(self, rows: list[Row]) -> Batch:
+        """Sample, score, and make experience of it: what an online algorithm does. Offline ones override this."""
+        rollouts = self.sample(rows)
+        return self._experience(rollouts, self.score(rollouts))
+
+    def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
+        whole = scores if scores.dim() == 1 else scores.sum(1)
+        self.record(
+            {
+                "reward/mean": m.Mean.of(whole),
+                "reward/std": m.Std.of(whole),
+                "rollout/length": m.Mean.of(rollouts.sequences.response_mask.sum(1)),
+                "rollout/terminated": m.Mean.of(rollouts.terminated),
+            }
+        )
+        return self.experience(rollouts, scores)
+
+    def encode_samples(self, rows: list[Row]) -> Sequences:
+        """Sample rows as sequences on the device, outputs and their EOS marked as responses."""
+        encoded = [encode_sample(self.tokenizer, row, self.limit) for row in rows]
+        sequences = Sequences.from_rows([ids for ids, _ in encoded], [chosen for _, chosen in encoded], pad_id(self.tokenizer))
+        return sequences.to(self.accelerator.device)
+
+    @torch.no_grad()
+    def behaviour(self, rollouts: Rollouts, entropy: bool = True) -> TokenOutputs:
+        """What the policy that sampled ``rollouts`` says about them, before any update."""
+        outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=entropy)
+        return outputs
+
+    def record(self, metrics: m.Metrics) -> None:
+        """Add metrics to those that are logged with the next step."""
+        self._pending = m.merge(self._pending, metrics)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """``x`` summed over all processes, on the device it came from."""
+        if self.accelerator.num_processes == 1:
+            return x
+        total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
+        return total.to(x.device)
+
+    # -------------------------------------------------------------------------------------- generating, by the user
+
+    def settings(self, **overrides: Any) -> SamplingConfig:
+        """The rollout's sampling settings, some of them overridden.
+
+        Raises:
+            ConfigError: no such setting, or not such a value.
+        """
+        given = {name: getattr(self.config.rollout, name) for name in SamplingConfig.model_fields}
+        try:
+            return SamplingConfig(**{**given, **overrides})
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
+            raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}") from error
+
+    def generate(
+        self,
+        prompts: Any = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **overrides: Any,
+    ) -> Rollouts:
+        """Responses to ``prompts``: strings, dicts with a ``prompt``, or token ids; to one prompt or to several.
+
+        What a tokenizer returns works too: ``trainer.generate(**tokenizer(texts, return_tensors="pt",
+        padding=True))``. Every call draws anew; training is not disturbed.
+
+        Args:
+            prompts: the prompts.
+            input_ids: [B, P] instead of prompts.
+            attention_mask: [B, P], which of ``input_ids`` are real.
+            **overrides: sampling settings over those of ``config.rollout``.
+        """
+        rows = _prompts_as_rows(prompts, input_ids, attention_mask)
+        self._generated += 1
+        return self._sample(
+            rows, [self.encode(row["prompt"]) for row in rows], self.settings(**overrides), "generate", self._generated
+        )
+
+    def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
+        """As `generate`, with the settings of evaluations (the first value of a swept one)."""
+        sweep = {k: v[0] if isinstance(v, list) and k != "stop_sequences" else v for k, v in self._eval_kwargs.items()}
+        return self.generate(prompts, **{**sweep, **overrides})
+
+    @property
+    def _eval_kwargs(self) -> dict[str, Any]:
+        return dict(self.config.rollout.eval_kwargs)
+
+    def _sample(
+        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, purpose: str, key: int
+    ) -> Rollouts:
+        sampler, rank = self.sampler, self.accelerator.process_index
+        self.unwrapped.eval()
+        return sampler(
+            rows,
+            queries,
+            settings,
+            generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device),
+        )
+
+    def decode(
+        self,
+        prompts: Sequence[Tensor],
+        samples: Sequence[Tensor],
+        prompt_sizes: Sequence[int] | None = None,
+        append_eos_token: bool = False,
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Token ids to text: (samples, prompts, outputs), outputs cut at the first stop string.
+
+        Args:
+            prompts: prompt ids, one 1-D tensor each.
+            samples: prompt and response ids, one 1-D tensor each.
+            prompt_sizes: how many ids of each sample are its prompt; the prompts' lengths without it.
+            append_eos_token: end those outputs with EOS's text that were cut, or ended by EOS.
+        """
+        skip, stops = self.config.rollout.skip_special_tokens, self.config.rollout.stop_sequences
+        sizes = [len(p) for p in prompts] if prompt_sizes is None else list(prompt_sizes)
+        responses = [sample[size:] for sample, size in zip(samples, sizes, strict=True)]
+        texts, whole = decode(self.tokenizer, list(prompts), skip), decode(self.tokenizer, responses, skip)
+        outputs = [cut_at_stop(text, stops) for text in whole]
+        if append_eos_token:
+            eos = self.tokenizer.eos_token_id
+            ended = [o != w or (len(r) > 0 and int(r[-1]) == eos) for o, w, r in zip(outputs, whole, responses, strict=True)]
+            outputs = [o + str(self.tokenizer.eos_token) * end for o, end in zip(outputs, ended, strict=True)]
+        return [p + o for p, o in zip(texts, outputs, strict=True)], texts, outputs
+
+    # ------------------------------------------------------------------------------------- the loop, by the user
+
+    def step(self, queries: Sequence[Any], responses: Sequence[Any], scores: Any) -> dict[str, float]:
+        """Learn from responses that you scored yourself: one collection, all its passes and optimizer steps.
+
+        Args:
+            queries: prompts, as text or token ids, one per response.
+            responses: the sampled token ids, 1-D tensors, as `generate` gave them; never text, which need not
+                encode to the ids that were sampled (S-09).
+            scores: a number per response, or a list of numbers per response for rewards per token.
+
+        Returns:
+            The metrics of this step, averaged over its optimizer steps.
+
+        Raises:
+            DataError, RewardError: the three do not fit together.
+        """
+        rollouts = self._given(queries, responses)
+        checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
+        run.begin(self)
+        self.store.clear()
+        self._rollouts, self.progress.epoch, self.progress.position = [rollouts], 0, 0
+        self.unwrapped.eval()
+        with torch.no_grad():
+            self.store.push(self._experience(rollouts, checked))
+            self.store.experience = self.prepare_experience(self.store.experience)
+        self.progress.samples += len(rollouts) * self.accelerator.num_processes
+        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+        for _ in range(self.passes or 1):
+            for batch in self._one_pass():
+                self.record(self.update(batch))
+                self.hooks.hook.on_step(trainer=self, step=self.progress.step)
+            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
+        self.store.clear()
+        self.progress.collection, self.progress.epoch = self.progress.collection + 1, 0
+        return self._log()
+
+    def _given(self, queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
+        if len(queries) != len(responses) or not len(queries):
+            raise DataError(f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses")
+        for index, response in enumerate(responses):
+            if isinstance(response, str) or not len(response):
+                raise DataError(f"response {index} should be the sampled token ids, at least one; given {describe(response)}")
+        ids = [as_ids(response) for response in responses]
+        eos = self.tokenizer.eos_token_id
+        return assemble(
+            self.tokenizer,
+            [{"prompt": query} for query in queries],
+            [self.encode(query, f"query {i}") for i, query in enumerate(queries)],
+            ids,
+            terminated=torch.tensor([row[-1] == eos for row in ids], device=self.accelerator.device),
+            logprobs=None,
+            stops=self.config.rollout.stop_sequences,
+            skip_special_tokens=self.config.rollout.skip_special_tokens,
+        )
+
+    # ------------------------------------------------------------------------------------- evaluating and logging
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample responses to the evaluation prompts, score and measure them; training is not disturbed.
+
+        Returns:
+            Means by name: ``eval/reward``, ``eval/<metric>``, ``eval/length``; with a swept setting each name ends in
+            ``@setting=value``.
+
+        Raises:
+            DataError: there are no evaluation prompts.
+        """
+        if not self.eval_rows:
+            raise DataError("there are no evaluation prompts; give eval_prompts, or call add_eval_pipeline(prompts)")
+        found, samples = evaluate(self)
+        if self.accelerator.is_main_process:
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
+        self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=found, samples=samples)
+        return found
+
+    def _evaluate_if(self, due: bool) -> None:
+        if due and self.eval_rows and self.config.train.eval_interval:
+            run.keep_best(self, self.evaluate())
+
+    def _log(self) -> dict[str, float]:
+        found = m.compute(self._pending, self.reduce)
+        self._pending = {}
+        if self.accelerator.is_main_process:
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
+        return found
+
+    def _time(self, name: str, started: float) -> None:
+        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save_pretrained(self, directory: str | Path | None = None) -> Path:
+        """Export for transformers: base-model weights, config and tokenizer; the heads in a file beside them (S-19).
+
+        ``AutoModelForCausalLM.from_pretrained(directory)`` gives a model with equal logits.
+        """
+        return run.export(self, directory)
+
+    def save(self, directory: str | Path | None = None) -> Path:
+        """Write a checkpoint now; to the run directory without an argument."""
+        return run.save(self, None if directory is None else Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Take over everything from a checkpoint directory, or from the newest whole one under a directory."""
+        run.load(self, Path(directory))
+
+    def loop_state(self) -> dict[str, Any]:
+        """Everything that training on depends on beside the model's weights and the store."""
+        return {
+            "progress": asdict(self.progress),
+            "method": self.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_loop_state(self, state: dict[str, Any]) -> None:
+        """Take over what `loop_state` gave."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.load_state_dict(state["method"])
+        self.progress = Progress(**state["progress"])
+
+
+def _accelerator(mixed_precision: str) -> Accelerator:
+    """An accelerator; one process may hold several trainers, one after another, at different precisions."""
+    state = AcceleratorState._shared_state
+    if state and state.get("_mixed_precision") not in (None, mixed_precision):
+        AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=mixed_precision)
+
+
+def _optimizer(model: nn.Module, config: TRLConfig[Any]) -> torch.optim.Optimizer:
+    classes: dict[str, type[torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+    }
+    o = config.optimizer
+    arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, **o.kwargs}
+    try:
+        return classes[o.name]([p for p in model.parameters() if p.requires_grad], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.kwargs {o.kwargs} do not fit {o.name!r}: {error}") from error
+
+
+def _prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Row]:
+    if (prompts is None) == (input_ids is None):
+        raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
+    if input_ids is not None:
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
+    if isinstance(prompts, str | dict) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
+        prompts = [prompts]
+    rows = [dict(p) if isinstance(p, dict) else {"prompt": p} for p in prompts]
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt")
+    return rows
+
+
+def _is_installed(name: str) -> bool:
+    from trainkit.plugins import discover
+
+    return any(plugin.name == name for plugin in discover())
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

@@ -1,0 +1,130 @@
+"""The contract of an algorithm: three arrows, and pockets for what lasts longer than a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
+
+from torch import Tensor, nn
+
+from trainkit.config import MethodConfig, TRLConfig
+from trainkit.data import Batch, Rollouts, Row
+from trainkit.errors import ConfigError
+from trainkit.metrics import Metrics
+from trainkit.rewards import MetricFn, RewardFn
+from trainkit.store import RolloutStore
+
+M = TypeVar("M", bound=MethodConfig)
+
+
+class BaseRLTrainer(ABC, Generic[M]):
+    """What an algorithm must say, and may say. `AccelerateRLTrainer` does everything else.
+
+    The arrows: `get_arch` (config → model), `make_experience` (rows → experience, no gradient) and `loss`
+    (experience → loss and metrics). An algorithm that learns from scored samples of its own writes `experience`
+    instead of `make_experience`. The pockets: `prepare_experience`, `after_step`, `state_dict`.
+
+    Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``; the argument tells which class validates the
+    section ``method``.
+    """
+
+    method_class: ClassVar[type[MethodConfig]]
+    """The class of the section ``method``, taken from the type argument."""
+    inputs: ClassVar[tuple[str, ...]] = ("samples",)
+    """Which arguments of `trainkit.train` the algorithm learns from: ``("samples",)``, ``("samples", "rewards")``
+    or ``("reward_fn", "prompts")``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in getattr(cls, "__orig_bases__", ()):
+            for argument in get_args(base):
+                if isinstance(argument, type) and issubclass(argument, MethodConfig):
+                    cls.method_class = argument
+
+    def __init__(
+        self,
+        config: TRLConfig[M],
+        *,
+        reward_fn: RewardFn | None = None,
+        metric_fn: MetricFn | None = None,
+        logit_mask: Tensor | None = None,
+        stop_sequences: list[str] | None = None,
+    ) -> None:
+        if not isinstance(config.method, self.method_class):
+            raise ConfigError(
+                f"{type(self).__name__} is configured by {self.method_class.__name__}; the config's method is "
+                f"{config.method.name!r} ({type(config.method).__name__})"
+            )
+        if stop_sequences:
+            config = config.evolve(rollout={"stop_sequences": stop_sequences})
+        self.config = config
+        self.reward_fn, self.metric_fn, self.logit_mask = reward_fn, metric_fn, logit_mask
+        self.store: RolloutStore[Any] = RolloutStore()
+
+    @property
+    def method(self) -> M:
+        """The algorithm's own section of the config."""
+        return cast(M, self.config.method)
+
+    @property
+    def online(self) -> bool:
+        """Whether experience comes from sampling the policy."""
+        return "prompts" in self.inputs
+
+    @property
+    def passes(self) -> int | None:
+        """How often one collection of experience is gone over; None: until the run ends.
+
+        Offline algorithms collect once and pass over it ``train.epochs`` times.
+        """
+        return 1 if self.online else self.config.train.epochs
+
+    # ------------------------------------------------------------------------------------------ the three arrows
+
+    @abstractmethod
+    def get_arch(self, config: TRLConfig[M]) -> nn.Module:
+        """The trainable model, on the CPU or any device; called once, under a seeded global generator."""
+
+    @abstractmethod
+    def make_experience(self, rows: list[Row]) -> Batch:
+        """What `loss` needs about ``rows`` that takes no gradient."""
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
+        """What `loss` needs about scored rollouts; ``scores`` is [B], or [B, T] for rewards per token."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not learn from scored rollouts; it is trained by learn(), from "
+            f"{' and '.join(self.inputs)}"
+        )
+
+    @abstractmethod
+    def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """A mean over the units that ``batch.weight`` counts, [], and metrics. Runs the trainable model, no other."""
+
+    # ----------------------------------------------------------------------------------------------- the pockets
+
+    def prepare_experience(self, experience: Any) -> Batch:
+        """One whole collection, before the first pass over it: whitening, controllers, statistics."""
+        return cast(Batch, experience)
+
+    def after_step(self) -> None:
+        """Called after every optimizer step: target networks and the like."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm must remember beyond the model: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        if state:
+            raise NotImplementedError(f"{type(self).__name__} saves a state and cannot load it; write load_state_dict")
+
+    # ------------------------------------------------------------------------------------------------------ loop
+
+    def push_to_store(self, batch: Batch) -> None:
+        """Add experience to the rollout store."""
+        self.store.push(batch)
+
+    @abstractmethod
+    def learn(self) -> None:
+        """Train until the config's end."""

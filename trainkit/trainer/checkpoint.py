@@ -1,0 +1,198 @@
+"""A checkpoint is a directory: built aside, safetensors and JSON only, its manifest last, then renamed into place.
+
+So a checkpoint either is whole or is none, whenever the process dies; and reading one runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainkit.data import BATCH_CLASSES, Batch
+from trainkit.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+State = dict[str, Any]
+
+
+class Packer:
+    """Splits nested state into plain data that JSON holds and tensors that safetensors holds."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+
+    def pack(self, value: Any, path: str = "") -> Any:
+        """``value`` as JSON can hold it; tensors are put aside under their path, tied ones once.
+
+        Raises:
+            CheckpointError: something is neither plain data, a batch nor a tensor; names where.
+        """
+        if isinstance(value, Tensor):
+            return {"tensor": self._put(value.detach(), path)}
+        if isinstance(value, Batch):
+            kind = type(value)
+            return {"batch": f"{kind.__module__}.{kind.__qualname__}", "fields": self.pack(value.parts(), path)}
+        if isinstance(value, Mapping):
+            return {"dict": [[key, self.pack(item, f"{path}.{key}".lstrip("."))] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            items = [self.pack(item, f"{path}.{i}".lstrip(".")) for i, item in enumerate(value)]
+            return {"tuple": items} if isinstance(value, tuple) else items
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise CheckpointError(f"state {path!r} is a {type(value).__name__}; state_dicts hold plain data and tensors only")
+
+    def _put(self, tensor: Tensor, path: str) -> str:
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if tensor.numel() and key in self._names:
+            return self._names[key]
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        self.tensors[path] = tensor.cpu().contiguous() if whole else tensor.cpu().contiguous().clone()
+        self._names[key] = path
+        return path
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `Packer.pack` was given."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "tuple" in value:
+        return tuple(unpack(item, tensors) for item in value["tuple"])
+    if "batch" in value:
+        return BATCH_CLASSES[value["batch"]](**unpack(value["fields"], tensors))
+    return {key: unpack(item, tensors) for key, item in value["dict"]}
+
+
+def write_state(directory: Path, name: str, state: State) -> None:
+    """Write nested state as ``<name>.json`` and ``<name>.safetensors``."""
+    packer = Packer()
+    (directory / f"{name}.json").write_text(json.dumps(packer.pack(state)), encoding="utf-8")
+    save_file(packer.tensors, directory / f"{name}.safetensors")
+    (directory / f"{name}.safetensors").chmod(0o644)
+
+
+def read_state(directory: Path, name: str) -> State:
+    """Read what `write_state` wrote.
+
+    Raises:
+        CheckpointError: a part is missing or not readable; names the file.
+    """
+    try:
+        plain = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        state: State = unpack(plain, load_file(directory / f"{name}.safetensors"))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory / name}.*: {error}") from error
+    return state
+
+
+def building_directory(root: Path, step: int) -> Path:
+    """A fresh directory beside the checkpoints in which the one of ``step`` is built."""
+    directory = root / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def commit(building: Path, step: int, keep: int) -> Path:
+    """Seal a built directory with its manifest, rename it into place, and let old checkpoints go.
+
+    Everything is flushed to disk before the rename, so the name is never seen on anything incomplete.
+    """
+    root, target = building.parent, building.parent / f"step_{step:08d}"
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
+    libraries = {name: version(name) for name in ("trainkit", "torch", "transformers", "accelerate", "safetensors")}
+    manifest = {"schema": SCHEMA, "step": step, "libraries": libraries, "files": files}
+    (building / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in [*building.iterdir(), building]:
+        _fsync(path)
+    if target.exists():  # the same step, saved by a run that was resumed from before it
+        shutil.rmtree(target)
+    building.rename(target)
+    _fsync(root)
+    for old in checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    for leftover in root.glob(".tmp-*"):
+        shutil.rmtree(leftover)
+    return target
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Checkpoint directories under ``root``, oldest step first; found by scanning, never through a pointer."""
+    return sorted(path for path in root.glob("step_*") if path.is_dir() and path.suffix != ".corrupt")
+
+
+def newest_whole(root: Path) -> Path | None:
+    """The newest checkpoint that its manifest verifies. Broken ones are renamed ``*.corrupt`` and reported."""
+    for path in reversed(checkpoints(root)):
+        fault = find_fault(path)
+        if fault is None:
+            return path
+        log.warning("checkpoint %s is not whole (%s); set aside, looking at the one before", path, fault)
+        path.rename(path.with_name(f"{path.name}-{uuid.uuid4().hex[:4]}.corrupt"))
+    return None
+
+
+def find_fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is what its manifest says."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["schema"] != SCHEMA:
+            return f"schema {manifest['schema']}; this version of trainkit reads schema {SCHEMA}"
+        for name, entry in manifest["files"].items():
+            if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
+                return f"{name} has changed since it was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    """One line per value that differs between two plain configs."""
+    lines = []
+    for key in dict.fromkeys([*saved, *now]):
+        here, old, new = f"{path}{key}", saved.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += config_drift(old, new, f"{here}.")
+        elif old != new:
+            lines.append(f"{here}: {old!r} -> {new!r}")
+    return lines
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A short hash of names, shapes and values, by which a run recognises the weights it started from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total = tensor.detach().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+        digest.update(f"{name}{tuple(tensor.shape)}{float(total.sum())}{float(total.abs().sum())}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,83 @@
+"""Evaluation: responses to fixed prompts, scored and measured, at one or several sampling settings."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+
+from trainkit.rewards import metrics, score
+
+if TYPE_CHECKING:
+    from trainkit.data import Rollouts
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+    Trainer = AccelerateRLTrainer[Any]
+
+Sample = dict[str, Any]
+
+
+def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Sample]]:
+    """Means over all evaluation prompts, and one record per response. A swept setting is a suffix of every name."""
+    found: dict[str, float] = {}
+    samples: list[Sample] = []
+    for index, (suffix, overrides) in enumerate(sweep(dict(trainer.config.rollout.eval_kwargs))):
+        started = time.perf_counter()
+        part, records = _evaluate_at(trainer, overrides, index)
+        part["time"] = time.perf_counter() - started
+        found |= {f"eval/{name}{suffix}": value for name, value in part.items()}
+        samples += [{**record, **({"setting": suffix[1:]} if suffix else {})} for record in records]
+    return found, samples
+
+
+def sweep(eval_kwargs: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
+    for name, values in eval_kwargs.items():
+        if isinstance(values, list) and name != "stop_sequences":
+            return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in values]
+    return [("", eval_kwargs)]
+
+
+def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Sample]]:
+    accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
+    mine = trainer.eval_rows[accelerator.process_index :: accelerator.num_processes]
+    settings = trainer.settings(**overrides)
+    records: list[Sample] = []
+    aggregates: list[tuple[int, dict[str, float]]] = []
+    for start in range(0, len(mine), size):
+        rows = mine[start : start + size]
+        queries = [trainer.encode(row["prompt"]) for row in rows]
+        key = (trainer.progress.step * 1000 + index) * 100_000 + start
+        rollouts = trainer._sample(rows, queries, settings, "evaluate", key)
+        whole, each = _measure(trainer, rollouts)
+        records += each
+        aggregates.append((len(rollouts), whole))
+    if accelerator.num_processes > 1:
+        records, aggregates = gather_object(records), gather_object(aggregates)
+    return _means(records, aggregates), records
+
+
+def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Sample]]:
+    """Numbers about the rollouts as a whole, and a record of each."""
+    columns: dict[str, list[float]] = {"length": [float(len(r)) for r in rollouts.responses]}
+    whole: dict[str, float] = {}
+    if trainer.reward_fn is not None:
+        scores = score(trainer.reward_fn, rollouts, trainer.tokenizer)
+        columns["reward"] = (scores if scores.dim() == 1 else scores.sum(1)).tolist()
+    for name, value in (metrics(trainer.metric_fn, rollouts) if trainer.metric_fn else {}).items():
+        if isinstance(value, list):
+            columns[name] = value
+        else:
+            whole[name] = value
+    texts = [{"prompt": p, "output": o} for p, o in zip(rollouts.prompts, rollouts.outputs, strict=True)]
+    return whole, [{**text, **{k: v[i] for k, v in columns.items()}} for i, text in enumerate(texts)]
+
+
+def _means(records: list[Sample], aggregates: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    names = [name for name in records[0] if name not in ("prompt", "output")]
+    means = {name: sum(record[name] for record in records) / len(records) for name in names}
+    total = sum(count for count, _ in aggregates)
+    for name in aggregates[0][1]:
+        means[name] = sum(count * whole[name] for count, whole in aggregates) / total
+    return means
