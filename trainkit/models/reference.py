@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+from functools import cached_property
 
 import torch
 
@@ -24,6 +26,15 @@ class Reference:
         finally:
             policy.value_head = head
         self.policy.eval().requires_grad_(False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of names, shapes and values, by which a run recognises the weights it started from."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.policy.state_dict().items()):
+            exact = tensor.to("cpu", torch.float64)
+            digest.update(f"{name}{tuple(tensor.shape)}{float(exact.sum())}{float(exact.abs().sum())}".encode())
+        return digest.hexdigest()[:16]
 
     @torch.no_grad()
     def __call__(self, sequences: Sequences) -> TokenOutputs:

@@ -117,6 +117,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
         self._generated = 0
+        self._clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -159,12 +160,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             return self.get_arch(self.config)
 
     @cached_property
-    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Reference | None]:
         model = self.unwrapped.to(self.accelerator.device)
-        if self.needs_reference:
-            self.reference = Reference(model)
-        prepared, optimizer = self.accelerator.prepare(model, _optimizer(model, self.config))
-        return prepared, optimizer
+        reference = Reference(model) if self.needs_reference else None  # before anything can move the weights
+        return (*self.accelerator.prepare(model, _optimizer(model, self.config)), reference)
 
     @property
     def policy(self) -> nn.Module:
@@ -175,6 +174,14 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def optimizer(self) -> Any:
         """The prepared optimizer."""
         return self._prepared[1]
+
+    @property
+    def reference(self) -> Reference:
+        """The model as it was before the first update, frozen; for algorithms with ``needs_reference``."""
+        reference = self._prepared[2]
+        if reference is None:
+            raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        return reference
 
     @cached_property
     def scheduler(self) -> Any:
@@ -248,8 +255,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             RewardError: the reward function failed.
             CheckpointError: a checkpoint cannot be written, or resumed from with this config.
         """
-        if self.pipeline is None:
-            raise DataError(f"there is nothing to learn from; {type(self).__name__} takes {' and '.join(self.inputs)}")
+        missing = [] if self.pipeline is not None else [self.inputs[-1]]
+        missing += ["reward_fn"] if self.online and self.reward_fn is None else []
+        if missing:
+            raise DataError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}")
         with run.running(self):
             run.resume(self)
             if self.progress.step == 0:
@@ -322,7 +331,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         Raises:
             NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
         """
-        self.policy.train()
+        policy, scheduler = self.policy.train(), self.scheduler  # the schedule must exist before the optimizer steps
         device, step = self.accelerator.device, self.progress.step
         weight = self.reduce(batch.weight.to(device))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
@@ -333,16 +342,17 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             for index, micro in enumerate(micros):
                 with self._synchronised(last=index == len(micros) - 1):
                     found = m.merge(found, self._backward(micro.to(device), share))
-        norm = self._clip()
+        norm = self._clip(policy)
         self._refuse_non_finite(found, norm)
         self.optimizer.step()
-        self.scheduler.step()
+        if not self.accelerator.optimizer_step_was_skipped:
+            scheduler.step()
         self.optimizer.zero_grad()
         self.unwrapped.eval()
         self.progress.step += 1
         self.progress.tokens += int(weight)
         self.after_step()
-        return m.merge(found, {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr))})
+        return m.merge(found, {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))})
 
     def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
         weight = micro.weight.to(share.device)
@@ -355,9 +365,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         """Gradients are exchanged between processes with the last micro-batch only."""
         return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
 
-    def _clip(self) -> Tensor:
+    def _clip(self, policy: nn.Module) -> Tensor:
         limit = self.config.train.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), math.inf if limit is None else limit)
+        norm = self.accelerator.clip_grad_norm_(policy.parameters(), math.inf if limit is None else limit)
         return torch.as_tensor(norm).detach()
 
     def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
@@ -601,6 +611,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             run.keep_best(self, self.evaluate())
 
     def _log(self) -> dict[str, float]:
+        now = time.perf_counter()
+        self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
         found = m.compute(self._pending, self.reduce)
         self._pending = {}
         if self.accelerator.is_main_process:

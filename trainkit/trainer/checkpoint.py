@@ -16,9 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Size, Tensor, dtype
 
 from trainkit.data import BATCH_CLASSES, Batch
 from trainkit.errors import CheckpointError
@@ -35,7 +34,7 @@ class Packer:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._names: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+        self._names: dict[tuple[int, Size, dtype], str] = {}
 
     def pack(self, value: Any, path: str = "") -> Any:
         """``value`` as JSON can hold it; tensors are put aside under their path, tied ones once.
@@ -174,15 +173,6 @@ def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
         elif old != new:
             lines.append(f"{here}: {old!r} -> {new!r}")
     return lines
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A short hash of names, shapes and values, by which a run recognises the weights it started from."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        total = tensor.detach().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
-        digest.update(f"{name}{tuple(tensor.shape)}{float(total.sum())}{float(total.abs().sum())}".encode())
-    return digest.hexdigest()[:16]
 
 
 def _sha256(path: Path) -> str:

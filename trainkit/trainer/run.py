@@ -53,13 +53,12 @@ def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
 
 @contextmanager
 def running(trainer: Trainer) -> Iterator[None]:
-    """A run: its directory is there, trackers are told of its beginning and end, its wall time is counted."""
+    """A run: its directory is there, and trackers are told of its beginning and its end."""
     begin(trainer)
-    started, before = time.perf_counter(), trainer.progress.seconds
+    trainer._clock = time.perf_counter()
     try:
         yield
     finally:
-        trainer.progress.seconds = before + time.perf_counter() - started
         trainer.hooks.hook.on_train_end(trainer=trainer)
 
 
@@ -138,7 +137,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that resumes from it."""
-    start = checkpoint.fingerprint(trainer.reference.policy.state_dict()) if trainer.needs_reference else None
+    start = trainer.reference.fingerprint if trainer.needs_reference else None
     return {"config": trainer.config.to_dict(), "reference": start, "processes": trainer.accelerator.num_processes}
 
 

@@ -1,0 +1,57 @@
+"""A tiny real trainer of any algorithm, with data made to fit what it learns from: the bench for laws and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import TRLConfig
+from trainkit.registry import get_trainer
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+LETTERS = "abcdefgh"
+PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
+SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
+
+
+def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
+    """A reward with variance: how many letters of the first half of the alphabet a response has."""
+    return [float(sum(letter in LETTERS[:4] for letter in output)) for output in outputs]
+
+
+def tiny_trainer(
+    name: str, run_dir: Path, *, callbacks: Iterable[object] = (), model: Mapping[str, Any] | None = None, **changes: Any
+) -> AccelerateRLTrainer[Any]:
+    """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts or 16 samples, ready to ``learn()``.
+
+    Args:
+        name: the registered name.
+        run_dir: where its run goes.
+        callbacks: hooks.
+        model: fields of the model's config instead of a tiny GPT-2's.
+        **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
+    """
+    tokenizer = character_tokenizer(LETTERS)
+    config = TRLConfig.from_dict(
+        {
+            "method": name,
+            "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
+            "optimizer": {"lr": 1e-3},
+            "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
+            "train": {
+                "batch_size": 8, "total_steps": 6, "epochs": None, "eval_interval": 0, "trackers": [], "run_dir": str(run_dir),
+            },
+        }
+    ).update({key.replace("__", "."): value for key, value in changes.items()})  # fmt: skip
+    cls = get_trainer(name)
+    online = "prompts" in cls.inputs
+    trainer = cls(config, tokenizer=tokenizer, callbacks=callbacks, reward_fn=count_first_letters if online else None)
+    if online:
+        trainer.add_prompt_pipeline(list(PROMPTS))
+    else:
+        rewards = [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None
+        trainer.add_samples(SAMPLES, rewards)
+    trainer.add_eval_pipeline(list(PROMPTS))
+    return trainer
