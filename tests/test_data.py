@@ -45,9 +45,12 @@ def experience(pairs):
     return Experience(batch, at, torch.arange(rows).float(), torch.stack([at, -at], dim=-1))
 
 
-def pair(pairs, others):
-    others = (others * len(pairs))[: len(pairs)]
-    return Pair(sequences(pairs), sequences(others), torch.arange(len(pairs)).float())
+def pair(pairs):
+    """Chosen and rejected of different widths."""
+    return Pair(sequences(pairs), sequences([(p, r + p) for p, r in pairs[::-1]]), torch.arange(len(pairs)).float())
+
+
+every_kind = pytest.mark.parametrize("make", [sequences, experience, pair])
 
 
 def rows_of(batch):
@@ -57,13 +60,9 @@ def rows_of(batch):
     if isinstance(batch, Sequences):
         return [(tuple(q.tolist()), tuple(r.tolist())) for q, r in zip(batch.queries, batch.responses, strict=True)]
     real = batch.sequences.attention_mask
+    tokens = torch.cat([batch.logprobs[..., None], batch.hidden], dim=-1)
     return [
-        (
-            row,
-            tuple(batch.logprobs[i, real[i]].tolist()),
-            float(batch.scores[i]),
-            str(batch.hidden[i, real[i]].tolist()),
-        )
+        (row, tuple(tokens[i, real[i]].flatten().tolist()), float(batch.scores[i]))
         for i, row in enumerate(rows_of(batch.sequences))
     ]
 
@@ -144,7 +143,7 @@ def test_position_ids_count_real_tokens_wherever_the_padding_is(pairs, left):
 # --------------------------------------------------------------------------------- select, trim, split, cat, map
 
 
-@pytest.mark.parametrize("make", [sequences, experience, lambda pairs: pair(pairs, pairs[::-1])])
+@every_kind
 @given(PAIRS, st.integers(1, 7))
 def test_micro_batches_hold_every_row_once_and_weigh_as_much_as_the_batch(make, pairs, size):
     batch = make(pairs)
@@ -178,7 +177,7 @@ def test_without_a_micro_batch_size_the_batch_is_the_only_one():
     assert batch.split(None) == [batch]
 
 
-@pytest.mark.parametrize("make", [sequences, experience, lambda pairs: pair(pairs, pairs[::-1])])
+@every_kind
 @given(PAIRS, st.data())
 def test_select_takes_the_rows_in_the_order_asked_for(make, pairs, data):
     chosen = data.draw(st.lists(st.integers(0, len(pairs) - 1), min_size=1, max_size=8))
@@ -187,7 +186,7 @@ def test_select_takes_the_rows_in_the_order_asked_for(make, pairs, data):
     assert rows_of(batch.select(torch.tensor(chosen))) == [rows[i] for i in chosen]
 
 
-@pytest.mark.parametrize("make", [sequences, experience, lambda pairs: pair(pairs, pairs[::-1])])
+@every_kind
 @given(PAIRS)
 def test_trim_drops_what_is_padding_in_every_row_and_nothing_else(make, pairs):
     tight = make(pairs)
@@ -202,7 +201,7 @@ def test_trim_keeps_padding_inside_and_on_the_left():
     assert batch.trim().attention_mask.tolist() == [[False, True, False, True]]
 
 
-@pytest.mark.parametrize("make", [sequences, experience, lambda pairs: pair(pairs, pairs[::-1])])
+@every_kind
 @given(PAIRS, PAIRS)
 def test_cat_holds_all_rows_in_order_and_pads_with_false(make, first, second):
     a, b = make(first), make(second)
@@ -211,7 +210,7 @@ def test_cat_holds_all_rows_in_order_and_pads_with_false(make, first, second):
     assert joined.weight == a.weight + b.weight
 
 
-@pytest.mark.parametrize("make", [sequences, experience, lambda pairs: pair(pairs, pairs[::-1])])
+@every_kind
 @given(PAIRS, st.data())
 def test_cat_of_pieces_is_the_batch_again(make, pairs, data):
     batch = make(pairs)
@@ -230,7 +229,7 @@ def test_cat_pads_short_batches_on_the_right():
 
 
 def test_map_and_to_reach_every_tensor_of_a_nested_batch():
-    batch = pair([([1], [2])], [([3, 4], [5])])
+    batch = pair([([1], [2])])
     shapes = []
     batch.map(lambda x: shapes.append(tuple(x.shape)) or x)
     assert shapes == [(1, 2)] * 3 + [(1, 3)] * 3 + [(1,)]
@@ -255,15 +254,15 @@ def test_a_batch_class_is_known_by_its_full_name_from_its_definition_on():
 
 
 def test_flatten_names_nested_tensors_by_their_path():
-    names = list(pair([([1], [2])], [([3], [4])]).flatten())
+    names = list(pair([([1], [2])]).flatten())
     inner = ["input_ids", "attention_mask", "response_mask"]
     assert names == [f"chosen.{n}" for n in inner] + [f"rejected.{n}" for n in inner] + ["margins"]
 
 
 def test_a_batch_of_rows_weighs_its_rows_and_one_of_tokens_its_response_tokens():
     pairs = [([1], [2, 3]), ([4, 5], [6])]
-    assert pair(pairs, pairs).weight.item() == 2
-    assert pair(pairs, pairs).lengths.tolist() == [1, 1]
+    assert pair(pairs).weight.item() == 2
+    assert pair(pairs).lengths.tolist() == [1, 1]
     assert experience(pairs).weight.item() == 3
     assert experience(pairs).lengths.tolist() == [3, 3]
 

@@ -300,7 +300,7 @@ def read_yaml(path: Path) -> Plain:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a mapping of sections; it holds {describe(data)}")
@@ -324,6 +324,14 @@ for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
     )
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    rare_breaks = any(mark in text for mark in "\x85\u2028\u2029")  # unless escaped, read back as plain line breaks
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare_breaks else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def _name_of(method: Any) -> str | None:

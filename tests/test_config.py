@@ -1,0 +1,546 @@
+"""The configuration: checked as a whole, plain in and out, changed only by making another."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError
+
+from trainkit import registry
+from trainkit.config import (
+    MethodConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    Section,
+    TokenizerConfig,
+    TrainConfig,
+    TRLConfig,
+    default_config,
+    parse_yaml,
+    read_yaml,
+)
+from trainkit.errors import ConfigError
+from trainkit.registry import register_trainer
+
+
+class ToyConfig(MethodConfig):
+    """A method with a bounded number, an optional one and a free-form field."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {
+        "optimizer": {"lr": 3e-4, "kwargs": {"betas": [0.9, 0.95]}},
+        "rollout": {"num_rollouts": 64},
+    }
+
+    name: str = "config-toy"
+    """The name."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """The discount."""
+    target: float | None = None
+    """The target."""
+    extra: dict[str, Any] = Field({})
+    """Anything."""
+
+
+class OtherConfig(MethodConfig):
+    """A method with other numbers."""
+
+    name: str = "config-other"
+    """The name."""
+    beta: float = 0.1
+    """The temperature of the preference."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _toy_methods():
+    """Two trainers, registered while the tests of this module run."""
+    for method in (ToyConfig, OtherConfig):
+        register_trainer(method.model_fields["name"].default)(type("Trainer", (), {"method_class": method}))
+    yield
+    for name in ("config-toy", "config-other"):
+        del registry._TRAINERS[name]
+
+
+def toy(**sections):
+    return TRLConfig[Any].from_dict({"method": "config-toy", **sections})
+
+
+def faults(make):
+    """What the error says, line by line, without its heading."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == f"{len(lines)} fault{'s' if len(lines) > 1 else ''} in the config:"
+    return [line.removeprefix("  ") for line in lines]
+
+
+def fault(make):
+    (line,) = faults(make)
+    return line
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["1e5", "12e4", "1E-5", ".5e3", "0x1f", "1_000", "yes", "no", "null", "~", "2024-01-01", "1:30"])
+    | st.sampled_from(["", " a ", "a: b", "# a", "- a", "a\nb", "\t", "é", "\x85", "\u2028", "\x00", ".inf", "<<", "="])
+)
+PLAIN = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+)
+FREE_FORM = st.dictionaries(st.text(max_size=6), PLAIN, max_size=3)
+
+
+@st.composite
+def configs(draw):
+    return toy(
+        method={"name": "config-toy", "gamma": draw(st.floats(0, 1)), "extra": draw(FREE_FORM)},
+        model={"model_path": draw(st.none() | st.text(max_size=8) | FREE_FORM), "kwargs": draw(FREE_FORM)},
+        optimizer={"lr": draw(st.floats(0, exclude_min=True, allow_infinity=False)), "kwargs": draw(FREE_FORM)},
+        rollout={"stop_sequences": draw(st.lists(st.text(min_size=1, max_size=4), max_size=2))},
+        train={"seed": draw(st.integers(0, 2**40)), "run_dir": draw(st.none() | st.text(max_size=8))},
+    )
+
+
+# -------------------------------------------------------------------------------------------------- round trips
+
+
+@given(configs())
+def test_a_config_is_the_same_after_a_round_trip_through_plain_data(config):
+    assert TRLConfig.from_dict(config.to_dict()) == config
+
+
+@given(configs())
+def test_a_config_is_the_same_after_a_round_trip_through_yaml_whatever_its_strings_look_like(config):
+    assert TRLConfig.from_dict(parse_yaml(str(config))) == config
+
+
+def test_a_config_is_the_same_after_a_round_trip_through_a_file(tmp_path):
+    config = toy(train={"run_dir": "12e4", "total_steps": 7}, model={"model_path": "größer/模型"})
+    config.save_yaml(tmp_path / "config.yaml")
+    assert TRLConfig.load_yaml(str(tmp_path / "config.yaml")) == config
+
+
+@given(configs())
+def test_a_config_is_the_same_after_pickling_and_copying(config):
+    for same in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert same == config
+        assert type(same.method) is ToyConfig
+
+
+def test_a_parametrised_config_pickles():
+    config = TRLConfig[ToyConfig](method="config-toy", train=TrainConfig(seed=5))
+    assert pickle.loads(pickle.dumps(config)) == config == toy(train={"seed": 5})
+
+
+def test_infinity_stays_infinity_in_plain_data():
+    config = toy(method={"name": "config-toy", "target": math.inf}, optimizer={"kwargs": {"cap": -math.inf}})
+    plain = config.to_dict()
+    assert (plain["method"]["target"], plain["optimizer"]["kwargs"]["cap"]) == (math.inf, -math.inf)
+    assert TRLConfig.from_dict(parse_yaml(str(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e-5", 1e-5), ("-2E3", -2000.0), ("1.5e+2", 150.0), (".5e1", 5.0), ("+1.e2", 100.0), ("1.0e-3", 0.001)],
+)
+def test_exponents_are_numbers_in_typed_and_in_free_form_fields(tmp_path, text, number):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"method: {{name: config-toy, target: {text}, extra: {{eps: {text}}}}}\noptimizer: {{kwargs: {{eps: {text}}}}}"
+    )
+    config = TRLConfig.load_yaml(path)
+    assert (config.method.target, config.method.extra, config.optimizer.kwargs["eps"]) == (
+        number,
+        {"eps": number},
+        number,
+    )
+
+
+@pytest.mark.parametrize("text", ["'1e-5'", "1e-5s", "e5", "1e", "v1e5", "1e5.5"])
+def test_what_is_no_number_stays_text(text):
+    assert parse_yaml(f"a: {text}") == {"a": text.strip("'")}
+
+
+# -------------------------------------------------------------------------------------- files that cannot be read
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the config '.*nowhere.yaml': No such file"):
+        TRLConfig.load_yaml(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("text", [b"a: [1", b"a: b: c", b"\xff\xfe\xfd", b"!!python/object/apply:os.getcwd []"])
+def test_text_that_is_not_plain_yaml_is_refused_with_its_file(tmp_path, text):
+    (tmp_path / "bad.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml is not valid YAML"):
+        read_yaml(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(("text", "given"), [("", r"None \(NoneType\)"), ("- a", r"\['a'\] \(list\)")])
+def test_yaml_that_holds_no_mapping_is_refused(tmp_path, text, given):
+    (tmp_path / "list.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"should hold a mapping of sections; it holds {given}"):
+        read_yaml(tmp_path / "list.yaml")
+
+
+def test_a_config_that_is_no_mapping_is_refused():
+    with pytest.raises(ConfigError, match=r"a config is a mapping of sections; given 'config-toy' \(str\)"):
+        TRLConfig.from_dict("config-toy")
+
+
+# -------------------------------------------------------------------------------------------------------- faults
+
+
+def test_every_fault_is_told_at_once_with_its_path_what_was_given_and_what_is_allowed():
+    lines = faults(
+        lambda: toy(
+            method={"name": "config-toy", "gamma": 1.5, "gama": 1},
+            optimizer={"lr": -1, "name": "adan"},
+            rollout={"eval_kwargs": {"temperature": -1}},
+            train={"sede": 2, "batch_size": "many"},
+            trian={},
+        )
+    )
+    assert sorted(lines) == sorted(
+        [
+            "method.gamma: should be less than or equal to 1 (given 1.5 (float))",
+            "method.gama: unknown field; did you mean 'gamma'? (given 1 (int); known: name, gamma, target, extra)",
+            "optimizer.lr: should be greater than 0 (given -1 (int))",
+            "optimizer.name: should be 'adamw', 'adam' or 'sgd' (given 'adan' (str))",
+            "rollout.eval_kwargs.temperature: should be greater than or equal to 0 (given -1 (int))",
+            "train.batch_size: should be a valid integer, unable to parse string as an integer (given 'many' (str))",
+            "train.sede: unknown field; did you mean 'seed'? (given 2 (int); known: "
+            + ", ".join(TrainConfig.model_fields)
+            + ")",
+            "trian: unknown field; did you mean 'train'? (given {} (dict); known: "
+            + ", ".join(TRLConfig.model_fields)
+            + ")",
+        ]
+    )
+
+
+def test_an_unknown_method_is_told_together_with_the_other_faults():
+    unknown, rate = faults(lambda: TRLConfig(method={"name": "config-tou"}, optimizer={"lr": 0}))
+    assert unknown.startswith("method: no plugin 'config-tou' is installed; did you mean 'config-toy'?")
+    assert "config-other, config-toy" in unknown
+    assert unknown.endswith("(given {'name': 'config-tou'} (dict))")
+    assert rate == "optimizer.lr: should be greater than 0 (given 0 (int))"
+
+
+def test_a_method_is_required():
+    assert fault(lambda: TRLConfig(train={"seed": 1})) == "method: required, not given"
+
+
+@pytest.mark.parametrize("method", [3, None, [], {}, {"gamma": 1}, {"name": 3}])
+def test_a_method_without_a_name_is_refused(method):
+    told = fault(lambda: TRLConfig(method=method))
+    assert told.startswith("method: should be a method's name, or a mapping with its 'name' (given ")
+
+
+def test_a_config_for_one_method_takes_no_other():
+    assert "instance of ToyConfig" in fault(lambda: TRLConfig[ToyConfig](method="config-other"))
+
+
+def test_one_wrong_model_path_is_one_fault():
+    allowed = "should be a hub id or directory, the fields of a model config, or None"
+    assert fault(lambda: toy(model={"model_path": 3})) == f"model.model_path: {allowed} (given 3 (int))"
+
+
+@pytest.mark.parametrize("key", [True, 7, None, "self"])
+def test_a_section_with_a_strange_name_is_an_unknown_field(key):
+    told = fault(lambda: TRLConfig.from_dict({"method": "config-toy", key: {}}))
+    assert told.startswith(f"{key}: unknown field")
+
+
+def test_a_run_that_never_ends_is_refused():
+    assert fault(lambda: toy(train={"epochs": None})).startswith(
+        "train: the run would never end; set total_steps, epochs or both"
+    )
+    assert toy(train={"epochs": None, "total_steps": 3}).train.total_steps == 3
+
+
+def test_resuming_by_itself_needs_a_run_directory():
+    assert fault(lambda: toy(train={"resume": "auto"})).startswith(
+        "train: resume 'auto' looks into run_dir, which is not set; set train.run_dir"
+    )
+    assert toy(train={"resume": "auto", "run_dir": "runs/a"}).train.resume == "auto"
+    assert toy(train={"resume": "runs/a/step-3"}).train.run_dir is None
+
+
+def test_an_empty_stop_string_is_refused():
+    assert fault(lambda: toy(rollout={"stop_sequences": ["a", ""]})).startswith(
+        "rollout.stop_sequences: an empty stop string would end every response at once"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- eval_kwargs
+
+
+def test_one_setting_of_evaluation_may_be_swept():
+    settings = {"temperature": [0, 0.7, 1.0], "max_new_tokens": 8, "stop_sequences": ["\n", "."]}
+    assert toy(rollout={"eval_kwargs": settings}).rollout.eval_kwargs == settings
+
+
+def test_two_swept_settings_are_refused_by_name():
+    told = fault(lambda: toy(rollout={"eval_kwargs": {"top_k": [1, 2], "top_p": [0.5, 1]}}))
+    assert told.startswith("rollout.eval_kwargs: one setting may be a list of values to sweep; given: top_k, top_p")
+
+
+def test_an_empty_sweep_is_refused():
+    told = fault(lambda: toy(rollout={"eval_kwargs": {"top_k": []}}))
+    assert told.startswith("rollout.eval_kwargs: the list of values for top_k is empty; give at least one")
+
+
+def test_every_value_of_a_sweep_is_checked():
+    told = fault(lambda: toy(rollout={"eval_kwargs": {"top_p": [0.5, 1.5]}}))
+    assert told == "rollout.eval_kwargs.top_p: should be less than or equal to 1 (given 1.5 (float))"
+
+
+def test_a_misspelt_setting_of_evaluation_is_told_with_the_nearest():
+    assert fault(lambda: toy(rollout={"eval_kwargs": {"temprature": 0}})) == (
+        "rollout.eval_kwargs.temprature: unknown field; did you mean 'temperature'? (given 0 (int); known: "
+        + ", ".join(SamplingConfig.model_fields)
+        + ")"
+    )
+
+
+# --------------------------------------------------------------------------------------------- evolve and update
+
+
+def test_evolve_changes_the_leaves_it_names_and_no_others():
+    base = toy(train={"batch_size": 8}, method={"name": "config-toy", "gamma": 0.5})
+    changed = base.evolve(train={"seed": 2}, method={"target": 6.0})
+    expected = base.to_dict()
+    expected["train"]["seed"] = 2
+    expected["method"]["target"] = 6.0
+    assert changed.to_dict() == expected
+
+
+def test_update_goes_by_dotted_path_to_the_leaf():
+    base = toy()
+    changed = base.update({"train.seed": 2, "optimizer.kwargs.eps": 1e-6, "method.extra.deep.er": 1, "train.epochs": 3})
+    expected = base.to_dict()
+    expected["train"] |= {"seed": 2, "epochs": 3}
+    expected["optimizer"]["kwargs"]["eps"] = 1e-6
+    expected["method"]["extra"] = {"deep": {"er": 1}}
+    assert changed.to_dict() == expected
+
+
+@given(configs())
+def test_no_change_is_no_change(config):
+    assert config.evolve() == config == config.update({})
+
+
+def test_making_another_config_leaves_the_first_and_the_given_data_alone():
+    base = toy()
+    before, changes = base.to_dict(), {"kwargs": {"betas": [0.1, 0.2]}}
+    changed = base.evolve(optimizer=changes)
+    base.update({"optimizer.kwargs": {"eps": 1}, "train.trackers": []})
+    assert changes == {"kwargs": {"betas": [0.1, 0.2]}}
+    assert base.to_dict() == before
+    changes["kwargs"]["betas"].append(0.3)
+    assert changed.optimizer.kwargs == {"betas": [0.1, 0.2]}
+
+
+def test_changing_plain_data_changes_no_config():
+    config = toy()
+    before = config.to_dict()
+    plain = config.to_dict()
+    plain["optimizer"]["kwargs"]["betas"].clear()
+    plain["train"].clear()
+    assert config.to_dict() == before
+
+
+def test_changing_what_a_config_was_made_of_changes_no_config():
+    given_data = {"method": {"name": "config-toy", "extra": {"list": [1]}}, "train": {"trackers": []}}
+    by_dict, by_words = TRLConfig.from_dict(given_data), TRLConfig(**given_data)
+    given_data["method"]["extra"]["list"].append(2)
+    given_data["train"]["trackers"].append("wandb")
+    for config in (by_dict, by_words):
+        assert config.method.extra == {"list": [1]}
+        assert config.train.trackers == []
+
+
+def test_configs_share_no_defaults():
+    toy().optimizer.kwargs["betas"].append(0.0)
+    toy().train.trackers.append("wandb")
+    assert toy().optimizer.kwargs == {"betas": [0.9, 0.95]}
+    assert toy().train.trackers == ["tensorboard"]
+    assert ToyConfig.section_defaults["optimizer"]["kwargs"] == {"betas": [0.9, 0.95]}
+
+
+def test_a_base_of_none_takes_a_value_and_a_mapping_and_gives_way_to_none_again():
+    base = toy()
+    assert base.update({"method.target": 6}).update({"method.target": None}) == base
+    tiny = base.update({"model.model_path.model_type": "gpt2", "model.model_path.n_layer": 2})
+    assert tiny.model.model_path == {"model_type": "gpt2", "n_layer": 2}
+    assert tiny.evolve(model={"model_path": None}) == base
+
+
+def test_fields_of_a_model_merge_and_another_architecture_replaces_them():
+    tiny = toy(model={"model_path": {"model_type": "gpt2", "n_layer": 2}})
+    assert tiny.update({"model.model_path.n_embd": 8}).model.model_path == {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 8,
+    }
+    llama = {"model_type": "llama", "hidden_size": 8}
+    assert tiny.evolve(model={"model_path": llama}).model.model_path == llama
+    assert tiny.evolve(model={"model_path": "gpt2"}).model.model_path == "gpt2"
+
+
+def test_a_section_given_as_a_model_replaces_the_section():
+    base = toy(train={"seed": 7, "batch_size": 4})
+    assert base.evolve(train=TrainConfig(batch_size=2)).train == TrainConfig(batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("trian.seed", "trian: unknown field; did you mean 'train'?"),
+        ("train.sede", "train.sede: unknown field; did you mean 'seed'?"),
+        ("method.gama", "method.gama: unknown field; did you mean 'gamma'?"),
+        ("rollout.eval_kwargs.topk", "rollout.eval_kwargs.topk: unknown field; did you mean 'top_k'?"),
+        ("train.seed.low", "train.seed: should be a valid integer (given {'low': 1} (dict))"),
+        ("train", "train: should be a valid dictionary or instance of TrainConfig (given 1 (int))"),
+        ("train.", "train.: unknown field"),
+    ],
+)
+def test_a_misspelt_path_is_an_error_at_its_depth(path, line):
+    assert fault(lambda: toy().update({path: 1})).startswith(line)
+
+
+def test_naming_another_method_replaces_its_section_and_keeps_the_others():
+    base = toy(method={"name": "config-toy", "gamma": 0.5}, train={"seed": 7})
+    for changed in (
+        base.evolve(method="config-other"),
+        base.evolve(method={"name": "config-other"}),
+        base.evolve(method=OtherConfig()),
+        base.update({"method": "config-other"}),
+        base.update({"method.name": "config-other"}),
+    ):
+        assert changed.method == OtherConfig()
+        assert (changed.train, changed.optimizer) == (base.train, base.optimizer)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_change_may_name_another_method_and_its_numbers_in_any_order(flip):
+    changes = [("method", "config-other"), ("method.beta", 0.5)]
+    assert toy().update(dict(changes[::-1] if flip else changes)).method == OtherConfig(beta=0.5)
+
+
+def test_numbers_of_the_old_method_do_not_survive_a_new_one():
+    told = fault(lambda: toy().update({"method": "config-other", "method.gamma": 0.5}))
+    assert told == "method.gamma: unknown field (given 0.5 (float); known: name, beta)"
+
+
+@pytest.mark.parametrize("name", ["config-toy", "Config-TOY"])
+def test_naming_the_same_method_keeps_its_numbers(name):
+    base = toy(method={"name": "config-toy", "gamma": 0.5})
+    for changed in (
+        base.evolve(method=name),
+        base.evolve(method={"name": name}),
+        base.update({"method": name}),
+    ):
+        assert changed == base
+
+
+# ---------------------------------------------------------------------------------------------- section defaults
+
+
+def test_a_method_is_given_as_name_mapping_or_instance():
+    assert TRLConfig(method="config-toy") == TRLConfig(method={"name": "config-toy"}) == TRLConfig(method=ToyConfig())
+    assert default_config("Config-Toy") == toy()
+    assert default_config("CONFIG-TOY").method.name == "config-toy"
+
+
+def test_the_methods_own_defaults_apply_where_nothing_is_given():
+    config = default_config("config-toy")
+    assert (config.optimizer.lr, config.rollout.num_rollouts) == (3e-4, 64)
+    assert config.optimizer.kwargs == {"betas": [0.9, 0.95]}
+    assert config.optimizer.weight_decay == OptimizerConfig().weight_decay
+    assert default_config("config-other").optimizer == OptimizerConfig()
+
+
+def test_what_is_given_stands_above_the_methods_own_defaults():
+    config = toy(optimizer={"lr": 1e-3, "kwargs": {"eps": 1e-6}}, rollout={"num_rollouts": 128})
+    assert (config.optimizer.lr, config.rollout.num_rollouts) == (1e-3, 128)  # also where it is the field's default
+    assert config.optimizer.kwargs == {"betas": [0.9, 0.95], "eps": 1e-6}
+    assert toy(optimizer=OptimizerConfig()).optimizer == OptimizerConfig()
+
+
+def test_a_whole_config_is_read_back_without_the_methods_own_defaults_coming_in():
+    plain = toy(optimizer=OptimizerConfig()).to_dict()
+    assert TRLConfig.from_dict(plain).optimizer.lr == OptimizerConfig().lr
+
+
+# --------------------------------------------------------------------------------------------- frozen, described
+
+
+@pytest.mark.parametrize("section", [*TRLConfig.model_fields])
+def test_no_section_can_be_assigned(section):
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(toy(), section, None)
+
+
+@pytest.mark.parametrize("name", [name for name in TRLConfig.model_fields if name != "plugins"])
+def test_no_field_of_a_section_can_be_assigned(name):
+    section = getattr(toy(), name)
+    for field in type(section).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, field, None)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        MethodConfig,
+        ModelConfig,
+        TokenizerConfig,
+        OptimizerConfig,
+        SchedulerConfig,
+        SamplingConfig,
+        RolloutConfig,
+        TrainConfig,
+        TRLConfig,
+    ],
+)
+def test_every_field_says_what_it_is_for(section):
+    assert section.__doc__
+    assert [name for name, field in section.model_fields.items() if not (field.description or "").strip()] == []
+
+
+def test_the_sections_tested_here_are_all_there_are():
+    defined = {cls for cls in Section.__subclasses__() if cls.__module__ == "trainkit.config"}
+    assert defined == {MethodConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
+        SamplingConfig,
+        TrainConfig,
+    }
+    assert {
+        field.annotation for name, field in TRLConfig.model_fields.items() if name not in ("method", "plugins")
+    } == {
+        ModelConfig,
+        TokenizerConfig,
+        OptimizerConfig,
+        SchedulerConfig,
+        RolloutConfig,
+        TrainConfig,
+    }
+
+
+def test_a_config_prints_as_the_yaml_it_is_read_from():
+    text = str(toy(train={"seed": 11}))
+    assert text.startswith("method:\n  name: config-toy\n")
+    assert parse_yaml(text) == toy(train={"seed": 11}).to_dict()

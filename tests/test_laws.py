@@ -1,0 +1,334 @@
+"""The laws of the house, over every registered trainer: a new algorithm gets these tests for nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import trainkit
+from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.errors import NonFiniteError
+from trainkit.models import CausalPolicy, load_model
+from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.testing.trainers import tiny_trainer
+
+TRAINERS = trainkit.available_trainers()
+ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+all_trainers = pytest.mark.parametrize("name", TRAINERS)
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in trainer.unwrapped.state_dict().items()}
+
+
+def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def collected(name: str, run_dir: Path, **changes: Any) -> Any:
+    """A trainer after one collection and, online, one pass over it, so that old and new policy differ."""
+    trainer = tiny_trainer(name, run_dir, **changes)
+    trainer.collect()
+    return trainer
+
+
+def gradient(trainer: Any, batch: Batch) -> Tensor:
+    """The gradient of the loss's mean over a whole batch, flat."""
+    trainer.optimizer.zero_grad()
+    loss, _ = trainer.loss(batch)
+    loss.backward()
+    flat = torch.cat([p.grad.flatten() for p in trainer.unwrapped.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    return flat.clone()
+
+
+def with_garbage(batch: Any, seed: int = 0) -> Any:
+    """The batch with random ids and NaN wherever its masks say that nothing is there."""
+    parts: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Sequences):
+            junk = torch.randint(0, 8, value.input_ids.shape, generator=torch.Generator().manual_seed(seed))
+            parts[field.name] = replace(value, input_ids=torch.where(value.attention_mask, value.input_ids, junk))
+        elif isinstance(batch, TokenBatch) and value.dim() == 2 and value.is_floating_point():
+            parts[field.name] = torch.where(batch.sequences.response_mask, value, torch.nan)
+        else:
+            parts[field.name] = value
+    if isinstance(batch, Sequences):
+        junk = torch.randint(0, 8, batch.input_ids.shape, generator=torch.Generator().manual_seed(seed))
+        parts["input_ids"] = torch.where(batch.attention_mask, batch.input_ids, junk)
+    return replace(batch, **parts)
+
+
+def widened(batch: Batch, columns: int) -> Batch:
+    """The batch with more columns of padding on the right."""
+    return batch.map(lambda x: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x)
+
+
+# --------------------------------------------------------------------------------------------- law 1: masks
+
+
+@all_trainers
+@pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
+def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model: Any, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path, model=model(10))
+    batch = trainer.store.experience
+    assert not batch.lengths.eq(batch.lengths[0]).all(), "the law is only tested on ragged rows"
+    clean, dirty = gradient(trainer, batch), gradient(trainer, with_garbage(batch))
+    torch.testing.assert_close(clean, dirty, rtol=0, atol=1e-7)
+
+
+@all_trainers
+def test_the_amount_of_padding_changes_nothing(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    batch = trainer.store.experience
+    torch.testing.assert_close(gradient(trainer, batch), gradient(trainer, widened(batch, 5)), rtol=1e-4, atol=1e-6)
+
+
+@all_trainers
+def test_the_order_of_rows_changes_nothing(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    batch = trainer.store.experience
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(gradient(trainer, batch), gradient(trainer, batch.select(order)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
+def test_logprobs_depend_neither_on_padding_side_nor_on_batch_mates(model: Any) -> None:
+    config = trainkit.default_config("sft").update({"model.model_path": model(12)})
+    policy = CausalPolicy(load_model(config.model), value_head=True)
+    row = Sequences.from_lists([[1, 2]], [[3, 4, 5]])
+    right = Sequences.cat([row, Sequences.from_lists([[6] * 4], [[7] * 5])])
+    left = Sequences(
+        torch.tensor([[9, 9, 9, 1, 2, 3, 4, 5]]),
+        torch.tensor([[False] * 3 + [True] * 5]),
+        torch.tensor([[False] * 5 + [True] * 3]),
+    )
+    alone = policy(row)
+    for other, at in ((policy(right), slice(2, 5)), (policy(left), slice(5, 8))):
+        torch.testing.assert_close(other.logprobs[0, at], alone.logprobs[0, 2:5], rtol=0, atol=1e-5)
+        torch.testing.assert_close(other.values[0, at], alone.values[0, 2:5], rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ law 3: exact normalisation
+
+
+@all_trainers
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_gradient_is_the_same_for_every_microbatch_size(name: str, size: int, tmp_path: Path) -> None:
+    """S-11, S-62: rows of different length, sizes that do not divide the batch."""
+    trainer = collected(name, tmp_path, train__microbatch_size=size, train__max_grad_norm=None)
+    batch = trainer.store.experience
+    whole = gradient(trainer, batch)
+    seen: list[Tensor] = []
+    trainer.optimizer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.unwrapped.parameters()]))
+    )
+    trainer.update(batch)
+    torch.testing.assert_close(seen[0], whole, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------- law 5 and 6: on policy
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
+def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str, model: Any, tmp_path: Path) -> None:
+    """Also with dropout configured, and at a temperature other than 1 (S-08, S-17)."""
+    dropout = {"attention_dropout": 0.5} if model is tiny_llama else {"resid_pdrop": 0.5, "attn_pdrop": 0.5}
+    trainer = collected(name, tmp_path, model=model(10, **dropout), rollout__temperature=0.7)
+    found = trainer._pending
+    _, at_loss = trainer.loss(trainer.store.experience)
+    if "policy/kl" in found:
+        assert found["policy/kl"].compute() == 0.0
+    assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    sampled = [r.tolist() for rollouts in trainer._rollouts for r in rollouts.responses]
+    trained = [r.tolist() for r in trainer.store.experience.sequences.responses]
+    assert sampled == trained
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_the_samplers_logprobs_are_the_policys(name: str, tmp_path: Path) -> None:
+    """F-02: one distribution, at the sampling temperature, whatever top-k and top-p cut."""
+    trainer = tiny_trainer(name, tmp_path, rollout__temperature=0.7, rollout__top_k=4, rollout__top_p=0.9)
+    rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
+    torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- law 7: resume
+
+
+@all_trainers
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, at: int, tmp_path: Path) -> None:
+    """Mid-collection, mid-pass and at a boundary, with dropout on."""
+    changes = {
+        "model": tiny_gpt2(10, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+        "model__disable_dropout": False,
+        "train__batch_size": 6,
+        "train__save_interval": 1,
+    }
+    straight = tiny_trainer(name, tmp_path / "straight", **changes)
+    straight.learn()
+    tiny_trainer(name, tmp_path / "stopped", **changes, train__total_steps=at).learn()
+    resumed = tiny_trainer(name, tmp_path / "stopped", **changes, train__resume="auto")
+    resumed.learn()
+    assert resumed.progress.step == straight.progress.step == 6
+    assert_same_weights(weights(straight), weights(resumed))
+    for a, b in zip(straight.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(a[k], b[k]) for k in a)
+    assert straight.state_dict() == resumed.state_dict()
+
+
+@all_trainers
+def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> None:
+    first = tiny_trainer(name, tmp_path, train__save_interval=3)
+    first.learn()
+    again = tiny_trainer(name, tmp_path, train__save_interval=3, train__resume="auto")
+    again.learn()
+    assert again.progress.step == 6
+    assert_same_weights(weights(first), weights(again))
+
+
+# ----------------------------------------------------------------------------- determinism and observation
+
+
+@all_trainers
+def test_same_seed_gives_the_same_weights_and_another_seed_others(name: str, tmp_path: Path) -> None:
+    runs = []
+    for index, seed in enumerate((1, 1, 2)):
+        trainer = tiny_trainer(name, tmp_path / str(index), train__seed=seed)
+        trainer.learn()
+        runs.append(weights(trainer))
+    assert_same_weights(runs[0], runs[1])
+    assert any(not torch.equal(runs[0][k], runs[2][k]) for k in runs[0])
+
+
+@all_trainers
+def test_evaluating_saving_and_observing_leave_the_weights_bit_equal(name: str, tmp_path: Path) -> None:
+    class Observer:
+        @trainkit.hookimpl
+        def on_step(self, trainer: Any, step: int) -> None:
+            trainer.generate(["ab", "c"])
+            torch.rand(7)
+
+    plain = tiny_trainer(name, tmp_path / "plain")
+    plain.learn()
+    watched = tiny_trainer(
+        name, tmp_path / "watched", callbacks=[Observer()], train__eval_interval=1, train__save_interval=1,
+        train__trackers=["tensorboard"], train__save_best=True,
+    )  # fmt: skip
+    watched.learn()
+    assert_same_weights(weights(plain), weights(watched))
+
+
+@all_trainers
+def test_global_random_generators_are_left_as_they_were(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
+    trainer = tiny_trainer(name, tmp_path, train__eval_interval=2, model__disable_dropout=False)
+    trainer.learn()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+    assert before[2] == random.getstate()
+
+
+# ------------------------------------------------------------------------------------------- law 10: loud
+
+
+@all_trainers
+def test_non_finite_loss_is_an_error_before_the_weights_move(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    honest = trainer.loss
+    trainer.loss = lambda batch: (honest(batch)[0] * float("inf"), {})
+    before = weights(trainer)
+    with pytest.raises(NonFiniteError, match=r"step 1.*weights have not moved"):
+        trainer.update(trainer.store.experience)
+    assert_same_weights(before, weights(trainer))
+    assert not trainer.optimizer.state, "the optimizer has not moved either"
+
+
+@all_trainers
+def test_gradients_are_clipped_at_every_step(name: str, tmp_path: Path) -> None:
+    """S-22: not only at the first."""
+    trainer = tiny_trainer(name, tmp_path, train__max_grad_norm=1e-3, optimizer__name="sgd", optimizer__lr=1.0)
+    moved: list[float] = []
+    before = {}
+
+    class Watch:
+        @trainkit.hookimpl
+        def on_step(self, trainer: Any, step: int) -> None:
+            now = weights(trainer)
+            if before:
+                named = [n for n, _ in trainer.unwrapped.named_parameters()]
+                moved.append(float(torch.stack([(now[n] - before[n]).norm() for n in named]).norm()))
+            before.update(now)
+
+    trainer.hooks.register(Watch())
+    trainer.learn()
+    assert len(moved) == 5
+    assert max(moved) <= 1e-3 * 1.01  # with SGD at lr 1 the weights move by the clipped gradient
+
+
+@all_trainers
+def test_learning_rates_follow_the_schedule_from_its_first_value(name: str, tmp_path: Path) -> None:
+    """S-54, golden 10.13: linear over four steps is 1, .75, .5, .25; stepping first would give .75, .5, .25, 0."""
+    used: list[float] = []
+    trainer = tiny_trainer(name, tmp_path, scheduler__name="linear", optimizer__lr=1.0, train__total_steps=4)
+    trainer.optimizer.optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    trainer.learn()
+    assert used == [1.0, 0.75, 0.5, 0.25]
+
+
+# ------------------------------------------------------------------------------------------------- exports
+
+
+@all_trainers
+def test_export_loads_in_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
+    """S-19: base-model keys only; heads beside them."""
+    from transformers import AutoModelForCausalLM
+
+    trainer = tiny_trainer(name, tmp_path / "run")
+    trainer.learn()
+    path = trainer.save_pretrained(tmp_path / "export")
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(loaded(ids).logits, trainer.unwrapped.model(ids).logits)
+
+
+@all_trainers
+def test_training_on_from_an_export_takes_the_heads_along(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path / "run")
+    trainer.learn()
+    path = trainer.save_pretrained()
+    again = tiny_trainer(name, tmp_path / "again")
+    again.config = again.config.update({"model.model_path": str(path)})
+    assert_same_weights(weights(trainer), weights(again))
+
+
+@all_trainers
+def test_experience_is_frozen_and_the_loss_does_not_change_it(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    batch = trainer.store.experience
+    before = {k: v.clone() for k, v in batch.flatten().items()}
+    trainer.loss(batch)[0].backward()
+    assert all(torch.equal(before[k], v) for k, v in batch.flatten().items())
+    with pytest.raises(AttributeError):
+        setattr(batch, fields(batch)[0].name, None)
