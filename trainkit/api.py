@@ -13,6 +13,7 @@ from trainkit.registry import get_trainer
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import TypeIs
 
     from trainkit.pipeline import Prompts
     from trainkit.rewards import MetricFn, RewardFn
@@ -105,10 +106,14 @@ def train(
 
 def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]:
     if samples is not None or rewards is not None:
-        raise ConfigError("dataset and samples/rewards are both given; dataset is (samples, rewards): give one or the other")
+        raise ConfigError(
+            "dataset and samples/rewards are both given; dataset is (samples, rewards): give one or the other"
+        )
     if not isinstance(dataset, tuple | list) or len(dataset) != 2:
         raise ConfigError(f"dataset should be (samples, rewards); given {describe(dataset)}")
-    warnings.warn("dataset=(samples, rewards) is the older way; give samples= and rewards=", FutureWarning, stacklevel=3)
+    warnings.warn(
+        "dataset=(samples, rewards) is the older way; give samples= and rewards=", FutureWarning, stacklevel=3
+    )
     return dataset[0], dataset[1]
 
 
@@ -125,7 +130,9 @@ def _check_combination(present: list[str]) -> None:
     if "prompts" in present and "reward_fn" not in present:
         raise ConfigError("prompts are given without reward_fn; give a reward_fn, or samples to learn from")
     if not present:
-        raise ConfigError("there is nothing to learn from; give reward_fn with prompts, samples with rewards, or samples")
+        raise ConfigError(
+            "there is nothing to learn from; give reward_fn with prompts, samples with rewards, or samples"
+        )
 
 
 def _settle_config(
@@ -165,7 +172,7 @@ def _config_fields(model_path: Any) -> dict[str, Any]:
     )
 
 
-def _is_model(value: Any) -> bool:
+def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
     return hasattr(value, "parameters") and hasattr(value, "config")
 
 
@@ -175,12 +182,15 @@ def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> Non
     if missing or unused:
         raise ConfigError(
             f"method {name!r} learns from {' and '.join(inputs)}; given {' and '.join(present)}. "
-            f"{'Add ' + ' and '.join(missing) if missing else 'Leave out ' + ' and '.join(unused)}, or name another method"
+            f"{'Add ' + ' and '.join(missing) if missing else 'Leave out ' + ' and '.join(unused)}, "
+            "or name another method"
         )
 
 
 def _default_prompts(trainer: AccelerateRLTrainer[Any]) -> list[Any]:
     bos = trainer.tokenizer.bos_token
     if bos is None:
-        raise DataError("no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts")
+        raise DataError(
+            "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
+        )
     return [bos] * trainer.config.rollout.num_rollouts

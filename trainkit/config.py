@@ -41,11 +41,13 @@ class ModelConfig(Section):
     """Which model is trained, and how it is held."""
 
     model_path: str | Plain | None = None
-    """A hub id, a local directory, or the fields of a model config with its `model_type` (random weights). None: a live model is given to `train`."""
+    """A hub id, a local directory, or the fields of a model config with its `model_type` (random weights). None: a
+    live model is given to `train`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The weights' type. For mixed precision keep float32 here and set `train.mixed_precision`."""
     disable_dropout: bool = True
-    """Switch dropout off in the policy, so that old and new log-probabilities speak of the same function. The reference never has any."""
+    """Switch dropout off in the policy, so that old and new log-probabilities speak of the same function. The
+    reference never has any."""
     kwargs: Plain = {}
     """Passed on to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
 
@@ -96,11 +98,13 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(40, ge=1)
     """Longest response, in tokens, EOS included."""
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits when sampling, and wherever log-probabilities are trained on. 0 (greedy) in evaluation only."""
+    """Divides the logits when sampling, and wherever log-probabilities are trained on. 0 (greedy) in evaluation
+    only."""
     top_k: int = Field(0, ge=0)
     """Sample from the k likeliest tokens; 0 is off. Log-probabilities stay those of the whole distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole distribution."""
+    """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole
+    distribution."""
     stop_sequences: list[str] = []
     """Strings that end a response; cut from the text that the reward function sees."""
 
@@ -124,7 +128,8 @@ class RolloutConfig(SamplingConfig):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text that reward and metric functions see."""
     eval_kwargs: Plain = {}
-    """Sampling settings that differ in evaluation. One may be a list: each of its values is evaluated, e.g. `{temperature: [0, 1]}`."""
+    """Sampling settings that differ in evaluation. One may be a list: each of its values is evaluated, e.g.
+    `{temperature: [0, 1]}`."""
 
     @field_validator("eval_kwargs")
     @classmethod
@@ -151,7 +156,8 @@ class TrainConfig(Section):
     batch_size: int = Field(32, ge=1)
     """Rows per optimizer step, all processes together."""
     microbatch_size: int | None = Field(None, ge=1)
-    """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: all at once."""
+    """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: all at
+    once."""
     seq_length: int | None = Field(None, ge=2)
     """Longest prompt and response together, in tokens. None: the model's context."""
     max_grad_norm: float | None = Field(1.0, gt=0)

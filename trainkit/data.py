@@ -116,7 +116,9 @@ class Sequences(Batch):
     def from_lists(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int = 0) -> Self:
         """Sequences [B, T] from token ids; the masks come from the lengths, never from the ids (F-01)."""
         pairs = list(zip(prompts, responses, strict=True))
-        return cls.from_rows([[*p, *r] for p, r in pairs], [[False] * len(p) + [True] * len(r) for p, r in pairs], pad_id)
+        return cls.from_rows(
+            [[*p, *r] for p, r in pairs], [[False] * len(p) + [True] * len(r) for p, r in pairs], pad_id
+        )
 
     @classmethod
     def from_rows(cls, ids: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]], pad_id: int = 0) -> Self:

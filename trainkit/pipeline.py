@@ -115,7 +115,9 @@ class PromptEncoder:
             self(row["prompt"], f"prompt {index}")
             kept.append(row)
         if not kept:
-            raise DataError(f"all {len(rows)} prompts are longer than {self.budget} tokens and were dropped; none is left")
+            raise DataError(
+                f"all {len(rows)} prompts are longer than {self.budget} tokens and were dropped; none is left"
+            )
         if overlong:
             verb = "dropped" if self.overlong == "drop" else "cut to their end"
             log.warning("%d of %d prompts were %s: more than %s tokens", overlong, len(rows), verb, self.budget)
@@ -194,7 +196,8 @@ def _sample_row(sample: Any, what: str) -> Row:
     for turn in turns:
         if not isinstance(turn, str):
             raise DataError(
-                f"{what} should be text, (prompt, output), or a dict with 'prompt' and 'output'; it holds {describe(turn)}"
+                f"{what} should be text, (prompt, output), or a dict with 'prompt' and 'output'; "
+                f"it holds {describe(turn)}"
             )
         check_text(turn, what)
     return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
@@ -228,7 +231,9 @@ def encode_sample(
         chosen.append(True)
     ids, chosen = ids[:limit], chosen[:limit]
     if not any(chosen):
-        raise DataError(f"{what} has no output within the first {limit} tokens; shorten its prompt or raise train.seq_length")
+        raise DataError(
+            f"{what} has no output within the first {limit} tokens; shorten its prompt or raise train.seq_length"
+        )
     return ids, chosen
 
 

@@ -75,7 +75,8 @@ def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
     for row, (values, length) in enumerate(zip(scores, lengths, strict=True)):
         if len(values) > length:
             raise RewardError(
-                f"{source} returned {len(values)} rewards for sample {row}, whose response has {length} tokens; {CONTRACT}"
+                f"{source} returned {len(values)} rewards for sample {row}, "
+                f"whose response has {length} tokens; {CONTRACT}"
             )
         numbers = torch.tensor([_number(v, source, row) for v in values], dtype=torch.float32)
         dense[row, mask[row].nonzero()[: len(values), 0]] = numbers

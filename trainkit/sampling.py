@@ -170,7 +170,9 @@ def assemble(
     if logprobs is not None:
         aligned = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, logprobs)
     texts = [row["prompt"] if isinstance(row.get("prompt"), str) else None for row in rows]
-    decoded = decode(tokenizer, [q for q, text in zip(queries, texts, strict=True) if text is None], skip_special_tokens)
+    decoded = decode(
+        tokenizer, [q for q, text in zip(queries, texts, strict=True) if text is None], skip_special_tokens
+    )
     unknown = iter(decoded)
     return Rollouts(
         rows=rows,

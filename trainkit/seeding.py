@@ -20,9 +20,7 @@ def derive_seed(seed: int, purpose: str, *keys: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-def generator(
-    seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu"
-) -> torch.Generator:
+def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator on ``device`` for one purpose at one place."""
     return torch.Generator(device).manual_seed(derive_seed(seed, purpose, *keys))
 

@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rich.console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainkit.errors import ConfigError, suggest
 from trainkit.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from trainkit.data import Rollouts
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
     Trainer = AccelerateRLTrainer[Any]
 
+Sample = dict[str, Any]
+
+FEW = 4
+"""Rollouts of a collection, and samples of an evaluation, that are shown where all would be too many."""
+
+
+def default_trackers(names: list[str]) -> list[object]:
+    """The trackers of a run: the console, ``*.jsonl`` files, and accelerate's trackers by name.
+
+    Raises:
+        ConfigError: accelerate knows no tracker of that name, or its package is not installed.
+    """
+    return [Console(), JsonLines(), *(AccelerateTracker(name) for name in dict.fromkeys(names))]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Within, transformers draws no bars of its own ("Loading weights", "Writing model shards")."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
 
 class JsonLines:
-    """``metrics.jsonl`` and ``samples.jsonl`` in the run directory."""
+    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the first rollouts of collections."""
 
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
@@ -23,9 +73,20 @@ class JsonLines:
         _append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
 
     @hookimpl
-    def on_evaluate(self, trainer: Trainer, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
         """Add a line per evaluated sample."""
-        _append(trainer.run_dir, "samples.jsonl", [{"step": step, **sample} for sample in samples])
+        records = [{"step": step, "kind": "evaluation", **sample} for sample in samples]
+        _append(trainer.run_dir, "samples.jsonl", records)
+
+    @hookimpl
+    def on_experience(self, trainer: Trainer, rollouts: list[Rollouts]) -> None:
+        """Add a line for each of the first few rollouts of a collection."""
+        step = trainer.progress.step
+        records = [
+            {"step": step, "kind": "rollout", "prompt": prompt, "output": output}
+            for prompt, output in islice(_texts(rollouts), FEW)
+        ]
+        _append(trainer.run_dir, "samples.jsonl", records)
 
 
 def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> None:
@@ -35,6 +96,338 @@ def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> N
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def default_trackers(names: list[str]) -> list[object]:
-    """The trackers of a run."""
-    return [JsonLines()]
+def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
+    return chain.from_iterable(zip(part.prompts, part.outputs, strict=True) for part in rollouts)
+
+
+# ------------------------------------------------------------------------------------------ trackers of accelerate
+
+_DIRECTORY_ARGUMENTS = {"wandb": "dir", "dvclive": "dir", "swanlab": "logdir"}
+"""How trackers that choose their own place are told to write under the run's directory instead."""
+
+
+class AccelerateTracker:
+    """Any tracker that accelerate knows, TensorBoard among them; it is open from the run's beginning to its end.
+
+    Args:
+        name: its name in accelerate, e.g. ``"tensorboard"`` or ``"wandb"``.
+
+    Raises:
+        ConfigError: accelerate knows no tracker of that name, or its package is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self._class = name, _tracker_class(name)
+        self._tracker: Any = None
+
+    @hookimpl
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Open the tracker and store the configuration."""
+        run_dir = trainer.run_dir
+        if self._class.requires_logging_directory:
+            tracker = self._class(self.name, run_dir)
+        else:
+            place = _DIRECTORY_ARGUMENTS.get(self.name)
+            tracker = self._class("trainkit", **({place: str(run_dir)} if place else {}))
+        tracker.start()
+        self._tracker = tracker
+        config = flatten(trainer.config.to_dict())
+        if self.name == "tensorboard":
+            _write_hparams(tracker.writer, config)
+        else:
+            tracker.store_init_configuration(config)
+
+    @hookimpl
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log numbers at their step; outside a run there is nowhere to."""
+        if self._tracker is not None:
+            self._tracker.log(metrics, step=step)
+
+    @hookimpl
+    def on_evaluate(self, step: int, samples: list[Sample]) -> None:
+        """Show a few samples on TensorBoard's text page."""
+        if self._tracker is not None and self.name == "tensorboard":
+            shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
+            # an indented block is shown as it is: completions are not to be read as Markdown
+            self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)
+
+    @hookimpl
+    def on_train_end(self) -> None:
+        """Close the tracker."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.finish()
+
+
+def _tracker_class(name: str) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise ConfigError(
+            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}. "
+            f"Known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; the console and metrics.jsonl are always on"
+        )
+    tracker = LOGGER_TYPE_TO_CLASS[name]
+    if tracker.__module__ == "accelerate.tracking" and find_spec(name) is None:
+        raise ConfigError(
+            f"train.trackers names {name!r}, and the package {name} is not installed; "
+            f"run 'pip install {name}', or take {name!r} out of train.trackers"
+        )
+    return tracker
+
+
+def _write_hparams(writer: Any, config: dict[str, Any]) -> None:
+    """Store the configuration in the run's own event file.
+
+    Neither accelerate's way nor `SummaryWriter.add_hparams`: both make a second directory, which TensorBoard lists
+    as another run.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    for summary in hparams(config, {}):
+        writer.file_writer.add_summary(summary)
+    writer.flush()
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested plain data as scalars under dotted names; whatever is no scalar as text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------------- console
+
+SHOWN = (
+    ("reward", "reward/mean", "reward/std"),
+    ("kl", "policy/kl", None),
+    ("entropy", "policy/entropy", None),
+    ("clip", "policy/clipfrac", None),
+    ("nll", "loss/nll", None),
+    ("loss", "loss/total", None),
+    ("lr", "train/lr", None),
+)
+"""What the console calls a metric, the metric, and the metric of its spread. Shown are those that a run logs."""
+
+
+class Console:
+    """The run on the console: on a terminal a table that is updated in place, elsewhere a line now and then.
+
+    Args:
+        output: where to; None: standard output.
+        interval: seconds between two lines of training, where there is no table.
+    """
+
+    def __init__(self, output: rich.console.Console | None = None, *, interval: float = 5.0) -> None:
+        # no colours and no table in files and pipes, whatever FORCE_COLOR says
+        self.output = output or rich.console.Console(force_terminal=None if sys.stdout.isatty() else False)
+        self.interval = interval
+        self._live: Live | None = None
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._running = False
+        self._reset("", 0)
+
+    def _reset(self, title: str, total: int) -> None:
+        self._title, self._total, self._step = title, total, 0
+        self._metrics: dict[str, float] = {}
+        self._evaluation = self._sample = ""
+        self._pace, self._last_line = Pace(), time.monotonic()
+
+    @hookimpl(trylast=True)  # so that nothing can fail between here and on_train_end and leave the table standing
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Show what is run, and where."""
+        # without a pipeline the user drives the loop, and prints what they like: no table
+        total = trainer.config.train.total_steps or 0 if trainer.pipeline is None else trainer.total_steps
+        self._reset(f"{trainer.config.method.name}  {trainer.run_dir}", total)
+        self._running = True
+        if self.output.is_terminal and not self.output.is_dumb_terminal and trainer.pipeline is not None:
+            self._start_live()
+        else:
+            self._say(f"{trainer.config.method.name}  {total} steps  {trainer.run_dir}")
+
+    @hookimpl
+    def on_experience(self, rollouts: list[Rollouts]) -> None:
+        """Keep the newest rollout."""
+        if rollouts:
+            self._sample = excerpt(rollouts[-1].prompts[-1], rollouts[-1].outputs[-1])
+
+    @hookimpl
+    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        """Keep the numbers; every now and then, say them."""
+        trained = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
+        if not self._running or not trained:
+            return
+        self._step = step
+        self._metrics = {**self._metrics, **trained}
+        self._pace.add(step, trainer.progress.tokens)
+        now = time.monotonic()
+        if self._live is None and now - self._last_line >= self.interval:
+            self._last_line = now
+            self._say("  ".join([self._step_of_total(), *self._fields(), *self._pace_fields()]))
+
+    @hookimpl
+    def on_evaluate(self, step: int, metrics: dict[str, float], samples: list[Sample]) -> None:
+        """Show an evaluation and one of its samples."""
+        if not self._running:
+            return
+        self._step = step
+        named = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        shown = "  ".join(f"{name} {number(value)}" for name, value in named.items() if not name.startswith("time"))
+        self._evaluation = f"step {step}  {shown}"
+        self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
+        if self._live is None:
+            self._say(f"{self._step_of_total()}  evaluation  {shown}  sample  {self._sample}")
+
+    @hookimpl(tryfirst=True)
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Give the terminal back, and say how the run ended."""
+        self._stop_live()
+        if not self._running:
+            return
+        self._running, at = False, trainer.progress
+        self._step = at.step
+        self._say(
+            f"{self._step_of_total()}  {'done' if at.step >= self._total else 'stopped'} after {clock(at.seconds)}  "
+            f"{number(at.samples)} samples  {number(at.tokens)} tokens  {trainer.run_dir}"
+        )
+
+    # ------------------------------------------------------------------------------------------------------ text
+
+    def _say(self, text: str) -> None:
+        self.output.print(Text(self._encodable(printable(text))), soft_wrap=True)
+
+    def _encodable(self, text: str) -> str:
+        """``text`` without what the output's encoding does not have, which would end the run."""
+        return text.encode(self.output.encoding, "replace").decode(self.output.encoding)
+
+    def _step_of_total(self) -> str:
+        return f"step {self._step:>{len(str(self._total))}}/{self._total}" if self._total else f"step {self._step}"
+
+    def _fields(self) -> list[str]:
+        """The known metrics, of constant width, for lines that stand below each other."""
+        return [f"{label} {value}" for label, value in self._values() if label != "lr"]
+
+    def _values(self) -> list[tuple[str, str]]:
+        found, known = [], self._metrics
+        for label, key, spread in SHOWN:
+            if key in known:
+                around = f" ± {number(known[spread]):<5}" if spread in known else ""
+                found.append((label, f"{number(known[key]):>5}{around}"))
+        return found
+
+    def _pace_fields(self) -> list[str]:
+        rate = self._pace.tokens_per_second
+        left = self._pace.seconds_left(self._total)
+        return [
+            *([f"{number(rate):>5} tok/s"] if rate is not None else []),
+            *([f"left {clock(left)}"] if left is not None else []),
+        ]
+
+    # ----------------------------------------------------------------------------------------------------- table
+
+    def _start_live(self) -> None:
+        captured = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+        self._live = Live(
+            get_renderable=self._table,
+            console=self.output,
+            redirect_stdout=sys.stdout in captured,
+            redirect_stderr=sys.stderr in captured,
+        )
+        atexit.register(self._live.stop)  # a loop that the user drives has no end that we are told of
+        self._live.start()
+        self._moved = _move_log_handlers(captured)
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+            atexit.unregister(live.stop)
+        for handler, stream in self._moved:
+            handler.setStream(stream)
+        self._moved = []
+
+    def _table(self) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_row("progress", self._progress())
+        rows = [*self._values(), ("pace", "  ".join(self._pace_fields()))]
+        rows += [("evaluation", self._evaluation), ("sample", self._sample)]
+        for label, value in rows:
+            if value:
+                grid.add_row(label, Text(self._encodable(value)))
+        return Panel(grid, title=Text(self._encodable(printable(self._title))), title_align="left")
+
+    def _progress(self) -> Table:
+        line = Table.grid(padding=(0, 2))
+        line.add_row(Text(self._step_of_total()), ProgressBar(self._total or 1, self._step, width=40))
+        return line
+
+
+class Pace:
+    """How fast a run is, over its last few hundred steps."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=300)
+
+    def add(self, step: int, tokens: int) -> None:
+        """Note where the run stands now."""
+        self._marks.append((time.monotonic(), step, tokens))
+
+    def _gained(self, index: int) -> float:
+        return self._marks[-1][index] - self._marks[0][index] if self._marks else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens (or rows) trained on per second, sampling and evaluation included; None if not known yet."""
+        return self._gained(2) / self._gained(0) if self._gained(0) > 0 else None
+
+    def seconds_left(self, total: int) -> float | None:
+        """Seconds until step ``total``; None if not known yet."""
+        if self._gained(1) <= 0 or not total:
+            return None
+        return max(total - self._marks[-1][1], 0) * self._gained(0) / self._gained(1)
+
+
+def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[Any], Any]]:
+    """Point log handlers that hold a captured stream to what has replaced it, so that they do not tear the table."""
+    known = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for handler in handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
+            moved.append((handler, handler.setStream(sys.stderr)))
+    return moved
+
+
+def printable(text: str) -> str:
+    """``text`` on one line without control characters: completions are not trusted with a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def excerpt(prompt: str, output: str) -> str:
+    """The end of a prompt and the beginning of its output, on one line."""
+    prompt, output = printable(prompt), printable(output)
+    start = prompt if len(prompt) <= 24 else f"…{prompt[-23:]}"
+    return f"{start} → {output if len(output) <= 60 else f'{output[:59]}…'}"
+
+
+def number(value: float) -> str:
+    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-05."""
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if math.isfinite(size) and size >= limit:
+            return f"{value / limit:.1f}{unit}"
+    if 0 < size < 0.005:
+        return f"{value:.0e}"
+    return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """``seconds`` as 0:23 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

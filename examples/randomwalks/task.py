@@ -7,6 +7,7 @@ directed graph, a language model that has seen random walks on it, and a reward 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from string import ascii_lowercase
 from typing import Any
 
@@ -48,7 +49,7 @@ class RandomWalks:
     def optimality(self, walk: str) -> float:
         """(10 − length) / (10 − shortest length) for a valid walk that reaches the goal in time, else 0."""
         nodes = [LETTERS.find(letter) for letter in walk]
-        valid = all(self.graph.has_edge(a, b) for a, b in zip(nodes, nodes[1:], strict=False))
+        valid = all(self.graph.has_edge(a, b) for a, b in pairwise(nodes))
         if not valid or GOAL not in nodes or walk[0] not in self.shortest:
             return 0.0
         return max(MAX_STEPS - nodes.index(GOAL), 0) / (MAX_STEPS - self.shortest[walk[0]])

@@ -171,8 +171,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             "loss/value": Mean.of(value, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
-            "policy/clipfrac": Mean.of((ratio - 1).abs() > method.cliprange, mask),
-            "values/clipfrac": Mean.of((new.values - batch.old_values).abs() > method.cliprange_value, mask),
+            # where the clipped term is the one that counts, so that the gradient is cut
+            "policy/clipfrac": Mean.of(policy > -batch.advantages * ratio, mask),
+            "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
             model = AutoModelForCausalLM.from_config(load_model_config(config), **arguments)
     if config.disable_dropout:
         disable_dropout(model)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
@@ -49,11 +50,14 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     """
     path = config.model_path
     if path is None:
-        raise ConfigError("no model is given; set model.model_path (hub id, directory, or a config's fields) or pass one")
+        raise ConfigError(
+            "no model is given; set model.model_path (hub id, directory, or a config's fields) or pass one"
+        )
     try:
         if isinstance(path, str):
             keys = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir")
-            return AutoConfig.from_pretrained(path, **{k: v for k, v in config.kwargs.items() if k in keys})
+            known = {k: v for k, v in config.kwargs.items() if k in keys}
+            return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, **known))
         return AutoConfig.for_model(**path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", path, error)) from error

@@ -23,13 +23,16 @@ HEADS = "heads.safetensors"
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy says about the response tokens of sequences; [B, T] each, 0 off the response."""
+    """What a policy says about the response tokens of sequences; [B, T] each, 0 off the response.
+
+    Typed as tensors throughout: who reads `values` or `entropy` knows that the policy was built, or asked, to give it.
+    """
 
     logprobs: Tensor
     """Log-probability of choosing each token, at the sampling temperature."""
-    values: Tensor | None = None
+    values: Tensor = None  # type: ignore[assignment]
     """Value of the state in which each token was chosen; None without a value head."""
-    entropy: Tensor | None = None
+    entropy: Tensor = None  # type: ignore[assignment]
     """Entropy of the distribution each token was chosen from; None unless asked for."""
 
 
@@ -73,8 +76,8 @@ class CausalPolicy(nn.Module):
         logits = allow_logits(logits.float() / self.temperature, sequences.input_ids[:, :-1][chosen], self.logit_mask)
         return TokenOutputs(
             logprobs=_at(sequences, token_logprobs(logits, sequences.input_ids[:, 1:][chosen])),
-            values=None if self.value_head is None else _at(sequences, self.value_head(hidden)),
-            entropy=_at(sequences, entropy_from_logits(logits)) if entropy else None,
+            **({} if self.value_head is None else {"values": _at(sequences, self.value_head(hidden))}),
+            **({"entropy": _at(sequences, entropy_from_logits(logits))} if entropy else {}),
         )
 
     def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,5 +142,7 @@ def _head_gives_logits(model: PreTrainedModel) -> bool:
     model.train(training)
     if full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
         return True
-    log.warning("%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__)
+    log.warning(
+        "%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__
+    )
     return False

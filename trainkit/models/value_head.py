@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """V(s) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, 1), in the shape that trlX made familiar. [*, D] -> [*].
+    """V(s) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, 1), the shape that trlX uses. [*, D] -> [*].
 
     The last layer starts at zero, so the first values are 0 whatever the trunk is.
     """

@@ -22,7 +22,12 @@ def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
 
 
 def tiny_trainer(
-    name: str, run_dir: Path, *, callbacks: Iterable[object] = (), model: Mapping[str, Any] | None = None, **changes: Any
+    name: str,
+    run_dir: Path,
+    *,
+    callbacks: Iterable[object] = (),
+    model: Mapping[str, Any] | None = None,
+    **changes: Any,
 ) -> AccelerateRLTrainer[Any]:
     """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts or 16 samples, ready to ``learn()``.
 
@@ -34,17 +39,15 @@ def tiny_trainer(
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
     tokenizer = character_tokenizer(LETTERS)
-    config = TRLConfig.from_dict(
+    config: TRLConfig[Any] = TRLConfig.from_dict(
         {
             "method": name,
             "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
-            "train": {
-                "batch_size": 8, "total_steps": 6, "epochs": None, "eval_interval": 0, "trackers": [], "run_dir": str(run_dir),
-            },
+            "train": {"batch_size": 8, "total_steps": 6, "epochs": None, "eval_interval": 0, "trackers": []},
         }
-    ).update({key.replace("__", "."): value for key, value in changes.items()})  # fmt: skip
+    ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
     cls = get_trainer(name)
     online = "prompts" in cls.inputs
     trainer = cls(config, tokenizer=tokenizer, callbacks=callbacks, reward_fn=count_first_letters if online else None)

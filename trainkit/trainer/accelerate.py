@@ -258,7 +258,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         missing = [] if self.pipeline is not None else [self.inputs[-1]]
         missing += ["reward_fn"] if self.online and self.reward_fn is None else []
         if missing:
-            raise DataError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}")
+            raise DataError(
+                f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
+            )
         with run.running(self):
             run.resume(self)
             if self.progress.step == 0:
@@ -352,7 +354,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.progress.step += 1
         self.progress.tokens += int(weight)
         self.after_step()
-        return m.merge(found, {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))})
+        return m.merge(
+            found,
+            {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))},
+        )
 
     def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
         weight = micro.weight.to(share.device)
@@ -375,7 +380,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         overflow = self.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
         if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
             return
-        named = [name for name, p in self.unwrapped.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        named = [
+            name for name, p in self.unwrapped.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+        ]
         self.optimizer.zero_grad()
         raise NonFiniteError(
             f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"
@@ -400,8 +407,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def score(self, rollouts: Rollouts) -> Tensor:
         """The reward function's scores [B], or [B, T] where it gives rewards per token."""
         assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
-        scores = score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
-        return scores
+        return score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
 
     def make_experience(self, rows: list[Row]) -> Batch:
         """Sample, score, and make experience of it: what an online algorithm does. Offline ones override this."""
@@ -423,7 +429,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Sample rows as sequences on the device, outputs and their EOS marked as responses."""
         encoded = [encode_sample(self.tokenizer, row, self.limit) for row in rows]
-        sequences = Sequences.from_rows([ids for ids, _ in encoded], [chosen for _, chosen in encoded], pad_id(self.tokenizer))
+        sequences = Sequences.from_rows(
+            [ids for ids, _ in encoded], [chosen for _, chosen in encoded], pad_id(self.tokenizer)
+        )
         return sequences.to(self.accelerator.device)
 
     @torch.no_grad()
@@ -456,7 +464,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             return SamplingConfig(**{**given, **overrides})
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
-            raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}") from error
+            raise ConfigError(
+                f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}"
+            ) from error
 
     def generate(
         self,
@@ -526,7 +536,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         outputs = [cut_at_stop(text, stops) for text in whole]
         if append_eos_token:
             eos = self.tokenizer.eos_token_id
-            ended = [o != w or (len(r) > 0 and int(r[-1]) == eos) for o, w, r in zip(outputs, whole, responses, strict=True)]
+            ended = [
+                o != w or (len(r) > 0 and int(r[-1]) == eos) for o, w, r in zip(outputs, whole, responses, strict=True)
+            ]
             outputs = [o + str(self.tokenizer.eos_token) * end for o, end in zip(outputs, ended, strict=True)]
         return [p + o for p, o in zip(texts, outputs, strict=True)], texts, outputs
 
@@ -569,10 +581,14 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def _given(self, queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
         if len(queries) != len(responses) or not len(queries):
-            raise DataError(f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses")
+            raise DataError(
+                f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses"
+            )
         for index, response in enumerate(responses):
             if isinstance(response, str) or not len(response):
-                raise DataError(f"response {index} should be the sampled token ids, at least one; given {describe(response)}")
+                raise DataError(
+                    f"response {index} should be the sampled token ids, at least one; given {describe(response)}"
+                )
         ids = [as_ids(response) for response in responses]
         eos = self.tokenizer.eos_token_id
         return assemble(

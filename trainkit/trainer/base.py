@@ -65,7 +65,7 @@ class BaseRLTrainer(ABC, Generic[M]):
     @property
     def method(self) -> M:
         """The algorithm's own section of the config."""
-        return cast(M, self.config.method)
+        return self.config.method
 
     @property
     def online(self) -> bool:

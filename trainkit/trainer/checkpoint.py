@@ -54,7 +54,9 @@ class Packer:
             return {"tuple": items} if isinstance(value, tuple) else items
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise CheckpointError(f"state {path!r} is a {type(value).__name__}; state_dicts hold plain data and tensors only")
+        raise CheckpointError(
+            f"state {path!r} is a {type(value).__name__}; state_dicts hold plain data and tensors only"
+        )
 
     def _put(self, tensor: Tensor, path: str) -> str:
         key = (tensor.data_ptr(), tensor.shape, tensor.dtype)

@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from trainkit.config import TRLConfig, read_yaml
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.policy import HEADS
+from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
-from trainkit.trackers import default_trackers
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -57,7 +57,8 @@ def running(trainer: Trainer) -> Iterator[None]:
     begin(trainer)
     trainer._clock = time.perf_counter()
     try:
-        yield
+        with without_progress_bars():
+            yield
     finally:
         trainer.hooks.hook.on_train_end(trainer=trainer)
 
@@ -78,7 +79,7 @@ def begin(trainer: Trainer) -> None:
     run_dir = Path(chosen[0])
     if (run_dir / "config.yaml").exists() and config.train.resume is None:
         raise ConfigError(
-            f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or train.run_dir to another place"
+            f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or give another train.run_dir"
         )
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:

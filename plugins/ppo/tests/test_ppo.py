@@ -1,0 +1,219 @@
+"""PPO's own mathematics: golden numbers, the controller, reward scaling, shaping, and that it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainkit_ppo import KLController, PPOBatch
+
+import trainkit
+from trainkit.data import Rollouts, Sequences
+from trainkit.functional import gae, whiten
+from trainkit.models import TokenOutputs
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.trainers import tiny_trainer
+
+# ---------------------------------------------------------------------------------------- the loss, golden numbers
+
+VALUES = torch.tensor([[0.5, 0.4, 0.3], [0.1, 0.2, 0.0]])
+REWARDS = torch.tensor([[0.1, 0.0, 1.0], [-0.2, 0.5, 0.0]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def golden_batch() -> PPOBatch:
+    """A one-token prompt before each of two responses of 3 and 2 tokens; tokens are at positions 1 to 3."""
+    advantages, returns = gae(VALUES, REWARDS, MASK, gamma=1.0, lam=0.95)
+    old = torch.tensor([[-1.1, -1.5, -0.5], [-1.4, -0.3, -2.0]])
+
+    def aligned(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros(2, 1), x], dim=1)
+
+    return PPOBatch(
+        Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]]),
+        old_logprobs=aligned(old),
+        old_values=aligned(VALUES),
+        advantages=aligned(whiten(advantages, MASK)),
+        returns=aligned(returns),
+        kl=torch.zeros(2),
+    )
+
+
+def test_loss_equals_the_golden_numbers(tmp_path: Path) -> None:
+    """policy .023511, value .132985, total .156496, value clipfrac .4, policy clipfrac 0, ratio .944342."""
+    trainer = tiny_trainer("ppo", tmp_path)
+    logprobs = torch.tensor([[0, -1.0, -2.0, -0.5], [0, -1.5, -0.2, -3.0]])
+    moved = torch.cat([torch.zeros(2, 1), VALUES + torch.tensor([[0.3, -0.1, 0.5], [0.0, -0.4, 1.0]])], dim=1)
+    trainer._prepared = (lambda *_, **__: TokenOutputs(logprobs, moved), None, None)
+    loss, found = trainer.loss(golden_batch())
+    numbers = {name: metric.compute() for name, metric in found.items()}
+    assert float(loss) == pytest.approx(0.156496, abs=1e-5)
+    assert numbers["loss/policy"] == pytest.approx(0.023511, abs=1e-5)
+    assert numbers["loss/value"] == pytest.approx(0.132985, abs=1e-5)
+    assert numbers["values/clipfrac"] == pytest.approx(0.4)
+    assert numbers["policy/clipfrac"] == 0.0
+    assert numbers["policy/ratio"] == pytest.approx(0.944342, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- KL controller
+
+
+@pytest.mark.parametrize(("kl", "coef"), [(12, 0.201024), (6, 0.2), (3, 0.198976), (6.6, 0.200512)])
+def test_adaptive_controller_equals_the_golden_numbers(kl: float, coef: float) -> None:
+    """.2·(1 + clip(kl/6 − 1, ±.2)·256/10000), e.g. .2·(1 + .2·.0256) = .201024."""
+    controller = KLController(0.2, target=6, horizon=10_000)
+    controller.update(kl, 256)
+    assert controller.coef == pytest.approx(coef, abs=1e-6)
+
+
+def test_fixed_controller_stays() -> None:
+    controller = KLController(0.2, target=None, horizon=1)
+    controller.update(100.0, 256)
+    assert controller.coef == 0.2
+
+
+def test_controller_moves_once_per_collection(tmp_path: Path) -> None:
+    """S-13: not once per epoch, and by the number of episodes of the collection."""
+    trainer = tiny_trainer("ppo", tmp_path, method__target=1e-6, method__horizon=160, train__total_steps=16)
+    trainer.learn()  # 16 steps = 2 collections of 16 responses x 4 epochs x 2 batches
+    # kl is 0 before the first update, so clip(0/target - 1) = -.2; afterwards it is far above or below: ±.2
+    up_or_down = [0.05 * (1 - 0.2 * 16 / 160) * (1 + s * 0.2 * 16 / 160) for s in (1, -1)]
+    assert min(abs(trainer.kl.coef - c) for c in up_or_down) < 1e-12
+
+
+# --------------------------------------------------------------------------------------- rewards to advantages
+
+
+def experience_of(trainer: Any, scores: torch.Tensor, responses: list[list[int]]) -> PPOBatch:
+    sequences = Sequences.from_lists([[1]] * len(responses), responses)
+    ended = torch.ones(len(responses), dtype=torch.bool)
+    rollouts = Rollouts([{"prompt": "b"}] * len(responses), sequences, None, ended, ["b"] * len(responses), [""] * 2)
+    return trainer.experience(rollouts, scores)
+
+
+def test_score_lands_on_last_response_token(tmp_path: Path) -> None:
+    """S-02: rows of different length; with V = 0, γ = λ = 1 every return of a row is its score."""
+    trainer = tiny_trainer("ppo", tmp_path, method__lam=1.0)
+    batch = experience_of(trainer, torch.tensor([2.0, -1.0]), [[1, 2, 3, 8], [4, 8]])
+    expected = torch.tensor([[0, 2, 2, 2, 2], [0, -1, -1, 0, 0]], dtype=torch.float32)
+    torch.testing.assert_close(batch.returns, expected)
+
+
+def test_dense_rewards_count_from_their_own_token_on(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, method__lam=1.0)
+    dense = torch.tensor([[0, 1.0, 0, 0.5, 0], [0, 0, -1.0, 0, 0]])
+    batch = experience_of(trainer, dense, [[1, 2, 3, 8], [4, 8]])
+    expected = torch.tensor([[0, 1.5, 0.5, 0.5, 0], [0, -1, -1, 0, 0]])
+    torch.testing.assert_close(batch.returns, expected)
+
+
+def test_dense_rewards_that_are_zero_but_for_the_last_equal_terminal_ones(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    dense = torch.tensor([[0, 0, 0, 0, 2.0], [0, 0, -1.0, 0, 0]])
+    responses = [[1, 2, 3, 8], [4, 8]]
+    terminal = experience_of(trainer, torch.tensor([2.0, -1.0]), responses)
+    torch.testing.assert_close(experience_of(trainer, dense, responses).advantages, terminal.advantages)
+
+
+def test_scores_are_scaled_then_clipped(tmp_path: Path) -> None:
+    """S-61: std of [2, 4, 6] is 2; 6/2 = 3 is clipped to 2.5, and 2.5 before scaling would have given 1.25."""
+    trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running", method__cliprange_reward=2.5)
+    assert trainer.scaled(torch.tensor([2.0, 4.0, 6.0])).tolist() == [1.0, 2.0, 2.5]
+
+
+def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path) -> None:
+    """Golden 10.7: after [1, 2, 3] and [10, 20] the running std is 7.981228; the first batch's is 1."""
+    running = tiny_trainer("ppo", tmp_path / "a", method__scale_reward="running", method__cliprange_reward=None)
+    ref = tiny_trainer("ppo", tmp_path / "b", method__scale_reward="ref", method__cliprange_reward=None)
+    for trainer in (running, ref):
+        assert trainer.scaled(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 2.0, 3.0]
+    assert running.scaled(torch.tensor([10.0, 20.0])).tolist() == pytest.approx([10 / 7.981228, 20 / 7.981228])
+    assert ref.scaled(torch.tensor([10.0, 20.0])).tolist() == [10.0, 20.0]
+
+
+def test_one_score_is_not_scaled_by_an_undefined_deviation(tmp_path: Path) -> None:
+    """S-16: one value has no standard deviation."""
+    trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running")
+    assert trainer.scaled(torch.tensor([3.0])).tolist() == [3.0]
+
+
+def test_advantages_are_whitened_over_the_collection_not_the_minibatch(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    trainer.collect()
+    batch = trainer.store.experience
+    kept = batch.advantages[batch.sequences.response_mask].double()
+    assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(kept.std()) == pytest.approx(1, abs=1e-4)
+    assert float(batch.advantages[~batch.sequences.response_mask].abs().sum()) == 0
+
+
+def test_kl_penalty_is_paid_at_the_token_where_it_arises(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, method__init_kl_coef=0.5, method__lam=1.0, method__gamma=1.0)
+    honest = trainer.behaviour
+
+    def apart(rollouts: Rollouts) -> TokenOutputs:
+        said = honest(rollouts)
+        return said._replace(logprobs=said.logprobs + torch.tensor([0, 0, 0.2, 0, 0]))  # 0.2 nats at token 2
+
+    trainer.behaviour = apart
+    batch = experience_of(trainer, torch.zeros(2), [[1, 2, 3, 8], [4, 5, 6, 8]])
+    expected = np.array([[0, -0.1, -0.1, 0, 0]] * 2)  # returns before and at the token carry −β·0.2
+    np.testing.assert_allclose(batch.returns.numpy(), expected, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+
+def test_it_learns_a_bandit(tmp_path: Path) -> None:
+    """One token is worth 1, all others 0: the policy finds it."""
+    tokenizer = character_tokenizer("abcdefgh")
+    trainer = trainkit.train(
+        tiny_gpt2(len(tokenizer)),
+        reward_fn=lambda outputs, **_: [float(o == "c") for o in outputs],
+        prompts=["a"],
+        tokenizer=tokenizer,
+        config={
+            "method": {"name": "ppo", "init_kl_coef": 0.0},
+            "optimizer": {"lr": 3e-3},
+            "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
+            "train": {"batch_size": 64, "total_steps": 60, "eval_interval": 0, "run_dir": str(tmp_path), "trackers": []},
+        },
+    )
+    outputs = trainer.generate(["a"] * 200).outputs
+    assert sum(o == "c" for o in outputs) / 200 > 0.95
+
+
+def test_step_by_hand_is_the_path_of_the_loop(tmp_path: Path) -> None:
+    """The same rollouts and scores, given to step() or met by learn(), move the weights alike."""
+    looped = tiny_trainer("ppo", tmp_path / "loop", train__total_steps=8, rollout__batch_size=16)
+    looped.learn()
+    by_hand = tiny_trainer("ppo", tmp_path / "hand", train__total_steps=8, rollout__batch_size=16)
+    first = looped._rollouts[0]
+    found = by_hand.step(first.queries, first.responses, looped.reward_fn(outputs=first.outputs))
+    assert by_hand.progress.step == 8
+    assert found["reward/mean"] == pytest.approx(np.mean(looped.reward_fn(outputs=first.outputs)))
+    for (name, a), b in zip(looped.unwrapped.state_dict().items(), by_hand.unwrapped.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_moments_and_beta_are_part_of_the_state(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="ref", method__target=0.1)
+    trainer.learn()
+    other = tiny_trainer("ppo", tmp_path, method__scale_reward="ref", method__target=0.1)
+    assert other.state_dict() != trainer.state_dict()
+    other.load_state_dict(trainer.state_dict())
+    assert other.state_dict() == trainer.state_dict()
+
+
+def test_padding_in_experience_is_never_read(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    trainer.collect()
+    batch = trainer.store.experience
+    hidden = torch.where(batch.sequences.response_mask, batch.old_values, torch.full_like(batch.old_values, torch.inf))
+    clean, _ = trainer.loss(batch)
+    dirty, _ = trainer.loss(replace(batch, old_values=hidden))
+    assert torch.equal(clean, dirty)
