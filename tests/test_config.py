@@ -145,9 +145,11 @@ def test_a_parametrised_config_pickles():
 
 
 def test_infinity_stays_infinity_in_plain_data():
-    config = toy(method={"name": "config-toy", "target": math.inf}, optimizer={"kwargs": {"cap": -math.inf}})
+    method = {"name": "config-toy", "target": math.inf, "extra": {"cap": math.inf}}
+    config = toy(method=method, optimizer={"kwargs": {"cap": -math.inf}})
     plain = config.to_dict()
-    assert (plain["method"]["target"], plain["optimizer"]["kwargs"]["cap"]) == (math.inf, -math.inf)
+    assert plain["method"] == {"gamma": 1.0, **method}
+    assert plain["optimizer"]["kwargs"]["cap"] == -math.inf
     assert TRLConfig.from_dict(parse_yaml(str(config))) == config
 
 

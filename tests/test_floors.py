@@ -21,7 +21,14 @@ FLOORS = {
 }  # fmt: skip
 HEAVY = {"torch": 0, "transformers": 2, "safetensors": 2, "accelerate": 3, "typer": 4}
 """Third-party packages, and the lowest floor that may import them when it is imported."""
-PUBLIC = ("trainkit", "trainkit.functional", "trainkit.models", "trainkit.metrics", "trainkit.testing", "trainkit.errors")
+PUBLIC = (
+    "trainkit",
+    "trainkit.functional",
+    "trainkit.models",
+    "trainkit.metrics",
+    "trainkit.testing",
+    "trainkit.errors",
+)
 
 
 def floor_of(module: str) -> int:
@@ -71,7 +78,9 @@ def test_arrows_point_down_only() -> None:
         here = floor_of(module_name(path))
         for line, target in imports(path, lazy=False):
             if target.startswith("trainkit.") and floor_of(target) > here:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} (floor {here}) imports {target} (floor {floor_of(target)})")
+                wrong.append(
+                    f"{path.relative_to(ROOT)}:{line} (floor {here}) imports {target} (floor {floor_of(target)})"
+                )
     assert wrong == []
 
 
@@ -107,7 +116,9 @@ def test_plugins_use_public_names_only() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("statement", ["import trainkit", "import trainkit.cli", "from trainkit.plugins import discover; discover()"])
+@pytest.mark.parametrize(
+    "statement", ["import trainkit", "import trainkit.cli", "from trainkit.plugins import discover; discover()"]
+)
 def test_light_doors_import_no_torch(statement: str) -> None:
     heavy = "sorted({'torch', 'transformers', 'accelerate', 'trainkit_ppo', 'trainkit_sft'} & set(sys.modules))"
     found = subprocess.run(

@@ -95,9 +95,11 @@ def train(
     if samples is not None:
         trainer.add_samples(samples, rewards)
     else:
-        prompts = _default_prompts(trainer) if prompts is None else list(prompts)
-        trainer.add_prompt_pipeline(prompts)
-        eval_prompts = prompts[: settled.train.batch_size] if eval_prompts is None else eval_prompts
+        from trainkit.pipeline import prompt_rows
+
+        rows = prompt_rows(_default_prompts(trainer) if prompts is None else prompts)
+        trainer.add_prompt_pipeline(rows)
+        eval_prompts = rows[: settled.train.batch_size] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
     trainer.learn()

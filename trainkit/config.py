@@ -24,7 +24,13 @@ Plain = dict[str, Any]
 class Section(BaseModel):
     """Base of every section: frozen, no unknown fields, docstrings as descriptions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",
+    )
 
 
 class MethodConfig(Section):

@@ -34,7 +34,7 @@ class PPOConfig(MethodConfig):
     """The numbers of PPO. Defaults are trlX's for sentiment tuning of GPT-2, but for `init_kl_coef` (TRL's)."""
 
     section_defaults: ClassVar[dict[str, Any]] = {
-        "optimizer": {"lr": 3e-5, "weight_decay": 1e-6, "kwargs": {"betas": [0.9, 0.95]}},
+        "optimizer": {"lr": 3e-5, "weight_decay": 1e-6},
         "train": {"total_steps": 1000, "epochs": None},
     }
 

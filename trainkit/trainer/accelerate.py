@@ -14,26 +14,26 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, Row, Sequences
-from trainkit.errors import ConfigError, DataError, NonFiniteError, describe
+from trainkit.errors import ConfigError, DataError, NonFiniteError
 from trainkit.models.loading import context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import TokenOutputs
 from trainkit.models.reference import Reference
-from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, as_ids, encode_sample, prompt_rows, sample_rows
+from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, encode_sample, prompt_rows, sample_rows
 from trainkit.plugins import hook_manager
 from trainkit.registry import get_trainer
 from trainkit.rewards import check_scores, score
-from trainkit.sampling import CausalSampler, Sampler, assemble, cut_at_stop, decode
+from trainkit.sampling import CausalSampler, Sampler
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import run
+from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer
-from trainkit.trainer.evaluation import evaluate
+from trainkit.trainer.evaluation import evaluate, sweep
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         config = self.config
         self.accelerator = _accelerator(config.train.mixed_precision)
         self._check_split()
+        optim.check(config)
         self.live_model = model
         self.tokenizer = load_tokenizer(config, tokenizer)
         self.limit = self._length_limit()
@@ -163,7 +164,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Reference | None]:
         model = self.unwrapped.to(self.accelerator.device)
         reference = Reference(model) if self.needs_reference else None  # before anything can move the weights
-        return (*self.accelerator.prepare(model, _optimizer(model, self.config)), reference)
+        return (*self.accelerator.prepare(model, optim.make_optimizer(self.config.optimizer, model)), reference)
 
     @property
     def policy(self) -> nn.Module:
@@ -184,20 +185,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         return reference
 
     @cached_property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps."""
-        config = self.config.scheduler
-        warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
-        try:
-            return get_scheduler(
-                warmed,
-                getattr(self.optimizer, "optimizer", self.optimizer),
-                num_warmup_steps=config.warmup_steps,
-                num_training_steps=max(self.total_steps, 1),
-                scheduler_specific_kwargs=dict(config.kwargs),
-            )
-        except TypeError as error:
-            raise ConfigError(f"scheduler.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
+        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -459,14 +450,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         Raises:
             ConfigError: no such setting, or not such a value.
         """
-        given = {name: getattr(self.config.rollout, name) for name in SamplingConfig.model_fields}
-        try:
-            return SamplingConfig(**{**given, **overrides})
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
-            raise ConfigError(
-                f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}"
-            ) from error
+        return generation.settings(self.config.rollout, overrides)
 
     def generate(
         self,
@@ -487,7 +471,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             attention_mask: [B, P], which of ``input_ids`` are real.
             **overrides: sampling settings over those of ``config.rollout``.
         """
-        rows = _prompts_as_rows(prompts, input_ids, attention_mask)
+        rows = generation.prompts_as_rows(prompts, input_ids, attention_mask)
         self._generated += 1
         return self._sample(
             rows, [self.encode(row["prompt"]) for row in rows], self.settings(**overrides), "generate", self._generated
@@ -495,12 +479,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""
-        sweep = {k: v[0] if isinstance(v, list) and k != "stop_sequences" else v for k, v in self._eval_kwargs.items()}
-        return self.generate(prompts, **{**sweep, **overrides})
-
-    @property
-    def _eval_kwargs(self) -> dict[str, Any]:
-        return dict(self.config.rollout.eval_kwargs)
+        (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
+        return self.generate(prompts, **{**first, **overrides})
 
     def _sample(
         self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, purpose: str, key: int
@@ -529,18 +509,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             prompt_sizes: how many ids of each sample are its prompt; the prompts' lengths without it.
             append_eos_token: end those outputs with EOS's text that were cut, or ended by EOS.
         """
-        skip, stops = self.config.rollout.skip_special_tokens, self.config.rollout.stop_sequences
-        sizes = [len(p) for p in prompts] if prompt_sizes is None else list(prompt_sizes)
-        responses = [sample[size:] for sample, size in zip(samples, sizes, strict=True)]
-        texts, whole = decode(self.tokenizer, list(prompts), skip), decode(self.tokenizer, responses, skip)
-        outputs = [cut_at_stop(text, stops) for text in whole]
-        if append_eos_token:
-            eos = self.tokenizer.eos_token_id
-            ended = [
-                o != w or (len(r) > 0 and int(r[-1]) == eos) for o, w, r in zip(outputs, whole, responses, strict=True)
-            ]
-            outputs = [o + str(self.tokenizer.eos_token) * end for o, end in zip(outputs, ended, strict=True)]
-        return [p + o for p, o in zip(texts, outputs, strict=True)], texts, outputs
+        sizes = [len(p) for p in prompts] if prompt_sizes is None else prompt_sizes
+        return generation.decode_samples(self.tokenizer, self.config.rollout, prompts, samples, sizes, append_eos_token)
 
     # ------------------------------------------------------------------------------------- the loop, by the user
 
@@ -559,7 +529,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         Raises:
             DataError, RewardError: the three do not fit together.
         """
-        rollouts = self._given(queries, responses)
+        rollouts = generation.given_rollouts(self, queries, responses)
         checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
         run.begin(self)
         self.store.clear()
@@ -578,29 +548,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.store.clear()
         self.progress.collection, self.progress.epoch = self.progress.collection + 1, 0
         return self._log()
-
-    def _given(self, queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
-        if len(queries) != len(responses) or not len(queries):
-            raise DataError(
-                f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses"
-            )
-        for index, response in enumerate(responses):
-            if isinstance(response, str) or not len(response):
-                raise DataError(
-                    f"response {index} should be the sampled token ids, at least one; given {describe(response)}"
-                )
-        ids = [as_ids(response) for response in responses]
-        eos = self.tokenizer.eos_token_id
-        return assemble(
-            self.tokenizer,
-            [{"prompt": query} for query in queries],
-            [self.encode(query, f"query {i}") for i, query in enumerate(queries)],
-            ids,
-            terminated=torch.tensor([row[-1] == eos for row in ids], device=self.accelerator.device),
-            logprobs=None,
-            stops=self.config.rollout.stop_sequences,
-            skip_special_tokens=self.config.rollout.skip_special_tokens,
-        )
 
     # ------------------------------------------------------------------------------------- evaluating and logging
 
@@ -678,34 +625,6 @@ def _accelerator(mixed_precision: str) -> Accelerator:
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
         AcceleratorState._reset_state()
     return Accelerator(mixed_precision=mixed_precision)
-
-
-def _optimizer(model: nn.Module, config: TRLConfig[Any]) -> torch.optim.Optimizer:
-    classes: dict[str, type[torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "sgd": torch.optim.SGD,
-    }
-    o = config.optimizer
-    arguments: dict[str, Any] = {"lr": o.lr, "weight_decay": o.weight_decay, **o.kwargs}
-    try:
-        return classes[o.name]([p for p in model.parameters() if p.requires_grad], **arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.kwargs {o.kwargs} do not fit {o.name!r}: {error}") from error
-
-
-def _prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Row]:
-    if (prompts is None) == (input_ids is None):
-        raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
-    if input_ids is not None:
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
-    if isinstance(prompts, str | dict) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
-        prompts = [prompts]
-    rows = [dict(p) if isinstance(p, dict) else {"prompt": p} for p in prompts]
-    if not rows:
-        raise DataError("prompts is empty; give at least one prompt")
-    return rows
 
 
 def _is_installed(name: str) -> bool:

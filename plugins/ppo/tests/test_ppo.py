@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainkit_ppo import KLController, PPOBatch
 
 import trainkit
 from trainkit.data import Rollouts, Sequences
@@ -17,6 +16,7 @@ from trainkit.functional import gae, whiten
 from trainkit.models import TokenOutputs
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_ppo import KLController, PPOBatch
 
 # ---------------------------------------------------------------------------------------- the loss, golden numbers
 
@@ -51,7 +51,7 @@ def test_loss_equals_the_golden_numbers(tmp_path: Path) -> None:
     trainer._prepared = (lambda *_, **__: TokenOutputs(logprobs, moved), None, None)
     loss, found = trainer.loss(golden_batch())
     numbers = {name: metric.compute() for name, metric in found.items()}
-    assert float(loss) == pytest.approx(0.156496, abs=1e-5)
+    assert loss.item() == pytest.approx(0.156496, abs=1e-5)
     assert numbers["loss/policy"] == pytest.approx(0.023511, abs=1e-5)
     assert numbers["loss/value"] == pytest.approx(0.132985, abs=1e-5)
     assert numbers["values/clipfrac"] == pytest.approx(0.4)
@@ -180,7 +180,13 @@ def test_it_learns_a_bandit(tmp_path: Path) -> None:
             "method": {"name": "ppo", "init_kl_coef": 0.0},
             "optimizer": {"lr": 3e-3},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
-            "train": {"batch_size": 64, "total_steps": 60, "eval_interval": 0, "run_dir": str(tmp_path), "trackers": []},
+            "train": {
+                "batch_size": 64,
+                "total_steps": 60,
+                "eval_interval": 0,
+                "run_dir": str(tmp_path),
+                "trackers": [],
+            },
         },
     )
     outputs = trainer.generate(["a"] * 200).outputs
@@ -196,7 +202,9 @@ def test_step_by_hand_is_the_path_of_the_loop(tmp_path: Path) -> None:
     found = by_hand.step(first.queries, first.responses, looped.reward_fn(outputs=first.outputs))
     assert by_hand.progress.step == 8
     assert found["reward/mean"] == pytest.approx(np.mean(looped.reward_fn(outputs=first.outputs)))
-    for (name, a), b in zip(looped.unwrapped.state_dict().items(), by_hand.unwrapped.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        looped.unwrapped.state_dict().items(), by_hand.unwrapped.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 

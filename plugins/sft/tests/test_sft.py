@@ -19,8 +19,8 @@ def test_loss_equals_the_cross_entropy_of_output_tokens(tmp_path: Path) -> None:
     logits = trainer.unwrapped.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     labels = batch.input_ids.masked_fill(~batch.response_mask, -100)
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
-    assert found["loss/nll"].compute() == pytest.approx(float(expected), abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert found["loss/nll"].compute() == pytest.approx(expected.item(), abs=1e-6)
 
 
 def test_prompts_are_read_and_outputs_with_eos_are_trained(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_temperature_of_sampling_does_not_change_the_likelihood(tmp_path: Path) 
     losses = []
     for temperature in (1.0, 0.3):
         trainer = tiny_trainer("sft", tmp_path / str(temperature), rollout__temperature=temperature)
-        losses.append(float(trainer.loss(trainer.make_experience(trainer.pipeline.take(0, 8)))[0]))
+        losses.append(trainer.loss(trainer.make_experience(trainer.pipeline.take(0, 8)))[0].item())
     assert losses[0] == losses[1]
 
 

@@ -1,0 +1,105 @@
+"""What generating needs besides the sampler: prompts and responses in the forms people have them, and back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from trainkit.config import RolloutConfig, SamplingConfig
+from trainkit.data import Rollouts, Row
+from trainkit.errors import ConfigError, DataError, describe
+from trainkit.pipeline import as_ids
+from trainkit.sampling import assemble, cut_at_stop, decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+
+def settings(config: RolloutConfig, overrides: Mapping[str, Any]) -> SamplingConfig:
+    """The rollout's sampling settings, some of them overridden.
+
+    Raises:
+        ConfigError: no such setting, or not such a value.
+    """
+    given = {name: getattr(config, name) for name in SamplingConfig.model_fields}
+    try:
+        return SamplingConfig(**{**given, **overrides})
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
+        raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}") from error
+
+
+def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Row]:
+    """Rows from one prompt or several (text, dicts or ids), or from what a tokenizer returns.
+
+    Raises:
+        DataError: both or neither are given, or there are none.
+    """
+    if (prompts is None) == (input_ids is None):
+        raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
+    if input_ids is not None:
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
+        prompts = [prompts]
+    rows = [dict(p) if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt")
+    return rows
+
+
+def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
+    """Rollouts from prompts and responses that the user brings.
+
+    Raises:
+        DataError: not one response per query, or a response that is not the ids that were sampled.
+    """
+    if len(queries) != len(responses) or not len(queries):
+        raise DataError(
+            f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses"
+        )
+    for index, response in enumerate(responses):
+        if isinstance(response, str) or not len(response):
+            raise DataError(
+                f"response {index} should be the sampled token ids, at least one; given {describe(response)}"
+            )
+    ids = [as_ids(response) for response in responses]
+    ended = [row[-1] == trainer.tokenizer.eos_token_id for row in ids]
+    return assemble(
+        trainer.tokenizer,
+        [{"prompt": query} for query in queries],
+        [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)],
+        ids,
+        terminated=torch.tensor(ended, device=trainer.accelerator.device),
+        logprobs=None,
+        stops=trainer.config.rollout.stop_sequences,
+        skip_special_tokens=trainer.config.rollout.skip_special_tokens,
+    )
+
+
+def decode_samples(
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    prompts: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    prompt_sizes: Sequence[int],
+    append_eos_token: bool,
+) -> tuple[list[str], list[str], list[str]]:
+    """(samples, prompts, outputs) as text, outputs cut at the first stop string."""
+    skip = config.skip_special_tokens
+    responses = [sample[size:] for sample, size in zip(samples, prompt_sizes, strict=True)]
+    texts, whole = decode(tokenizer, list(prompts), skip), decode(tokenizer, responses, skip)
+    outputs = [cut_at_stop(text, config.stop_sequences) for text in whole]
+    if append_eos_token:
+        ended = [len(ids) > 0 and int(ids[-1]) == tokenizer.eos_token_id for ids in responses]
+        outputs = [
+            cut + str(tokenizer.eos_token) * (cut != text or end)
+            for cut, text, end in zip(outputs, whole, ended, strict=True)
+        ]
+    return [prompt + output for prompt, output in zip(texts, outputs, strict=True)], texts, outputs

@@ -1,0 +1,57 @@
+"""Optimizer and schedule from the configuration; checked at the door."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from trainkit.config import OptimizerConfig, SchedulerConfig, TRLConfig
+from trainkit.errors import ConfigError
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+
+
+def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the model's trainable parameters.
+
+    Raises:
+        ConfigError: ``kwargs`` holds what the optimizer does not take.
+    """
+    arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.kwargs}
+    try:
+        return OPTIMIZERS[config.name]([p for p in model.parameters() if p.requires_grad], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+
+
+def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
+    """The schedule over ``total_steps`` optimizer steps; it is to be stepped after the optimizer (S-54).
+
+    Raises:
+        ConfigError: ``kwargs`` holds what the schedule does not take.
+    """
+    warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
+    try:
+        schedule = get_scheduler(
+            warmed,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=max(total_steps, 1),
+            scheduler_specific_kwargs=dict(config.kwargs),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+    return cast(LRScheduler, schedule)
+
+
+def check(config: TRLConfig[Any]) -> None:
+    """Build both for one number, so that arguments that do not fit are said before a model is loaded."""
+    make_scheduler(config.scheduler, make_optimizer(config.optimizer, nn.ParameterList([torch.zeros(1)])), 1)
