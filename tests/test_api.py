@@ -240,6 +240,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "empty prompt": ({"prompts": ["a", ""]}, DataError, "prompt 1 is empty"),
     "no text": ({"prompts": ["a", None]}, DataError, "prompt 1 should be a string"),
     "one string": ({"prompts": "abc"}, DataError, r"Write \[prompt\]"),
+    "reserved column": ({"prompts": [{"prompt": "a", "outputs": 1}]}, DataError, "column 'outputs'"),
     "long prompt": ({"prompts": ["a", "ab" * 40]}, DataError, "prompt 1 has 80 tokens, and at most 24"),
     "no eos": ({"tokenizer": character_tokenizer("abcdefgh", eos_token=None)}, DataError, "no EOS token"),
     "no tokenizer": ({"tokenizer": None}, ConfigError, "tokenizer.tokenizer_path"),

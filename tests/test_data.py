@@ -87,6 +87,16 @@ def test_masks_come_from_lengths_even_where_text_holds_the_pad_id():
     assert batch.response_mask.tolist() == [[False, False, True, True], [False, False, False, False]]
 
 
+def test_whole_rows_keep_what_was_chosen_between_what_was_not():
+    # Row 0 is prompt, choice, a tool's answer, choice; row 1 is shorter and holds the pad id as a choice.
+    chosen = [[False, True, False, True], [False, True]]
+    batch = Sequences.from_rows([[1, 2, 3, 4], [5, EOS]], chosen, pad_id=EOS)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, EOS, EOS, EOS]]
+    assert batch.attention_mask.tolist() == [[True] * 4, [True, True, False, False]]
+    assert batch.response_mask.tolist() == [chosen[0], [False, True, False, False]]
+    assert [r.tolist() for r in batch.responses] == [[2, 4], [EOS]]
+
+
 @given(PAIRS, st.integers(0, 9))
 def test_sequences_give_back_the_lists_they_were_made_of(pairs, pad_id):
     batch = sequences(pairs, pad_id)

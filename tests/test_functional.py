@@ -312,9 +312,8 @@ def test_k2_and_k3_are_never_negative(lp, ref):
 
 
 def test_k3_of_nearly_equal_policies_keeps_its_leading_term():
-    # k1 = 2⁻¹⁰: exp(−k1) − 1 + k1 = k1²/2 − k1³/6 + … = 4.7668e-7; in float32, exp(−k1) − 1 alone is off by 6e-8.
-    k1 = 2.0**-10
-    close(kl_k3(torch.tensor(k1), torch.tensor(0.0)), k1**2 / 2 - k1**3 / 6 + k1**4 / 24, rtol=1e-3, atol=0)
+    # k1 = 2⁻¹²: exp(−k1) − 1 + k1 = k1²/2 − … = 2⁻²⁵. Below 1, float32 goes in steps of 2⁻²⁴: exp(−k1) − 1 loses it.
+    close(kl_k3(torch.tensor(2.0**-12), torch.tensor(0.0)), 2.0**-25, rtol=1e-3, atol=0)
 
 
 # ------------------------------------------------------------------------------------------- rewards and returns

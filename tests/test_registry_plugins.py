@@ -176,7 +176,7 @@ def test_a_plugin_that_fails_to_import_is_named_with_its_cause_and_others_stay_u
 
 def test_a_config_that_names_a_broken_plugin_tells_of_the_plugin(install):
     install("fake-broken", {"fake-bad": "fake_bad"}, "1 / 0")
-    with pytest.raises(PluginError, match="fake-broken 1.0.*ZeroDivisionError"):
+    with pytest.raises(PluginError, match=r"fake-broken 1\.0.*ZeroDivisionError"):
         TRLConfig(method="fake-bad")
 
 
@@ -339,7 +339,7 @@ def test_a_class_in_place_of_an_object_is_an_error():
 
 def test_the_same_object_twice_is_an_error():
     callback = Steps()
-    with pytest.raises(PluginError, match="hooks of Steps do not fit: .*already registered"):
+    with pytest.raises(PluginError, match=r"hooks of Steps do not fit: .*already registered"):
         hook_manager([], [callback, callback])
 
 

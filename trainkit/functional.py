@@ -24,6 +24,11 @@ def _identity(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------- masked statistics
 
 
+def exact(x: Tensor) -> Tensor:
+    """``x`` in float64, so that sums over many tokens keep their digits; float32 on MPS, which has no more. [*]."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+
+
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
     """``x`` where ``mask``, exactly 0 elsewhere (also where ``x`` is NaN or infinite there). [*] -> [*]."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -47,13 +52,13 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
     ``shift_mean=False`` adds μ back, which keeps the sign of the mean.
     """
     x = x if x.is_floating_point() else x.float()  # whitened integers are no integers (S-58)
-    count = reduce(mask.sum().to(torch.float64))
+    count = reduce(exact(mask.sum()))
     if count < 2:
         return zero_masked(x, mask)
-    exact = x.to(torch.float64)
-    mean = reduce(masked_sum(exact, mask)) / count
-    var = reduce(masked_sum((exact - mean) ** 2, mask)) / (count - 1)
-    white = (exact - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
+    wide = exact(x)
+    mean = reduce(masked_sum(wide, mask)) / count
+    var = reduce(masked_sum((wide - mean) ** 2, mask)) / (count - 1)
+    white = (wide - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
     return zero_masked(white.to(x.dtype), mask)
 
 

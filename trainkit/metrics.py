@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainkit.functional import masked_sum
+from trainkit.functional import exact, masked_sum
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Mean:
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Mean:
         """Mean of ``x`` [*] over ``mask`` [*] (everything without one); a detached record, no gradient."""
-        x = x.detach().to(torch.float64)
+        x = exact(x.detach())
         if mask is None:
-            return cls(x.sum(), torch.tensor(x.numel(), dtype=torch.float64, device=x.device))
-        return cls(masked_sum(x, mask), mask.sum().to(torch.float64))
+            return cls(x.sum(), torch.tensor(x.numel(), dtype=x.dtype, device=x.device))
+        return cls(masked_sum(x, mask), exact(mask.sum()))
 
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
@@ -51,7 +51,7 @@ class Std:
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Std:
         """Standard deviation of ``x`` [*] over ``mask`` [*]."""
-        mean, square = Mean.of(x, mask), Mean.of(x.detach().to(torch.float64) ** 2, mask)
+        mean, square = Mean.of(x, mask), Mean.of(exact(x.detach()) ** 2, mask)
         return cls(mean.total, square.total, mean.count)
 
     def __add__(self, other: Std) -> Std:
@@ -89,7 +89,9 @@ def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -
         return {}
     names = sorted(metrics)
     parts = [metrics[name].tensors() for name in names]
-    flat = reduce(torch.stack([x for part in parts for x in part])).cpu()
+    scalars = [x for part in parts for x in part]
+    device = next((x.device for x in scalars if x.device.type != "cpu"), torch.device("cpu"))
+    flat = reduce(torch.stack([x.to(device) for x in scalars])).cpu()
     values = iter(flat.split([len(part) for part in parts]))
     return {name: type(metrics[name])(*next(values).unbind()).compute() for name in names}
 
@@ -102,8 +104,8 @@ class RunningMoments:
 
     def update(self, x: Tensor, reduce: Callable[[Tensor], Tensor] = lambda t: t) -> None:
         """Take in ``x`` [B] of every process."""
-        x = x.detach().to(torch.float64)
-        count, total = reduce(torch.stack([torch.tensor(float(x.numel()), device=x.device).double(), x.sum()])).tolist()
+        x = exact(x.detach())
+        count, total = reduce(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
         if count == 0:
             return
         mean = total / count

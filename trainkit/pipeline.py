@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 Prompts = Iterable[str | Mapping[str, Any]]
 
+RESERVED = {"samples", "prompts", "outputs", "tokenizer"}
+"""Names under which reward and metric functions are given something else."""
+
 
 class Pipeline:
     """An endless stream over ``rows``, shuffled anew each epoch from the seed alone.
@@ -142,6 +145,11 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
     for index, prompt in enumerate(prompts):
         row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         check_text(row.get("prompt"), f"prompt {index}", missing_key="prompt" not in row)
+        if taken := RESERVED & row.keys():
+            raise DataError(
+                f"prompt {index} has the column {min(taken)!r}, which reward functions already get under that name; "
+                "give it another"
+            )
         rows.append(row)
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")

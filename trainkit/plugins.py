@@ -99,6 +99,8 @@ def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.Pl
     manager.add_hookspecs(hookspecs)
     for plugin in [*dict.fromkeys(load_plugin(name) for name in modules), *objects]:
         label = getattr(plugin, "__name__", type(plugin).__name__)
+        if isinstance(plugin, type):
+            raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
         try:
             manager.register(plugin)
             manager.check_pending()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ CONTRACT = (
     "return one finite number per sample (list, tuple, NumPy array or tensor [B]), or for dense rewards one list, "
     "array or 1-D tensor per sample with at most as many numbers as its response has tokens"
 )
+METRIC_CONTRACT = "return a dict of name -> number or list of numbers, finite, one per sample"
+GIVEN = ("samples", "prompts", "outputs", "tokenizer")
+"""What reward and metric functions get beside the columns, which therefore must have other names."""
 
 
 def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
@@ -31,15 +35,7 @@ def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
     Raises:
         RewardError: the function raised, or returned something else; names the function and the row.
     """
-    scores = _call(
-        reward_fn,
-        samples=rollouts.samples,
-        prompts=list(rollouts.prompts),
-        outputs=list(rollouts.outputs),
-        tokenizer=tokenizer,
-        **rollouts.columns,
-    )
-    return check_scores(scores, rollouts, _name(reward_fn))
+    return check_scores(_call(reward_fn, rollouts, tokenizer=tokenizer), rollouts, _name(reward_fn))
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
@@ -48,9 +44,9 @@ def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
     Raises:
         RewardError: a wrong type, count or length, or a number that is not finite.
     """
-    if scores is None or isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__len__"):
+    if isinstance(scores, str | bytes | Mapping | Set) or not hasattr(scores, "__len__"):
         raise RewardError(f"{source} returned {describe(scores)}; {CONTRACT}")
-    if isinstance(scores, Tensor | np.ndarray) and scores.ndim > 1:
+    if isinstance(scores, Tensor | np.ndarray) and scores.ndim != 1:
         raise RewardError(
             f"{source} returned a {scores.ndim}-D array of shape {tuple(scores.shape)}; {CONTRACT}. "
             "Padding cannot be told from rewards: for [B, 1] write .squeeze(1), for dense rewards a list per sample"
@@ -93,37 +89,51 @@ def metrics(metric_fn: MetricFn, rollouts: Rollouts) -> dict[str, float | list[f
         RewardError: the function raised, or did not return a mapping of numbers; names the function.
     """
     source = _name(metric_fn)
-    result = _call(
-        metric_fn,
-        samples=rollouts.samples,
-        prompts=list(rollouts.prompts),
-        outputs=list(rollouts.outputs),
-        **rollouts.columns,
-    )
+    result = _call(metric_fn, rollouts)
     if not isinstance(result, Mapping):
-        raise RewardError(f"{source} returned {describe(result)}; return a dict of name -> number or list of numbers")
+        raise RewardError(f"{source} returned {describe(result)}; {METRIC_CONTRACT}")
     checked: dict[str, float | list[float]] = {}
     for name, value in result.items():
         if not _is_vector(value):
-            checked[name] = _number(value, f"{source}[{name!r}]", None)
+            checked[name] = _number(value, f"{source}[{name!r}]", None, METRIC_CONTRACT)
             continue
         if len(value) != len(rollouts):
-            raise RewardError(f"{source} returned {len(value)} values of {name!r} for {len(rollouts)} samples")
-        checked[name] = [_number(v, f"{source}[{name!r}]", i) for i, v in enumerate(value)]
+            raise RewardError(
+                f"{source} returned {len(value)} values of {name!r} for {len(rollouts)} samples; {METRIC_CONTRACT}"
+            )
+        checked[name] = [_number(v, f"{source}[{name!r}]", i, METRIC_CONTRACT) for i, v in enumerate(value)]
     return checked
 
 
-def _call(fn: Callable[..., Any], **arguments: Any) -> Any:
+def _call(fn: Callable[..., Any], rollouts: Rollouts, **extra: Any) -> Any:
+    if taken := [name for name in rollouts.columns if name in GIVEN]:
+        raise RewardError(
+            f"{_name(fn)} gets {', '.join(GIVEN)} from trainkit, and the prompts have a column {taken[0]!r}; "
+            "rename the column"
+        )
+    columns = {name: [_copied(value) for value in values] for name, values in rollouts.columns.items()}
+    texts = {"samples": rollouts.samples, "prompts": list(rollouts.prompts), "outputs": list(rollouts.outputs)}
+    arguments = {**texts, **extra, **columns}
     try:
         return fn(**arguments)
     except Exception as error:
         raise RewardError(
-            f"{_name(fn)} raised {type(error).__name__}: {error} (called with {len(arguments['samples'])} samples and "
+            f"{_name(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples and "
             f"the keywords {', '.join(arguments)}). Training stopped before the weights moved; mend the function"
         ) from error
 
 
+def _copied(value: Any) -> Any:
+    """A copy, so that the function cannot change the dataset; what cannot be copied is handed over as it is."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 def _name(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return f"{getattr(fn, '__qualname__', type(fn).__qualname__)} ({getattr(fn, '__module__', '?')})"
 
 
@@ -131,13 +141,12 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 1)
 
 
-def _number(value: Any, source: str, row: int | None) -> float:
+def _number(value: Any, source: str, row: int | None, contract: str = CONTRACT) -> float:
     at = "" if row is None else f" for sample {row}"
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool | int | float):
-        number = float(value)
-        if math.isfinite(number) and abs(number) <= torch.finfo(torch.float32).max:
-            return number
-        raise RewardError(f"{source} returned {value}{at}; numbers must be finite in float32. {CONTRACT}")
-    raise RewardError(f"{source} returned {describe(value)}{at}; {CONTRACT}")
+        if abs(value) <= torch.finfo(torch.float32).max:  # false for NaN
+            return float(value)
+        raise RewardError(f"{source} returned {describe(value)}{at}; numbers must be finite in float32. {contract}")
+    raise RewardError(f"{source} returned {describe(value)}{at}; {contract}")

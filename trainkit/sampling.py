@@ -69,6 +69,7 @@ class CausalSampler:
     ) -> Rollouts:
         """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
         state, ids = self._start(queries)
+        eos = torch.tensor(self._eos_ids(), device=ids.device)
         cache = DynamicCache(config=self.model.config)
         for _ in range(settings.max_new_tokens):
             logits = self._next_logits(ids, state, cache)
@@ -77,7 +78,7 @@ class CausalSampler:
             state.tokens.append(token)
             state.logprobs.append(token_logprobs(scores, token))
             state.lengths += state.alive
-            self._end_rows(state, token, settings.stop_sequences)
+            self._end_rows(state, token, eos, settings.stop_sequences)
             if not state.alive.any():
                 break
             state.attention_mask = torch.cat([state.attention_mask, state.alive.unsqueeze(1)], dim=1)
@@ -108,20 +109,21 @@ class CausalSampler:
         logits: Tensor = outputs.logits[:, -1].float()
         return logits
 
-    def _end_rows(self, state: _State, token: Tensor, stops: list[str]) -> None:
+    def _end_rows(self, state: _State, token: Tensor, eos: Tensor, stops: list[str]) -> None:
         """Mark the rows that this token ended: by EOS, or by completing a stop string."""
-        ended = torch.isin(token, self._eos_ids(token.device))
+        ended = torch.isin(token, eos)
         if stops:
             texts = self._decode([row[:n] for row, n in zip(torch.stack(state.tokens, 1), state.lengths, strict=True)])
             ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=token.device)
         state.terminated |= ended & state.alive
         state.alive = state.alive & ~ended
 
-    def _eos_ids(self, device: torch.device) -> Tensor:
+    def _eos_ids(self) -> list[int]:
+        """The tokenizer's EOS and those of the model's generation config, of which chat models have several."""
         generation = getattr(self.model, "generation_config", None)
         more = getattr(generation, "eos_token_id", None)
         more = more if isinstance(more, list) else [] if more is None else [more]
-        return torch.tensor(sorted({self.tokenizer.eos_token_id, *more}), device=device)
+        return sorted({self.tokenizer.eos_token_id, *more})
 
     def _finish(self, state: _State, rows: list[Row], queries: list[list[int]], stops: list[str]) -> Rollouts:
         lengths = state.lengths.tolist()

@@ -292,7 +292,7 @@ class Console:
         self._step = at.step
         self._say(
             f"{self._step_of_total()}  {'done' if at.step >= self._total else 'stopped'} after {clock(at.seconds)}  "
-            f"{number(at.samples)} samples  {number(at.tokens)} tokens  {trainer.run_dir}"
+            f"{count(at.samples)} samples  {count(at.tokens)} tokens  {trainer.run_dir}"
         )
 
     # ------------------------------------------------------------------------------------------------------ text
@@ -323,7 +323,7 @@ class Console:
         rate = self._pace.tokens_per_second
         left = self._pace.seconds_left(self._total)
         return [
-            *([f"{number(rate):>5} tok/s"] if rate is not None else []),
+            *([f"{count(rate):>5} tok/s"] if rate is not None else []),
             *([f"left {clock(left)}"] if left is not None else []),
         ]
 
@@ -355,7 +355,7 @@ class Console:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_row("progress", self._progress())
-        rows = [*self._values(), ("pace", "  ".join(self._pace_fields()))]
+        rows = [*self._values(), ("pace", "  ".join(self._pace_fields()).strip())]
         rows += [("evaluation", self._evaluation), ("sample", self._sample)]
         for label, value in rows:
             if value:
@@ -425,6 +425,11 @@ def number(value: float) -> str:
     if 0 < size < 0.005:
         return f"{value:.0e}"
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
+
+
+def count(value: float) -> str:
+    """A count in about five characters: 16, 4.1k."""
+    return number(value) if value >= 1000 else f"{value:.0f}"
 
 
 def clock(seconds: float) -> str:

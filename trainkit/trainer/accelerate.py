@@ -22,6 +22,7 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, NonFiniteError
+from trainkit.functional import exact
 from trainkit.models.loading import context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import TokenOutputs
 from trainkit.models.reference import Reference
@@ -253,7 +254,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
         with run.running(self):
-            run.resume(self)
             if self.progress.step == 0:
                 self._evaluate_if(self.total_steps > 0)
             for batch in self._minibatches():
@@ -293,9 +293,15 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         return self.config.rollout.num_rollouts if self.online else len(self.pipeline)
 
     def collect(self) -> None:
+        """Fill the store with one collection of experience, and tell the hooks."""
+        started = time.perf_counter()
+        self.fill_store()
+        self._time("time/collect", started)
+        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+
+    def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
         assert self.pipeline is not None
-        started = time.perf_counter()
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         rows = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         self._rollouts = []
@@ -306,8 +312,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(self.store) * world
-        self._time("time/collect", started)
-        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()
@@ -355,7 +359,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         with self.accelerator.autocast():
             loss, found = self.loss(micro)
         self.accelerator.backward(loss * weight / share)
-        return {**found, "loss/total": m.Mean((loss.detach() * weight).double(), weight.double())}
+        return {**found, "loss/total": m.Mean(exact(loss.detach() * weight), exact(weight))}
 
     def _synchronised(self, last: bool) -> Any:
         """Gradients are exchanged between processes with the last micro-batch only."""

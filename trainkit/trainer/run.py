@@ -53,7 +53,7 @@ def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
 
 @contextmanager
 def running(trainer: Trainer) -> Iterator[None]:
-    """A run: its directory is there, and trackers are told of its beginning and its end."""
+    """A run: its directory is there, and the hooks are told of its beginning and its end."""
     begin(trainer)
     trainer._clock = time.perf_counter()
     try:
@@ -64,10 +64,11 @@ def running(trainer: Trainer) -> Iterator[None]:
 
 
 def begin(trainer: Trainer) -> None:
-    """Make the run directory and tell the hooks; only the first call does anything.
+    """Make the run directory, resume if the config says so, tell the hooks; only the first call does anything.
 
     Raises:
         ConfigError: the directory holds another run and the config does not say to resume.
+        CheckpointError: there is nothing to resume from, or it belongs to another run; nothing has been written.
     """
     if trainer.run_dir is not None:
         return
@@ -82,6 +83,7 @@ def begin(trainer: Trainer) -> None:
             f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or give another train.run_dir"
         )
     trainer.accelerator.wait_for_everyone()
+    resume(trainer, run_dir / "checkpoints")
     if trainer.accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         config.save_yaml(run_dir / "config.yaml")
@@ -142,12 +144,11 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     return {"config": trainer.config.to_dict(), "reference": start, "processes": trainer.accelerator.num_processes}
 
 
-def resume(trainer: Trainer) -> None:
-    """Go on from a checkpoint if the config says so."""
+def resume(trainer: Trainer, root: Path) -> None:
+    """Go on from a checkpoint if the config says so; ``root`` is where the run's own are."""
     wanted = trainer.config.train.resume
-    assert trainer.run_dir is not None
     if wanted == "auto":
-        if found := checkpoint.newest_whole(trainer.run_dir / "checkpoints"):
+        if found := checkpoint.newest_whole(root):
             load(trainer, found)
     elif wanted is not None:
         load(trainer, Path(wanted))
@@ -170,7 +171,7 @@ def load(trainer: Trainer, path: Path) -> None:
     state = checkpoint.read_state(path, "loop")
     _check_identity(trainer, state, path)
     if trainer.pipeline is not None and not trainer.online:
-        trainer.collect()  # an offline store follows from the dataset and the initial model, so it is not saved
+        trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
     trainer.unwrapped.load_state_dict(checkpoint.read_state(path, "model"))
     trainer.load_loop_state(state)
