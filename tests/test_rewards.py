@@ -350,7 +350,11 @@ def spoilt_metric(**given_: Any) -> dict[str, float]:
     return {"sum": sum(spoil(**given_))}
 
 
-@pytest.mark.parametrize("call", [lambda batch: score(spoil, batch, None), lambda batch: metrics(spoilt_metric, batch)])
+@pytest.mark.parametrize(
+    "call",
+    [lambda batch: score(spoil, batch, None), lambda batch: metrics(spoilt_metric, batch)],
+    ids=["reward function", "metric function"],
+)
 def test_a_function_that_changes_its_inputs_changes_nothing_in_the_rollouts(call: Any) -> None:
     batch = rollouts(meta=[{"facts": ["x"]}, {"facts": ["y"]}, {"facts": []}])
     before = copy.deepcopy(batch)
@@ -362,12 +366,12 @@ def test_a_function_that_changes_its_inputs_changes_nothing_in_the_rollouts(call
 
 
 def test_training_ends_bit_equal_whatever_the_function_does_to_its_inputs(tmp_path: Path) -> None:
-    def honest(outputs: list[str], **_: Any) -> list[float]:
-        return [float(len(o)) for o in outputs]
+    def honest(outputs: list[str], meta: list[Any], **_: Any) -> list[float]:
+        return [float(len(o) % 3 + len(m["facts"])) for o, m in zip(outputs, meta, strict=True)]
 
-    def spoiling(outputs: list[str], **rest: Any) -> list[float]:
-        found = [float(len(o)) for o in outputs]
-        spoil(outputs=outputs, **rest)
+    def spoiling(outputs: list[str], meta: list[Any], **rest: Any) -> list[float]:
+        found = honest(outputs, meta)
+        spoil(outputs=outputs, meta=meta, **rest)
         return found
 
     ends = []

@@ -1,0 +1,375 @@
+"""The command line: thin, over `trainkit.train`. Whatever is heavy is imported inside the command that needs it.
+
+Exit codes: 0 done; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
+line itself; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from typer.core import TyperGroup
+
+from trainkit.errors import ConfigError, DataError, TrainkitError, describe, suggest
+
+if TYPE_CHECKING:
+    from trainkit.config import TRLConfig
+
+TRACEBACK = "TRAINKIT_TRACEBACK"
+
+
+class _ExplainedErrors(TyperGroup):
+    """A command group that prints trainkit's own errors as messages instead of tracebacks."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TrainkitError as error:
+            if ctx.params.get("traceback"):
+                raise
+            typer.echo(_message(error), err=True)
+            raise typer.Exit(1) from error
+
+
+def _message(error: TrainkitError) -> str:
+    """The error as the console may show it: text from data and user code can hold anything."""
+    lines = "".join(c if c == "\n" or c.isprintable() else " " for c in str(error))
+    hint = f"\n({TRACEBACK}=1 shows the traceback)" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {lines}{hint}"
+
+
+app = typer.Typer(
+    cls=_ExplainedErrors,
+    help="RLHF and post-training with algorithms as plugins.",
+    epilog="Exit codes: 0 done, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help answers at once
+)
+examples_app = typer.Typer(help="List and run the examples that come with trainkit.", no_args_is_help=True)
+app.add_typer(examples_app, name="examples")
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="trainkit")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from trainkit import __version__
+
+        typer.echo(f"trainkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", envvar=TRACEBACK, help="Show the traceback of errors, not only the message.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --------------------------------------------------------------------------------------------------------- train
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.seed=2 optimizer.lr=1e-5.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="A function that returns arguments of trainkit.train; may take `seed`."
+        ),
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, .jsonl or .txt.")] = None,
+    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
+    eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts of evaluations.")] = None,
+    reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
+) -> None:
+    """Train as a configuration says.
+
+    FILE.py:FUNCTION may also be module:FUNCTION. Code is imported only where a flag names it, never from the
+    configuration. Flags for data and reward take the place of what the task gives.
+    """
+    from trainkit.api import train as run
+    from trainkit.config import TRLConfig
+
+    settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
+    arguments = {} if task is None else _task_arguments(task, settled)
+    files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
+    arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
+    if reward_fn is not None:
+        arguments["reward_fn"] = load_function(reward_fn)
+    run(config=settled, **arguments)
+
+
+def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    """``["train.seed=2"]`` as changes by dotted path; values are YAML.
+
+    Raises:
+        ConfigError: one is not of the form key=value, or its value is not YAML.
+    """
+    import yaml
+
+    from trainkit.config import parse_yaml
+
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"given {override!r}; an override is section.field=value, e.g. train.seed=2")
+        try:
+            changes[key] = parse_yaml(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of the override {override!r} is not valid YAML: {error}") from error
+    return changes
+
+
+def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
+    """What the task's function returns, checked to be arguments of `trainkit.train`."""
+    from trainkit.api import train as run
+
+    function = load_function(reference)
+    parameters = inspect.signature(function).parameters
+    if needed := [name for name, p in parameters.items() if p.default is p.empty and p.kind < 2 and name != "seed"]:
+        raise ConfigError(f"--task {reference} needs {', '.join(needed)}; it is called with `seed` alone, or nothing")
+    arguments = function(seed=config.train.seed) if "seed" in parameters else function()
+    allowed = [name for name in inspect.signature(run).parameters if name != "config"]
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"--task {reference} returned {describe(arguments)}; return a dict of arguments of trainkit.train: "
+            f"{', '.join(allowed)}"
+        )
+    for name in arguments:
+        if name not in allowed:
+            raise ConfigError(
+                f"--task {reference} returned {name!r}, which trainkit.train does not take from a task"
+                f"{suggest(str(name), allowed)}. Known: {', '.join(allowed)}"
+            )
+    return dict(arguments)
+
+
+def read_data(path: Path) -> list[Any]:
+    """Rows of a ``.jsonl`` file (one JSON value a line), or of a ``.txt`` file (one text a line).
+
+    Raises:
+        DataError: it cannot be read, is of another kind, or a line is not JSON; names the line.
+    """
+    if path.suffix not in (".jsonl", ".txt"):
+        raise DataError(f"data files are .jsonl (an object or a string a line) or .txt (a text a line); given {path}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason} at {error.start})"
+        raise DataError(f"cannot read {path}: {reason}") from error
+    return lines if path.suffix == ".txt" else [_json_line(path, at, line) for at, line in enumerate(lines, start=1)]
+
+
+def _json_line(path: Path, at: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {at}: not JSON ({error}); every line is an object or a string") from error
+
+
+# ------------------------------------------------------------------------------------- code that a flag names
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
+
+    Raises:
+        ConfigError: it is not of that form, there is no such file, module or function, or importing it failed.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f"given {reference!r}; write FILE.py:FUNCTION or module:FUNCTION")
+    module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"{source} has no function {name!r}{suggest(name, choices)}. It has: {', '.join(choices) or 'none'}"
+        )
+    return cast("Callable[..., Any]", function)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file under its own name, once; modules beside it can be imported too.
+
+    Raises:
+        ConfigError: there is no such file, or importing it failed.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+    path = path.resolve()
+    name = path.stem if _is_at(sys.modules.get(path.stem), path) else f"{path.stem}_file"
+    if name in sys.modules and _is_at(sys.modules[name], path):
+        return sys.modules[name]
+    _search_last(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        with _explained(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _search_last(Path.cwd())
+    with _explained(name):
+        return importlib.import_module(name)
+
+
+def _is_at(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module is, or a name that is still free may become, the one of ``path``."""
+    return module is None or getattr(module, "__file__", None) == str(path)
+
+
+def _search_last(folder: Path) -> None:
+    """Let modules in ``folder`` be found, unless an installed one has the name: a folder `datasets` hides nothing."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{source} needs the module {error.name!r}, which is not found; install it") from error
+    except Exception as error:
+        raise ConfigError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------ examples
+
+
+@examples_app.command("list")
+def list_examples() -> None:
+    """Show the examples, and what each is about."""
+    found = find_examples()
+    width = max(map(len, found), default=0)
+    for name, path in found.items():
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        typer.echo(f"{name:<{width}}  {about.partition(chr(10))[0]}")
+
+
+@examples_app.command("run", context_settings={"allow_interspersed_args": False})
+def run_example(
+    name: Annotated[str, typer.Argument(help="The example's name.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed on to it.")] = None,
+) -> None:
+    """Run an example; what follows its name (`--seed 2`, `--help`) goes to it."""
+    found = find_examples()
+    if name not in found:
+        raise ConfigError(f"there is no example {name!r}{suggest(name, found)}. Known: {', '.join(found) or 'none'}")
+    try:
+        load_file(found[name]).main(arguments or [])
+    except ConfigError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise ConfigError(
+                f"{error}; the examples' own needs: pip install 'trainkit[examples]'"
+            ) from error.__cause__
+        raise
+
+
+def find_examples() -> dict[str, Path]:
+    """The ``run.py`` of every example by name: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    folder = package / "_examples" if (package / "_examples").is_dir() else package.parent / "examples"
+    return {path.parent.name: path for path in sorted(folder.glob("*/run.py"))}
+
+
+# ------------------------------------------------------------------------------------------- plugins and configs
+
+
+@app.command("plugins")
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the installed plugins; none is imported."""
+    from dataclasses import asdict
+
+    from trainkit.plugins import discover
+
+    found = discover()
+    names = [plugin.name for plugin in found]
+    rows = [{**asdict(plugin), "duplicate": names.count(plugin.name) > 1} for plugin in found]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    marks = {True: "the name is taken twice; uninstall one", False: ""}
+    table = [("name", "distribution", "version", "module", "")]
+    table += [(r["name"], r["distribution"], r["version"], r["module"], marks[r["duplicate"]]) for r in rows]
+    widths = [max(len(line[column]) for line in table) for column in range(5)]
+    for line in table:
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+@app.command("config")
+def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
+    """Print an algorithm's defaults as YAML, with comments."""
+    from trainkit.config import default_config
+
+    typer.echo(annotated_yaml(default_config(method)), nl=False)
+
+
+def annotated_yaml(config: TRLConfig[Any]) -> str:
+    """The configuration as YAML, every field below a comment that describes it."""
+    lines: list[str] = []
+    section: Any = None
+    for line in str(config).splitlines():
+        field = re.match(r"( {2})?(\w+):", line)
+        if field is None:  # inside a list, or deeper than a field
+            lines.append(line)
+            continue
+        indent, name = field[1] or "", field[2]
+        if not indent:
+            section = getattr(config, name)
+            lines.append("")
+        owner = type(section if indent else config)
+        described = getattr(owner, "model_fields", {}).get(name)
+        lines += textwrap.wrap(
+            (described and described.description) or "",
+            width=100,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+        )
+        lines.append(line)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+if __name__ == "__main__":  # accelerate launch -m trainkit.cli train ...
+    main()
