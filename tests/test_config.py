@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -546,3 +547,13 @@ def test_a_config_prints_as_the_yaml_it_is_read_from():
     text = str(toy(train={"seed": 11}))
     assert text.startswith("method:\n  name: config-toy\n")
     assert parse_yaml(text) == toy(train={"seed": 11}).to_dict()
+
+
+def test_a_key_given_twice_in_yaml_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text("train:\n  seed: 1\n  seed: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="'seed' is given twice"):
+        TRLConfig.load_yaml(tmp_path / "twice.yaml")
+
+
+def test_an_unquoted_no_of_yaml_is_no_mixed_precision() -> None:
+    assert TrainConfig.model_validate(parse_yaml("mixed_precision: no")).mixed_precision == "no"

@@ -30,7 +30,9 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.kwargs": ({"eps": 1e-2}, {}),
     "scheduler.name": ("linear", {}),
     "scheduler.warmup_steps": (3, {}),
-    "scheduler.kwargs": ({"min_lr_rate": 0.5}, {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr_rate": 0.1}}),
+    "scheduler.kwargs": (
+        {"min_lr_rate": 0.5}, {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr_rate": 0.1}}
+    ),
     "rollout.max_new_tokens": (3, {}),
     "rollout.temperature": (0.5, {}),
     "rollout.top_k": (2, {}),

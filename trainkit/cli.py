@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -153,10 +153,7 @@ def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
     from trainkit.api import train as run
 
     function = load_function(reference)
-    parameters = inspect.signature(function).parameters
-    if needed := [name for name, p in parameters.items() if p.default is p.empty and p.kind < 2 and name != "seed"]:
-        raise ConfigError(f"--task {reference} needs {', '.join(needed)}; it is called with `seed` alone, or nothing")
-    arguments = function(seed=config.train.seed) if "seed" in parameters else function()
+    arguments = function(**_seed_argument(reference, function, config.train.seed))
     allowed = [name for name in inspect.signature(run).parameters if name != "config"]
     if not isinstance(arguments, dict):
         raise ConfigError(
@@ -170,6 +167,19 @@ def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
                 f"{suggest(str(name), allowed)}. Known: {', '.join(allowed)}"
             )
     return dict(arguments)
+
+
+def _seed_argument(reference: str, function: Callable[..., Any], seed: int) -> dict[str, int]:
+    """``{"seed": seed}`` if the function takes one."""
+    parameters = inspect.signature(function).parameters
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variadic]
+    if others := [name for name in needed if name != "seed"]:
+        raise ConfigError(
+            f"--task {reference} cannot be called without {', '.join(others)}; a task takes `seed`, or nothing. "
+            "Give its other parameters defaults"
+        )
+    return {"seed": seed} if "seed" in parameters else {}
 
 
 def read_data(path: Path) -> list[Any]:
@@ -208,13 +218,13 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not source or not name:
         raise ConfigError(f"given {reference!r}; write FILE.py:FUNCTION or module:FUNCTION")
     module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    function: Any = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ConfigError(
             f"{source} has no function {name!r}{suggest(name, choices)}. It has: {', '.join(choices) or 'none'}"
         )
-    return cast("Callable[..., Any]", function)
+    return function
 
 
 def load_file(path: Path) -> ModuleType:

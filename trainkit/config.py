@@ -185,6 +185,11 @@ class TrainConfig(Section):
     trackers: list[str] = ["tensorboard"]
     """Where metrics go beside the console and `metrics.jsonl`: `tensorboard`, or any other tracker of accelerate."""
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _yaml_no(cls, value: Any) -> Any:
+        return "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
+
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.total_steps is None and self.epochs is None:
@@ -325,7 +330,17 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, reading ``1e-5`` as the number that YAML 1.2 says it is."""
+    """PyYAML's safe loader, reading ``1e-5`` as the number that YAML 1.2 says it is; a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.data import Row
 from trainkit.errors import DataError, describe
+from trainkit.rewards import GIVEN
 from trainkit.seeding import generator
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Prompts = Iterable[str | Mapping[str, Any]]
-
-RESERVED = {"samples", "prompts", "outputs", "tokenizer"}
-"""Names under which reward and metric functions are given something else."""
 
 
 class Pipeline:
@@ -83,14 +81,14 @@ class PromptEncoder:
         """
         if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
             check_text(prompt, what)
-            ids = self._encode(prompt)
+            ids = self._encode(prompt, what)
         else:
             ids = as_ids(prompt)
         if not ids:
             raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
         if self.budget is None or len(ids) <= self.budget:
             return ids
-        if self.overlong == "truncate":
+        if self.overlong == "truncate" and self.budget > 0:
             return ids[-self.budget :]
         raise DataError(
             f"{what} has {len(ids)} tokens, and at most {self.budget} leave room for the response. Shorten it, "
@@ -98,13 +96,16 @@ class PromptEncoder:
             "or set rollout.overlong_prompts to 'truncate' or 'drop'"
         )
 
-    def _encode(self, prompt: str) -> list[int]:
-        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(str(eos)):
+    def _encode(self, prompt: str, what: str) -> list[int]:
+        """The tokenizer's ids, without the EOS it may append, nor a second BOS where the text spells one out."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        bare = encode_text(self.tokenizer, prompt, what)
+        if not bare:
+            return []
+        ids = _tokenize(self.tokenizer, prompt, what, add_special_tokens=True)
+        if ids[-len(bare) - 1 :] == [*bare, eos]:
             ids = ids[:-1]
-        doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
-        return ids[1:] if doubled and prompt.startswith(str(bos)) else ids
+        return bare if bare[0] == bos and ids == [bos, *bare] else ids
 
     def fit(self, rows: Sequence[Row]) -> list[Row]:
         """The rows whose prompts fit, every one of them checked; how many did not is logged."""
@@ -127,9 +128,16 @@ class PromptEncoder:
         return kept
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str = "the text") -> list[int]:
     """Token ids of text in the middle of a sequence: no special tokens are added."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _tokenize(tokenizer, text, what, add_special_tokens=False)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    except Exception as error:  # tokenizers raise nothing more special
+        raise DataError(f"{what} {describe(text)} cannot be encoded by the tokenizer: {error}") from error
     return ids
 
 
@@ -145,10 +153,10 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
     for index, prompt in enumerate(prompts):
         row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         check_text(row.get("prompt"), f"prompt {index}", missing_key="prompt" not in row)
-        if taken := RESERVED & row.keys():
+        if taken := [name for name in row if name in GIVEN]:
             raise DataError(
-                f"prompt {index} has the column {min(taken)!r}, which reward functions already get under that name; "
-                "give it another"
+                f"prompt {index} has a column {taken[0]!r}, and reward functions get {', '.join(GIVEN)} from trainkit; "
+                "rename the column"
             )
         rows.append(row)
     if not rows:
@@ -199,6 +207,8 @@ def _sample_row(sample: Any, what: str) -> Row:
         output = sample.get("output", sample.get("completion"))
         sample = [output] if "prompt" not in sample else [sample["prompt"], output]
     turns = [sample] if isinstance(sample, str) else list(sample) if isinstance(sample, list | tuple) else [sample]
+    if not turns:
+        raise DataError(f"{what} has no turns; give text, or (prompt, output)")
     if len(turns) > 1 and len(turns) % 2:
         raise DataError(f"{what} has {len(turns)} turns; they alternate prompt, output, and the last is an output")
     for turn in turns:
@@ -226,15 +236,16 @@ def encode_sample(
     ids: list[int] = []
     chosen: list[bool] = []
     for text, is_output in zip(row["turns"], row["outputs"], strict=True):
-        turn = encoder(text, what) if not ids and not is_output else encode_text(tokenizer, text)
+        turn = encoder(text, what) if not ids and not is_output else encode_text(tokenizer, text, what)
+        if not turn:
+            raise DataError(f"{what} holds {describe(text)}, which has no tokens; give text that the tokenizer keeps")
         if not ids and is_output:  # nothing precedes the first token, so it can only be chosen after BOS
-            if tokenizer.bos_token_id is not None:
-                ids, chosen = [tokenizer.bos_token_id], [False]
-            else:
-                ids, chosen, turn = turn[:1], [False], turn[1:]
+            spelled_out = tokenizer.bos_token_id in (None, turn[0])
+            ids, turn = (turn[:1], turn[1:]) if spelled_out else ([tokenizer.bos_token_id], turn)
+            chosen = [False]
         ids += turn
         chosen += [is_output] * len(turn)
-    if ids[-1] != tokenizer.eos_token_id:
+    if ids[-1] != tokenizer.eos_token_id or not chosen[-1]:
         ids.append(tokenizer.eos_token_id)
         chosen.append(True)
     ids, chosen = ids[:limit], chosen[:limit]
