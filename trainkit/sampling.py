@@ -69,7 +69,7 @@ class CausalSampler:
     ) -> Rollouts:
         """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
         state, ids = self._start(queries)
-        eos = torch.tensor(self._eos_ids(), device=ids.device)
+        eos = torch.tensor(eos_ids(self.model, self.tokenizer), device=ids.device)
         cache = DynamicCache(config=self.model.config)
         for _ in range(settings.max_new_tokens):
             logits = self._next_logits(ids, state, cache)
@@ -118,13 +118,6 @@ class CausalSampler:
         state.terminated |= ended & state.alive
         state.alive = state.alive & ~ended
 
-    def _eos_ids(self) -> list[int]:
-        """The tokenizer's EOS and those of the model's generation config, of which chat models have several."""
-        generation = getattr(self.model, "generation_config", None)
-        more = getattr(generation, "eos_token_id", None)
-        more = more if isinstance(more, list) else [] if more is None else [more]
-        return sorted({self.tokenizer.eos_token_id, *more})
-
     def _finish(self, state: _State, rows: list[Row], queries: list[list[int]], stops: list[str]) -> Rollouts:
         lengths = state.lengths.tolist()
         responses = [row[:n] for row, n in zip(torch.stack(state.tokens, 1).tolist(), lengths, strict=True)]
@@ -142,6 +135,13 @@ class CausalSampler:
 
     def _decode(self, ids: Any) -> list[str]:
         return decode(self.tokenizer, ids, self.skip_special_tokens)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's EOS and those of the model's generation config, of which chat models have several (S-65)."""
+    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    return sorted({tokenizer.eos_token_id, *more})
 
 
 def assemble(

@@ -164,8 +164,8 @@ def _tracker_class(name: str) -> Any:
 
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError(
-            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}. "
-            f"Known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; the console and metrics.jsonl are always on"
+            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}; "
+            f"known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}. The console and metrics.jsonl are always on"
         )
     tracker = LOGGER_TYPE_TO_CLASS[name]
     if tracker.__module__ == "accelerate.tracking" and find_spec(name) is None:
@@ -315,7 +315,7 @@ class Console:
         found, known = [], self._metrics
         for label, key, spread in SHOWN:
             if key in known:
-                around = f" ± {number(known[spread]):<5}" if spread in known else ""
+                around = f" ± {number(known[spread]):<4}" if spread in known else ""
                 found.append((label, f"{number(known[key]):>5}{around}"))
         return found
 
@@ -369,10 +369,10 @@ class Console:
 
 
 class Pace:
-    """How fast a run is, over its last few hundred steps."""
+    """How fast a run is, over its last hundred steps."""
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=300)
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=100)
 
     def add(self, step: int, tokens: int) -> None:
         """Note where the run stands now."""
@@ -417,13 +417,13 @@ def excerpt(prompt: str, output: str) -> str:
 
 
 def number(value: float) -> str:
-    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-05."""
+    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if math.isfinite(size) and size >= limit:
             return f"{value / limit:.1f}{unit}"
     if 0 < size < 0.005:
-        return f"{value:.0e}"
+        return f"{value:.0e}".replace("e-0", "e-")
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 
