@@ -102,8 +102,8 @@ def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------ trackers of accelerate
 
-_DIRECTORY_ARGUMENTS = {"wandb": "dir", "dvclive": "dir", "swanlab": "logdir"}
-"""How trackers that choose their own place are told to write under the run's directory instead."""
+_PLACES = {"wandb": ("dir", "."), "dvclive": ("dir", "dvclive"), "swanlab": ("logdir", "swanlab")}
+"""Trackers that would write where they please: the argument that tells them where, and the folder of the run."""
 
 
 class AccelerateTracker:
@@ -124,11 +124,12 @@ class AccelerateTracker:
     def on_train_begin(self, trainer: Trainer) -> None:
         """Open the tracker and store the configuration."""
         run_dir = trainer.run_dir
+        assert run_dir is not None, "it is made before the hooks are told"
         if self._class.requires_logging_directory:
             tracker = self._class(self.name, run_dir)
         else:
-            place = _DIRECTORY_ARGUMENTS.get(self.name)
-            tracker = self._class("trainkit", **({place: str(run_dir)} if place else {}))
+            argument, folder = _PLACES.get(self.name, ("", ""))
+            tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
         tracker.start()
         self._tracker = tracker
         config = flatten(trainer.config.to_dict())
