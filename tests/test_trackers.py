@@ -311,3 +311,35 @@ def test_excerpts_keep_the_end_of_the_prompt_and_the_beginning_of_the_output() -
     cut = excerpt("p" * 100 + "end", "begin" + "o" * 100)
     assert "ppend → begin" in cut
     assert len(cut) <= 24 + 3 + 60
+
+
+def test_lines_written_after_the_checkpoint_of_a_killed_run_are_not_written_twice(tmp_path: Path) -> None:
+    """Killed at step 5, resumed from step 4: the files end like those of a run that never stopped."""
+
+    class Killed(BaseException):
+        pass
+
+    class Kill:
+        @hookimpl
+        def on_step(self, step: int) -> None:
+            if step == 5:
+                raise Killed
+
+    def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        return [{k: v for k, v in line.items() if "time" not in k} for line in found]
+
+    changes = {
+        "train__save_interval": 2,
+        "train__eval_interval": 1,
+        "rollout__num_rollouts": 8,
+        "method__ppo_epochs": 2,
+    }
+    tiny_trainer("ppo", tmp_path / "straight", **changes).learn()
+    with pytest.raises(Killed):
+        tiny_trainer("ppo", tmp_path / "killed", callbacks=[Kill()], **changes).learn()
+    with (tmp_path / "killed" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "cut o')
+    tiny_trainer("ppo", tmp_path / "killed", train__resume="auto", **changes).learn()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert lines(tmp_path / "killed", name) == lines(tmp_path / "straight", name)

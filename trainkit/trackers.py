@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain, islice
@@ -68,6 +68,14 @@ class JsonLines:
     """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the first rollouts of collections."""
 
     @hookimpl
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Forget what a killed run wrote after the checkpoint that this one goes on from: it will be written again."""
+        at = trainer.progress.step
+        _keep_lines(trainer.run_dir, "metrics.jsonl", lambda line: line["step"] <= at)
+        # rollouts are collected after the checkpoint of their step, evaluations before
+        _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
+
+    @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Add a line of metrics."""
         _append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
@@ -94,6 +102,17 @@ def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> N
         return
     with (run_dir / name).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the lines of a file that are not wanted, and a last one that was cut off."""
+    if run_dir is None or not (run_dir / name).exists():
+        return
+    lines = (run_dir / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and wanted(json.loads(line))]
+    if len(kept) < len(lines):
+        (run_dir / f".{name}").write_text("".join(kept), encoding="utf-8")
+        (run_dir / f".{name}").replace(run_dir / name)
 
 
 def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
@@ -126,7 +145,9 @@ class AccelerateTracker:
         run_dir = trainer.run_dir
         assert run_dir is not None, "it is made before the hooks are told"
         if self._class.requires_logging_directory:
-            tracker = self._class(self.name, run_dir)
+            # TensorBoard hides the events that a killed run wrote after the checkpoint this one goes on from
+            purge = {"purge_step": trainer.progress.step + 1} if self.name == "tensorboard" else {}
+            tracker = self._class(self.name, run_dir, **purge)
         else:
             argument, folder = _PLACES.get(self.name, ("", ""))
             tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
