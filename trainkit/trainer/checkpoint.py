@@ -186,7 +186,7 @@ def find_fault(path: Path) -> str | None:
         for name, entry in manifest["files"].items():
             if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
                 return f"{name} has changed since it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -175,7 +175,6 @@ def load(trainer: Trainer, path: Path) -> None:
     state = checkpoint.read_state(path, "loop")
     _check_identity(trainer, state, path)
     trainer.store.clear()
-    trainer.progress.cursor = state["progress"]["cursor"]
     if trainer.pipeline is not None and not trainer.online:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
