@@ -267,13 +267,6 @@ def test_a_section_with_a_strange_name_is_an_unknown_field(key):
     assert told.startswith(f"{key}: unknown field")
 
 
-def test_a_run_that_never_ends_is_refused():
-    assert fault(lambda: toy(train={"epochs": None})).startswith(
-        "train: the run would never end; set total_steps, epochs or both"
-    )
-    assert toy(train={"epochs": None, "total_steps": 3}).train.total_steps == 3
-
-
 def test_resuming_by_itself_needs_a_run_directory():
     assert fault(lambda: toy(train={"resume": "auto"})).startswith(
         "train: resume 'auto' looks into run_dir, which is not set; set train.run_dir"

@@ -149,7 +149,8 @@ def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str,
     _, at_loss = trainer.loss(trainer.store.experience)
     if "policy/kl" in found:
         assert found["policy/kl"].compute() == 0.0
-    assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
+    if "policy/ratio" in at_loss:
+        assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -201,6 +202,45 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
     again.learn()
     assert again.progress.step == 6
     assert_same_weights(weights(first), weights(again))
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+    def turns(trainer: Any, count: int) -> Any:
+        for _ in range(count):
+            rollouts = trainer.generate(["ab", "c", "def", "g"])
+            trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
+        return trainer
+
+    straight = turns(tiny_trainer(name, tmp_path / "straight"), 4)
+    turns(tiny_trainer(name, tmp_path / "stopped"), 2).save()
+    resumed = turns(tiny_trainer(name, tmp_path / "stopped", train__resume="auto"), 2)
+    assert resumed.progress.step == straight.progress.step
+    assert_same_weights(weights(straight), weights(resumed))
+
+
+# --------------------------------------------------------------------------------------- how long a run is
+
+
+@pytest.mark.parametrize("name", [n for n in TRAINERS if n not in ONLINE])
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({}, 2),  # 16 samples in batches of 8, once
+        ({"train__epochs": 3}, 6),
+        ({"train__total_steps": 5}, 5),  # as many epochs as that takes
+        ({"train__epochs": 1, "train__total_steps": 5}, 2),  # the earlier of the two
+        ({"train__epochs": 4, "train__total_steps": 5}, 5),
+        ({"train__total_steps": 0}, 0),
+    ],
+)
+def test_epochs_and_total_steps_end_an_offline_run(
+    name: str, limits: dict[str, int], steps: int, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, **{"train__total_steps": None, "train__epochs": None, **limits})
+    assert trainer.total_steps == steps
+    trainer.learn()
+    assert trainer.progress.step == steps
 
 
 # ----------------------------------------------------------------------------- determinism and observation

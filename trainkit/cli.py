@@ -164,7 +164,7 @@ def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
         if name not in allowed:
             raise ConfigError(
                 f"--task {reference} returned {name!r}, which trainkit.train does not take from a task"
-                f"{suggest(str(name), allowed)}. Known: {', '.join(allowed)}"
+                f"{suggest(str(name), allowed)}; known: {', '.join(allowed)}"
             )
     return dict(arguments)
 
@@ -222,7 +222,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not callable(function):
         choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ConfigError(
-            f"{source} has no function {name!r}{suggest(name, choices)}. It has: {', '.join(choices) or 'none'}"
+            f"{source} has no function {name!r}{suggest(name, choices)}; it has: {', '.join(choices) or 'none'}"
         )
     return function
 
@@ -304,7 +304,7 @@ def run_example(
     """Run an example; what follows its name (`--seed 2`, `--help`) goes to it."""
     found = find_examples()
     if name not in found:
-        raise ConfigError(f"there is no example {name!r}{suggest(name, found)}. Known: {', '.join(found) or 'none'}")
+        raise ConfigError(f"there is no example {name!r}{suggest(name, found)}; known: {', '.join(found) or 'none'}")
     try:
         load_file(found[name]).main(arguments or [])
     except ConfigError as error:

@@ -156,9 +156,9 @@ class TrainConfig(Section):
     seed: int = Field(1, ge=0)
     """Seed of everything random: weights, data order, sampling, dropout."""
     total_steps: int | None = Field(None, ge=0)
-    """Optimizer steps after which the run ends. None: `epochs` decides. The earlier of the two ends the run."""
-    epochs: int | None = Field(1, ge=1)
-    """Passes over the prompts or samples. None: `total_steps` decides."""
+    """Optimizer steps after which the run ends; if `epochs` is given too, the earlier of the two ends it."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the prompts or samples. None: as many as `total_steps` needs, or one if that is not given either."""
     batch_size: int = Field(32, ge=1)
     """Rows per optimizer step, all processes together."""
     microbatch_size: int | None = Field(None, ge=1)
@@ -191,9 +191,7 @@ class TrainConfig(Section):
         return "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
 
     @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.total_steps is None and self.epochs is None:
-            raise ValueError("the run would never end; set total_steps, epochs or both")
+    def _resumable(self) -> Self:
         if self.resume == "auto" and self.run_dir is None:
             raise ValueError("resume 'auto' looks into run_dir, which is not set; set train.run_dir")
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,6 +86,8 @@ class PromptEncoder:
             ids = self._encode(prompt, what)
         else:
             ids = as_ids(prompt)
+        if self.budget is not None and self.budget < 1:
+            raise DataError("rollout.max_new_tokens leaves no room for a prompt within the model's context; lower it")
         if not ids:
             raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
         if self.budget is None or len(ids) <= self.budget:
@@ -196,7 +200,10 @@ def sample_rows(samples: Iterable[Any], rewards: Iterable[Any] | None = None) ->
         given = list(rewards)
         if len(given) != len(rows):
             raise DataError(f"there are {len(rows)} samples and {len(given)} rewards; give one reward per sample")
-        rows = [{**row, "reward": reward} for row, reward in zip(rows, given, strict=True)]
+        for index, reward in enumerate(given):
+            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+                raise DataError(f"reward {index} should be a finite number; given {describe(reward)}")
+        rows = [{**row, "reward": float(reward)} for row, reward in zip(rows, given, strict=True)]
     return rows
 
 
@@ -230,7 +237,7 @@ def encode_sample(
     and in use. EOS ends the last output and is trained, unless the sample was cut at ``limit`` tokens (S-35).
 
     Raises:
-        DataError: no response token is left within ``limit``.
+        DataError: a turn has no tokens, or no response token is left within ``limit``.
     """
     encoder = PromptEncoder(tokenizer, None)
     ids: list[int] = []
@@ -240,8 +247,8 @@ def encode_sample(
         if not turn:
             raise DataError(f"{what} holds {describe(text)}, which has no tokens; give text that the tokenizer keeps")
         if not ids and is_output:  # nothing precedes the first token, so it can only be chosen after BOS
-            spelled_out = tokenizer.bos_token_id in (None, turn[0])
-            ids, turn = (turn[:1], turn[1:]) if spelled_out else ([tokenizer.bos_token_id], turn)
+            missing = tokenizer.bos_token_id not in (None, turn[0])
+            ids, turn = ([tokenizer.bos_token_id], turn) if missing else (turn[:1], turn[1:])
             chosen = [False]
         ids += turn
         chosen += [is_output] * len(turn)

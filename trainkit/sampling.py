@@ -139,7 +139,7 @@ class CausalSampler:
         """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
         room, device = settings.max_new_tokens, self.model.device
         uniforms = _uniforms(rows, room, generator, device)
-        eos = torch.tensor(self._eos_ids(), device=device)
+        eos = torch.tensor(eos_ids(self.model, self.tokenizer), device=device)
         sampled = _Sampled.empty(len(queries), room, device)
         active, logits = self._prefill(queries, room)
         for step in range(room):
@@ -212,13 +212,6 @@ class CausalSampler:
         sampled.terminated[active.rows[ended & active.alive]] = True
         active.alive = active.alive & ~ended
 
-    def _eos_ids(self) -> list[int]:
-        """The tokenizer's EOS and those of the model's generation config, of which chat models have several."""
-        generation = getattr(self.model, "generation_config", None)
-        more = getattr(generation, "eos_token_id", None)
-        more = more if isinstance(more, list) else [] if more is None else [more]
-        return sorted({self.tokenizer.eos_token_id, *more})
-
     def _finish(self, sampled: _Sampled, rows: list[Row], queries: list[list[int]], stops: list[str]) -> Rollouts:
         tokens, lengths = sampled.tokens.tolist(), sampled.lengths.tolist()
         taken = torch.arange(sampled.tokens.size(1), device=sampled.lengths.device) < sampled.lengths.unsqueeze(1)
@@ -260,6 +253,13 @@ def _draw(scores: Tensor, settings: SamplingConfig, uniforms: Tensor) -> Tensor:
     chosen = (mass <= (uniforms * mass[:, -1]).unsqueeze(-1)).sum(-1)
     last = (mass < mass[:, -1:]).sum(-1)  # the last token with any mass, should rounding reach past it
     return torch.minimum(chosen, last)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's EOS and those of the model's generation config, of which chat models have several (S-65)."""
+    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    return sorted({tokenizer.eos_token_id, *more})
 
 
 def assemble(

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain, islice
@@ -68,6 +68,14 @@ class JsonLines:
     """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the first rollouts of collections."""
 
     @hookimpl
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Forget what a killed run wrote after the checkpoint that this one goes on from: it will be written again."""
+        at = trainer.progress.step
+        _keep_lines(trainer.run_dir, "metrics.jsonl", lambda line: line["step"] <= at)
+        # rollouts are collected after the checkpoint of their step, evaluations before
+        _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
+
+    @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Add a line of metrics."""
         _append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
@@ -96,14 +104,25 @@ def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> N
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
+def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the lines of a file that are not wanted, and a last one that was cut off."""
+    if run_dir is None or not (run_dir / name).exists():
+        return
+    lines = (run_dir / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and wanted(json.loads(line))]
+    if len(kept) < len(lines):
+        (run_dir / f".{name}").write_text("".join(kept), encoding="utf-8")
+        (run_dir / f".{name}").replace(run_dir / name)
+
+
 def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
     return chain.from_iterable(zip(part.prompts, part.outputs, strict=True) for part in rollouts)
 
 
 # ------------------------------------------------------------------------------------------ trackers of accelerate
 
-_DIRECTORY_ARGUMENTS = {"wandb": "dir", "dvclive": "dir", "swanlab": "logdir"}
-"""How trackers that choose their own place are told to write under the run's directory instead."""
+_PLACES = {"wandb": ("dir", "."), "dvclive": ("dir", "dvclive"), "swanlab": ("logdir", "swanlab")}
+"""Trackers that would write where they please: the argument that tells them where, and the folder of the run."""
 
 
 class AccelerateTracker:
@@ -124,11 +143,14 @@ class AccelerateTracker:
     def on_train_begin(self, trainer: Trainer) -> None:
         """Open the tracker and store the configuration."""
         run_dir = trainer.run_dir
+        assert run_dir is not None, "it is made before the hooks are told"
         if self._class.requires_logging_directory:
-            tracker = self._class(self.name, run_dir)
+            # TensorBoard hides the events that a killed run wrote after the checkpoint this one goes on from
+            purge = {"purge_step": trainer.progress.step + 1} if self.name == "tensorboard" else {}
+            tracker = self._class(self.name, run_dir, **purge)
         else:
-            place = _DIRECTORY_ARGUMENTS.get(self.name)
-            tracker = self._class("trainkit", **({place: str(run_dir)} if place else {}))
+            argument, folder = _PLACES.get(self.name, ("", ""))
+            tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
         tracker.start()
         self._tracker = tracker
         config = flatten(trainer.config.to_dict())
@@ -164,8 +186,8 @@ def _tracker_class(name: str) -> Any:
 
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError(
-            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}. "
-            f"Known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; the console and metrics.jsonl are always on"
+            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}; "
+            f"known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}. The console and metrics.jsonl are always on"
         )
     tracker = LOGGER_TYPE_TO_CLASS[name]
     if tracker.__module__ == "accelerate.tracking" and find_spec(name) is None:
@@ -315,7 +337,7 @@ class Console:
         found, known = [], self._metrics
         for label, key, spread in SHOWN:
             if key in known:
-                around = f" ± {number(known[spread]):<5}" if spread in known else ""
+                around = f" ± {number(known[spread]):<4}" if spread in known else ""
                 found.append((label, f"{number(known[key]):>5}{around}"))
         return found
 
@@ -369,10 +391,10 @@ class Console:
 
 
 class Pace:
-    """How fast a run is, over its last few hundred steps."""
+    """How fast a run is, over its last hundred steps."""
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=300)
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=100)
 
     def add(self, step: int, tokens: int) -> None:
         """Note where the run stands now."""
@@ -417,13 +439,13 @@ def excerpt(prompt: str, output: str) -> str:
 
 
 def number(value: float) -> str:
-    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-05."""
+    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if math.isfinite(size) and size >= limit:
             return f"{value / limit:.1f}{unit}"
     if 0 < size < 0.005:
-        return f"{value:.0e}"
+        return f"{value:.0e}".replace("e-0", "e-")
     return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 

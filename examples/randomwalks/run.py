@@ -98,7 +98,10 @@ def _summarise(evaluations: Evaluations, progress: Any, run_dir: Path) -> None:
 
 
 def _first_of_each_start(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {sample["prompt"]: sample for sample in reversed(samples)}
+    first: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        first.setdefault(sample["prompt"], sample)
+    return first
 
 
 def _shown(sample: dict[str, Any]) -> Text:

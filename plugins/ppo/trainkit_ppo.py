@@ -6,7 +6,7 @@ Schulman et al. 2017 (the algorithm), Ziegler et al. 2019 (for language models).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,6 +23,7 @@ from trainkit.functional import (
     kl_shaped_rewards,
     masked_mean,
     masked_sum,
+    place_scores,
     whiten,
     zero_masked,
 )
@@ -35,7 +36,7 @@ class PPOConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {
         "optimizer": {"lr": 3e-5, "weight_decay": 1e-6},
-        "train": {"total_steps": 1000, "epochs": None},
+        "train": {"total_steps": 1000},
     }
 
     name: str = "ppo"
@@ -67,14 +68,24 @@ class PPOConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
+class PPORollouts(TokenBatch):
+    """What is known of rollouts before their collection is complete; all [B, T] like ``sequences``."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    entropy: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
 class PPOBatch(TokenBatch):
-    """What the loss needs about response tokens; all [B, T] like ``sequences``, but for ``kl`` [B]."""
+    """What the loss needs about response tokens; all [B, T] like ``sequences``."""
 
     old_logprobs: Tensor
     old_values: Tensor
     advantages: Tensor
     returns: Tensor
-    kl: Tensor
 
 
 class KLController:
@@ -118,42 +129,48 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         )
         return load_heads(policy, config.model.model_path)
 
-    def experience(self, rollouts: Rollouts, scores: Tensor) -> PPOBatch:
-        """Log-probabilities, values, shaped rewards, advantages and returns of scored rollouts."""
-        sequences, mask = rollouts.sequences, rollouts.sequences.response_mask
-        policy, reference = self.behaviour(rollouts), self.reference(sequences)
-        rewards = kl_shaped_rewards(self.scaled(scores), policy.logprobs, reference.logprobs, mask, self.kl.coef)
-        advantages, returns = gae(policy.values, rewards, mask, gamma=self.method.gamma, lam=self.method.lam)
-        kl = masked_sum(kl_k1(policy.logprobs, reference.logprobs), mask, dim=1)
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
+        """What the policy and the reference say about scored rollouts, before any update."""
+        sequences, policy = rollouts.sequences, self.behaviour(rollouts)
+        return PPORollouts(
+            sequences,
+            logprobs=policy.logprobs,
+            ref_logprobs=self.reference(sequences).logprobs,
+            values=policy.values,
+            entropy=policy.entropy,
+            scores=place_scores(scores, sequences.response_mask),
+        )
+
+    def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
+        """Shaped rewards, returns, and advantages whitened over the collection; β is steered once (F-06, F-10)."""
+        x, mask = experience, experience.sequences.response_mask
+        rewards = kl_shaped_rewards(self.scaled(x.scores), x.logprobs, x.ref_logprobs, mask, self.kl.coef)
+        advantages, returns = gae(x.values, rewards, mask, gamma=self.method.gamma, lam=self.method.lam)
+        kl = Mean.of(masked_sum(kl_k1(x.logprobs, x.ref_logprobs), mask, dim=1))
         self.record(
             {
-                "policy/kl": Mean.of(kl),
-                "policy/kl_per_token": Mean.of(kl_k3(policy.logprobs, reference.logprobs), mask),
-                "policy/entropy": Mean.of(policy.entropy, mask),
-                "values/mean": Mean.of(policy.values, mask),
+                "policy/kl": kl,
+                "policy/kl_per_token": Mean.of(kl_k3(x.logprobs, x.ref_logprobs), mask),
+                "policy/kl_coef": Mean.of(torch.tensor(self.kl.coef, dtype=torch.float64)),
+                "policy/entropy": Mean.of(x.entropy, mask),
+                "values/mean": Mean.of(x.values, mask),
                 "returns/mean": Mean.of(returns, mask),
             }
         )
-        return PPOBatch(sequences, policy.logprobs, policy.values, advantages, returns, kl)
+        total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
+        self.kl.update(total / episodes, int(episodes))
+        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
 
     def scaled(self, scores: Tensor) -> Tensor:
-        """Scores [B] or [B, T], divided by a standard deviation if asked for, then clipped (S-61)."""
+        """A collection's rewards [B, T], over a standard deviation of scores if asked for, then clipped (S-61)."""
         if self.method.scale_reward != "none":
-            self.moments.update(scores if scores.dim() == 1 else scores.sum(1), self.reduce)
+            self.moments.update(scores.sum(1), self.reduce)
             std = self.moments.std
             if self.method.scale_reward == "ref":
-                std = self.ref_std = self.ref_std or std
+                std = self.ref_std = self.ref_std or (std if std > 0 else 0.0)
             scores = scores / std if std > 0 else scores
         limit = self.method.cliprange_reward
         return scores if limit is None else scores.clamp(-limit, limit)
-
-    def prepare_experience(self, experience: PPOBatch) -> PPOBatch:
-        """Whiten the collection's advantages (F-06); steer β by its divergence, once (F-10)."""
-        mask = experience.sequences.response_mask
-        episodes, kl = self.reduce(torch.stack([torch.tensor(float(len(mask))), experience.kl.sum()])).tolist()
-        self.record({"policy/kl_coef": Mean.of(torch.tensor(self.kl.coef))})
-        self.kl.update(kl / episodes, int(episodes))
-        return replace(experience, advantages=whiten(experience.advantages, mask, reduce=self.reduce))
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, Metrics]:
         """Policy loss + vf_coef · value loss − ent_coef · entropy, each a mean over response tokens. -> []."""

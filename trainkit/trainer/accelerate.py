@@ -57,6 +57,8 @@ class Progress:
     """Minibatches made in the present pass."""
     sampled: int = 0
     """Calls of the sampler for training, which key its randomness."""
+    generated: int = 0
+    """Calls of `generate`, which key theirs."""
     samples: int = 0
     """Rows of experience made so far, all processes."""
     tokens: int = 0
@@ -78,7 +80,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         tokenizer: a live tokenizer, instead of the one that the config names.
         reward_fn: scores samples; see `trainkit.rewards.score`.
         metric_fn: measures samples at evaluation; see `trainkit.rewards.metrics`.
-        logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; applies to sampling and training.
+        logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; holds in sampling, and in
+            training where the algorithm learns from what it sampled.
         stop_sequences: strings that end a response, over those of the config.
         callbacks: objects with ``@hookimpl`` methods.
 
@@ -118,7 +121,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.run_dir: Path | None = None
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
-        self._generated = 0
         self._clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -188,6 +190,11 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     @cached_property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps."""
+        if not self.total_steps and self.config.scheduler.name != "constant":
+            raise ConfigError(
+                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
+                "set train.total_steps"
+            )
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
         return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
 
@@ -232,9 +239,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             return train.total_steps or 0
         rows = self.config.rollout.num_rollouts if self.online else len(self.pipeline)
         per_pass = math.ceil(rows / train.batch_size)
-        if train.epochs is None:
+        if self.epochs is None:
             return train.total_steps or 0
-        collections = math.ceil(train.epochs * len(self.pipeline) / rows) if self.online else 1
+        collections = math.ceil(self.epochs * len(self.pipeline) / rows) if self.online else 1
         steps = collections * (self.passes or 1) * per_pass
         return steps if train.total_steps is None else min(steps, train.total_steps)
 
@@ -476,10 +483,12 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             **overrides: sampling settings over those of ``config.rollout``.
         """
         rows = generation.prompts_as_rows(prompts, input_ids, attention_mask)
-        self._generated += 1
-        return self._sample(
-            rows, [self.encode(row["prompt"]) for row in rows], self.settings(**overrides), "generate", self._generated
-        )
+        if self.config.train.resume:
+            run.begin(self)  # what is drawn follows from where the resumed run stands
+        queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)
+        key = self.progress.generated
+        self.progress.generated += 1
+        return self._sample(rows, queries, settings, "generate", key)
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""

@@ -78,7 +78,13 @@ class BaseRLTrainer(ABC, Generic[M]):
 
         Offline algorithms collect once and pass over it ``train.epochs`` times.
         """
-        return 1 if self.online else self.config.train.epochs
+        return 1 if self.online else self.epochs
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the dataset; None: as many as ``train.total_steps`` needs."""
+        train = self.config.train
+        return 1 if train.epochs is None and train.total_steps is None else train.epochs
 
     # ------------------------------------------------------------------------------------------ the three arrows
 

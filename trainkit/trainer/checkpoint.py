@@ -16,16 +16,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Size, Tensor, dtype
 
 from trainkit.data import BATCH_CLASSES, Batch
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, describe
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+OLD = ".old"
 State = dict[str, Any]
 
 
@@ -34,7 +36,8 @@ class Packer:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._names: dict[tuple[int, Size, dtype], str] = {}
+        self._names: dict[tuple[int, Size, tuple[int, ...], dtype], str] = {}
+        self._stored: set[int] = set()
 
     def pack(self, value: Any, path: str = "") -> Any:
         """``value`` as JSON can hold it; tensors are put aside under their path, tied ones once.
@@ -48,7 +51,10 @@ class Packer:
             kind = type(value)
             return {"batch": f"{kind.__module__}.{kind.__qualname__}", "fields": self.pack(value.parts(), path)}
         if isinstance(value, Mapping):
-            return {"dict": [[key, self.pack(item, f"{path}.{key}".lstrip("."))] for key, item in value.items()]}
+            items = [
+                [_plain_key(key, path), self.pack(item, f"{path}.{key}".lstrip("."))] for key, item in value.items()
+            ]
+            return {"dict": items}
         if isinstance(value, list | tuple):
             items = [self.pack(item, f"{path}.{i}".lstrip(".")) for i, item in enumerate(value)]
             return {"tuple": items} if isinstance(value, tuple) else items
@@ -59,13 +65,23 @@ class Packer:
         )
 
     def _put(self, tensor: Tensor, path: str) -> str:
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        if tensor.numel() and key in self._names:
-            return self._names[key]
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        self.tensors[path] = tensor.cpu().contiguous() if whole else tensor.cpu().contiguous().clone()
-        self._names[key] = path
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and same in self._names:
+            return self._names[same]
+        while path in self.tensors:  # as {"a.b": x, "a": {"b": y}} or {1: x, "1": y} would have it
+            path += "'"
+        storage = tensor.untyped_storage()
+        alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._stored
+        self.tensors[path] = tensor.cpu().contiguous() if alone else tensor.cpu().contiguous().clone()
+        self._stored.add(storage.data_ptr())
+        self._names[same] = path
         return path
+
+
+def _plain_key(key: Any, path: str) -> Any:
+    if key is None or isinstance(key, bool | int | float | str):
+        return key
+    raise CheckpointError(f"state {path!r} has the key {describe(key)}; keys are text or numbers")
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -79,6 +95,8 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "tuple" in value:
         return tuple(unpack(item, tensors) for item in value["tuple"])
     if "batch" in value:
+        if value["batch"] not in BATCH_CLASSES:
+            raise CheckpointError(f"no loaded plugin defines {value['batch']}; add the one that does to plugins")
         return BATCH_CLASSES[value["batch"]](**unpack(value["fields"], tensors))
     return {key: unpack(item, tensors) for key, item in value["dict"]}
 
@@ -100,7 +118,7 @@ def read_state(directory: Path, name: str) -> State:
     try:
         plain = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
         state: State = unpack(plain, load_file(directory / f"{name}.safetensors"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"{directory / name}.*: {error}") from error
     return state
 
@@ -121,15 +139,20 @@ def commit(building: Path, step: int, keep: int) -> Path:
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
     libraries = {name: version(name) for name in ("trainkit", "torch", "transformers", "accelerate", "safetensors")}
     manifest = {"schema": SCHEMA, "step": step, "libraries": libraries, "files": files}
+    manifest["sha256"] = _manifest_sha256(manifest)
     (building / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*building.iterdir(), building]:
         _fsync(path)
     if target.exists():  # the same step, saved by a run that was resumed from before it
-        shutil.rmtree(target)
+        shutil.rmtree(target.with_suffix(OLD), ignore_errors=True)
+        target.rename(target.with_suffix(OLD))  # where it is still found if the next line is never reached
     building.rename(target)
     _fsync(root)
-    for old in checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+    others = [path for path in checkpoints(root) if path != target]
+    kept = [path for path in reversed(others) if path.suffix != OLD][: keep - 1]
+    for path in others:
+        if path not in kept:
+            shutil.rmtree(path)
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
     return target
@@ -137,7 +160,8 @@ def commit(building: Path, step: int, keep: int) -> Path:
 
 def checkpoints(root: Path) -> list[Path]:
     """Checkpoint directories under ``root``, oldest step first; found by scanning, never through a pointer."""
-    return sorted(path for path in root.glob("step_*") if path.is_dir() and path.suffix != ".corrupt")
+    found = [path for path in root.glob("step_*") if path.is_dir() and path.suffix in ("", OLD)]
+    return sorted(found, key=lambda path: (path.stem, path.suffix == ""))
 
 
 def newest_whole(root: Path) -> Path | None:
@@ -157,10 +181,12 @@ def find_fault(path: Path) -> str | None:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
             return f"schema {manifest['schema']}; this version of trainkit reads schema {SCHEMA}"
+        if manifest["sha256"] != _manifest_sha256(manifest):
+            return f"{MANIFEST} has changed since it was written"
         for name, entry in manifest["files"].items():
             if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
                 return f"{name} has changed since it was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -180,6 +206,11 @@ def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _manifest_sha256(manifest: State) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -13,7 +13,7 @@ from trainkit.config import RolloutConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.pipeline import as_ids
-from trainkit.sampling import assemble, cut_at_stop, decode
+from trainkit.sampling import assemble, cut_at_stop, decode, eos_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,16 +70,19 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
                 f"response {index} should be the sampled token ids, at least one; given {describe(response)}"
             )
     ids = [as_ids(response) for response in responses]
-    ended = [row[-1] == trainer.tokenizer.eos_token_id for row in ids]
+    prompts = [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)]
+    stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
+    eos, texts = eos_ids(trainer.unwrapped.model, trainer.tokenizer), decode(trainer.tokenizer, ids, skip)
+    ended = [row[-1] in eos or any(stop in text for stop in stops) for row, text in zip(ids, texts, strict=True)]
     return assemble(
         trainer.tokenizer,
         [{"prompt": query} for query in queries],
-        [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)],
+        prompts,
         ids,
         terminated=torch.tensor(ended, device=trainer.accelerator.device),
         logprobs=None,
-        stops=trainer.config.rollout.stop_sequences,
-        skip_special_tokens=trainer.config.rollout.skip_special_tokens,
+        stops=stops,
+        skip_special_tokens=skip,
     )
 
 
@@ -97,9 +100,10 @@ def decode_samples(
     texts, whole = decode(tokenizer, list(prompts), skip), decode(tokenizer, responses, skip)
     outputs = [cut_at_stop(text, config.stop_sequences) for text in whole]
     if append_eos_token:
+        eos = str(tokenizer.eos_token)
         ended = [len(ids) > 0 and int(ids[-1]) == tokenizer.eos_token_id for ids in responses]
         outputs = [
-            cut + str(tokenizer.eos_token) * (cut != text or end)
+            cut.removesuffix(eos) + eos if cut != text or end else cut
             for cut, text, end in zip(outputs, whole, ended, strict=True)
         ]
     return [prompt + output for prompt, output in zip(texts, outputs, strict=True)], texts, outputs

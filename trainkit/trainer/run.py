@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trainkit.config import TRLConfig, read_yaml
@@ -115,6 +116,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
     assert trainer.run_dir is not None
     accelerator, step = trainer.accelerator, trainer.progress.step
     root = root or trainer.run_dir / "checkpoints"
+    building: Path | None = None
     try:
         chosen: list[Any] = [str(checkpoint.building_directory(root, step)) if accelerator.is_main_process else None]
         if accelerator.num_processes > 1:
@@ -130,8 +132,10 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
         target = root / f"step_{step:08d}"
         if accelerator.is_main_process:
             target = checkpoint.commit(building, step, trainer.config.train.keep_checkpoints)
-    except OSError as error:
-        free = shutil.disk_usage(root.parent if not root.exists() else root).free
+    except (OSError, SafetensorError) as error:  # the latter is how safetensors says that the disk is full
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
+        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
         raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({free / 1e6:.0f} MB free)") from error
     accelerator.wait_for_everyone()
     trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
@@ -170,6 +174,8 @@ def load(trainer: Trainer, path: Path) -> None:
         raise CheckpointError(f"the checkpoint {path} is not whole: {fault}. Resume from another")
     state = checkpoint.read_state(path, "loop")
     _check_identity(trainer, state, path)
+    trainer.store.clear()
+    trainer.progress.cursor = state["progress"]["cursor"]
     if trainer.pipeline is not None and not trainer.online:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)

@@ -39,7 +39,6 @@ def golden_batch() -> PPOBatch:
         old_values=aligned(VALUES),
         advantages=aligned(whiten(advantages, MASK)),
         returns=aligned(returns),
-        kl=torch.zeros(2),
     )
 
 
@@ -92,7 +91,7 @@ def experience_of(trainer: Any, scores: torch.Tensor, responses: list[list[int]]
     sequences = Sequences.from_lists([[1]] * len(responses), responses)
     ended = torch.ones(len(responses), dtype=torch.bool)
     rollouts = Rollouts([{"prompt": "b"}] * len(responses), sequences, None, ended, ["b"] * len(responses), [""] * 2)
-    return trainer.experience(rollouts, scores)
+    return trainer.prepare_experience(trainer.experience(rollouts, scores))
 
 
 def test_score_lands_on_last_response_token(tmp_path: Path) -> None:
@@ -119,26 +118,46 @@ def test_dense_rewards_that_are_zero_but_for_the_last_equal_terminal_ones(tmp_pa
     torch.testing.assert_close(experience_of(trainer, dense, responses).advantages, terminal.advantages)
 
 
+def rows(*scores: float) -> torch.Tensor:
+    """Terminal scores as rewards per token [B, 2]."""
+    return torch.stack([torch.zeros(len(scores)), torch.tensor(scores)], dim=1)
+
+
 def test_scores_are_scaled_then_clipped(tmp_path: Path) -> None:
     """S-61: std of [2, 4, 6] is 2; 6/2 = 3 is clipped to 2.5, and 2.5 before scaling would have given 1.25."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running", method__cliprange_reward=2.5)
-    assert trainer.scaled(torch.tensor([2.0, 4.0, 6.0])).tolist() == [1.0, 2.0, 2.5]
+    assert trainer.scaled(rows(2.0, 4.0, 6.0)).sum(1).tolist() == [1.0, 2.0, 2.5]
 
 
 def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path) -> None:
-    """Golden 10.7: after [1, 2, 3] and [10, 20] the running std is 7.981228; the first batch's is 1."""
+    """Golden 10.7: after [1, 2, 3] and [10, 20] the running std is 7.981228; the first collection's is 1."""
     running = tiny_trainer("ppo", tmp_path / "a", method__scale_reward="running", method__cliprange_reward=None)
     ref = tiny_trainer("ppo", tmp_path / "b", method__scale_reward="ref", method__cliprange_reward=None)
     for trainer in (running, ref):
-        assert trainer.scaled(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 2.0, 3.0]
-    assert running.scaled(torch.tensor([10.0, 20.0])).tolist() == pytest.approx([10 / 7.981228, 20 / 7.981228])
-    assert ref.scaled(torch.tensor([10.0, 20.0])).tolist() == [10.0, 20.0]
+        assert trainer.scaled(rows(1.0, 2.0, 3.0)).sum(1).tolist() == [1.0, 2.0, 3.0]
+    assert running.scaled(rows(10.0, 20.0)).sum(1).tolist() == pytest.approx([10 / 7.981228, 20 / 7.981228])
+    assert ref.scaled(rows(10.0, 20.0)).sum(1).tolist() == [10.0, 20.0]
 
 
-def test_one_score_is_not_scaled_by_an_undefined_deviation(tmp_path: Path) -> None:
-    """S-16: one value has no standard deviation."""
-    trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running")
-    assert trainer.scaled(torch.tensor([3.0])).tolist() == [3.0]
+@pytest.mark.parametrize("scale", ["running", "ref"])
+def test_one_score_is_not_scaled_by_an_undefined_deviation(scale: str, tmp_path: Path) -> None:
+    """S-16: one value has no standard deviation; the next ones have."""
+    trainer = tiny_trainer("ppo", tmp_path, method__scale_reward=scale)
+    assert trainer.scaled(rows(3.0)).sum(1).tolist() == [3.0]
+    assert trainer.scaled(rows(1.0, 2.0)).sum(1).tolist() == [1.0, 2.0]  # std of [3, 1, 2] is 1
+
+
+@pytest.mark.parametrize("scale", ["running", "ref"])
+def test_rows_sampled_at_a_time_do_not_change_how_scores_are_scaled(scale: str, tmp_path: Path) -> None:
+    """Statistics are the collection's, and `rollout.batch_size` is a matter of speed."""
+    stds = []
+    for size in (16, 3):
+        trainer = tiny_trainer("ppo", tmp_path / str(size), method__scale_reward=scale, rollout__batch_size=size)
+        scores = iter(range(100))
+        trainer.score = lambda rollouts, scores=scores: torch.tensor([float(next(scores)) for _ in rollouts.rows])
+        trainer.collect()
+        stds.append(trainer.state_dict()["moments"])
+    assert stds[0] == stds[1]
 
 
 def test_advantages_are_whitened_over_the_collection_not_the_minibatch(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+# Everything a change is checked with, in a virtual environment of its own.
+#
+#   make demo    the random-walks example: SFT, then PPO
+#   make check   what .ci/run runs: lint, types, test
+#   make bench   the benchmarks
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+
+.DEFAULT_GOAL := check
+.PHONY: demo test lint types check bench
+
+demo: $(VENV)/made
+	$(BIN)/trainkit examples run randomwalks
+
+# one thread: small matrices are slower on many, and sums come out in one order
+test: $(VENV)/made
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
+
+lint: $(VENV)/made
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/made
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(VENV)/made
+	@for script in benchmarks/*.py; do \
+	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	    else echo "there are no benchmarks"; fi; \
+	done
+
+# made again whenever a dependency could have changed
+$(VENV)/made: pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	touch $@

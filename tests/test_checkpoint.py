@@ -1,0 +1,945 @@
+"""Checkpoints: state comes back as it was, a save is whole or did not happen, and damage is never loaded."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import trainkit
+from trainkit.data import BATCH_CLASSES, Batch, Sequences, TokenBatch
+from trainkit.errors import CheckpointError, ConfigError, RewardError
+from trainkit.models.policy import CausalPolicy
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.trainers import count_first_letters, tiny_trainer
+from trainkit.trainer import checkpoint
+from trainkit.trainer.checkpoint import MANIFEST, Packer, find_fault, newest_whole, read_state, unpack, write_state
+
+# ------------------------------------------------------------------------------------------- state there and back
+
+
+def there_and_back(state: Any, directory: Path) -> Any:
+    """Through the files, as one value of a state."""
+    write_state(directory, "state", {"value": state})
+    return read_state(directory, "state")["value"]
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """The same types and values all the way down; tensors by dtype and bits."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert [(type(k), k) for k in a] == [(type(k), k) for k in b]
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+KEYS = st.text(max_size=3) | st.integers()
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
+TENSORS = st.lists(st.integers(0, 9), max_size=3).map(torch.tensor)
+STATES = st.recursive(
+    SCALARS | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(STATES)
+def test_nested_plain_data_and_tensors_come_back_as_they_were(state: Any) -> None:
+    packer = Packer()
+    packed = json.loads(json.dumps(packer.pack(state)))
+    assert_equal(unpack(packed, packer.tensors), state)
+
+
+def test_files_bring_back_what_was_written(tmp_path: Path) -> None:
+    state = {
+        "numbers": [1, -2.5, float("inf"), 10**30, True, None, "é\ud83d"],
+        "dict": {0: "int", "0": "text", None: "none", 1.5: "float", "": {}},
+        "tuple": ((), (1, (2, [3, (4,)]))),
+        "like our own": {"tensor": "a", "dict": [["b", 1]], "tuple": [1], "batch": "x"},
+        "tensors": {
+            "bool": torch.tensor([True, False]),
+            "int64": torch.tensor([2**62]),
+            "uint8": torch.tensor([255], dtype=torch.uint8),
+            "bfloat16": torch.tensor([1.5], dtype=torch.bfloat16),
+            "float64": torch.tensor([1 / 3], dtype=torch.float64),
+            "scalar": torch.tensor(7.0),
+            "empty": torch.zeros(0, 3),
+            "also empty": torch.zeros(0, 3),
+        },
+    }
+    assert_equal(there_and_back(state, tmp_path), state)
+
+
+def test_nan_keeps_its_bits(tmp_path: Path) -> None:
+    found = there_and_back({"plain": float("nan"), "tensor": torch.tensor([float("nan"), -0.0])}, tmp_path)
+    assert found["plain"] != found["plain"]
+    assert found["tensor"].view(torch.int32).tolist() == torch.tensor([float("nan"), -0.0]).view(torch.int32).tolist()
+
+
+def test_an_optimizer_and_a_generator_come_back(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    assert_equal(there_and_back(optimizer.state_dict(), tmp_path), optimizer.state_dict())
+    drawn = torch.Generator().manual_seed(3)
+    assert_equal(there_and_back(drawn.get_state(), tmp_path), drawn.get_state())
+
+
+def test_tied_tensors_are_stored_once_and_both_names_come_back(tmp_path: Path) -> None:
+    tied = torch.rand(4, 4)
+    write_state(tmp_path, "state", {"embedding": tied, "head": tied, "again": [tied.detach()]})
+    assert list(load_file(tmp_path / "state.safetensors")) == ["embedding"]
+    found = read_state(tmp_path, "state")
+    assert_equal(found, {"embedding": tied, "head": tied, "again": [tied]})
+
+
+def test_views_of_one_storage_come_back_as_what_they_showed(tmp_path: Path) -> None:
+    """Equal address, shape and type do not make tensors equal: a transpose has all three."""
+    base = torch.arange(16.0).reshape(4, 4)
+    state = {
+        "base": base,
+        "transpose": base.T,
+        "flat": base.view(16),
+        "row": base[1],
+        "corner": base[:2, :2],
+        "column": base[:, 0],
+        "expanded": base[0, :1].expand(3),
+        "bits": base.view(torch.int32),
+    }
+    assert_equal(there_and_back(state, tmp_path), state)
+    assert_equal(there_and_back(dict(reversed(state.items())), tmp_path), dict(reversed(state.items())))
+
+
+def test_a_view_is_stored_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    write_state(tmp_path, "state", {"row": torch.zeros(1000, 4)[0]})
+    assert (tmp_path / "state.safetensors").stat().st_size < 200
+
+
+def test_names_that_meet_in_their_path_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    state = {
+        "a.b": torch.tensor(1),
+        "a": {"b": torch.tensor(2), 0: torch.tensor(3), "0": torch.tensor(4)},
+        "": torch.tensor(5),
+        ".": torch.tensor(6),
+    }
+    assert_equal(there_and_back(state, tmp_path), state)
+
+
+def test_gradients_stay_behind(tmp_path: Path) -> None:
+    found = there_and_back({"w": torch.nn.Parameter(torch.ones(2))}, tmp_path)["w"]
+    assert type(found) is Tensor
+    assert not found.requires_grad
+
+
+@dataclass(frozen=True)
+class Experience(TokenBatch):
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class Pair(Batch):
+    left: Experience
+    right: Sequences
+
+
+def experience() -> Experience:
+    return Experience(Sequences.from_lists([[1], [2, 3]], [[4, 5], [6]]), torch.tensor([0.5, -1.0]))
+
+
+def test_batches_come_back_as_their_own_class(tmp_path: Path) -> None:
+    batch = Pair(experience(), experience().sequences)
+    found = there_and_back([batch], tmp_path)[0]
+    assert type(found) is Pair
+    assert type(found.left) is Experience
+    assert_equal(found.flatten(), batch.flatten())
+
+
+def test_a_batch_class_that_nobody_has_defined_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state(tmp_path, "state", {"experience": experience()})
+    monkeypatch.delitem(BATCH_CLASSES, f"{__name__}.Experience")
+    with pytest.raises(CheckpointError, match=rf"state\.\*: no loaded plugin defines {__name__}\.Experience"):
+        read_state(tmp_path, "state")
+
+
+def test_only_batches_can_be_named_as_classes(tmp_path: Path) -> None:
+    """A file that asks for any other object gets none, importable or not (F1)."""
+    write_state(tmp_path, "state", {})
+    for name in ("os.system", "builtins.eval", "trainkit.data.Rollouts"):
+        (tmp_path / "state.json").write_text(json.dumps({"batch": name, "fields": {"dict": [["command", "x"]]}}))
+        with pytest.raises(CheckpointError, match=f"no loaded plugin defines {name}"):
+            read_state(tmp_path, "state")
+
+
+def test_a_batch_class_with_other_fields_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(tmp_path, "state", {"experience": experience()})
+    monkeypatch.setitem(BATCH_CLASSES, f"{__name__}.Experience", Pair)
+    with pytest.raises(CheckpointError, match=r"state\.\*: .*unexpected keyword argument"):
+        read_state(tmp_path, "state")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (object(), "state 'method.deep.1' is a object"),
+        ({1, 2}, "state 'method.deep.1' is a set"),
+        (b"bytes", "state 'method.deep.1' is a bytes"),
+        (np.float32(1.0), "state 'method.deep.1' is a float32"),
+        (np.zeros(2), "state 'method.deep.1' is a ndarray"),
+        (torch.Generator(), "state 'method.deep.1' is a Generator"),
+        (lambda: None, "state 'method.deep.1' is a function"),
+        ({"x": Path("a")}, "state 'method.deep.1.x' is a PosixPath"),
+        ({(1, 2): 3}, r"state 'method.deep.1' has the key \(1, 2\) \(tuple\); keys are text or numbers"),
+        ({b"k": 3}, r"state 'method.deep.1' has the key b'k' \(bytes\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_no_plain_data_is_refused_with_its_path(value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        write_state(tmp_path, "state", {"method": {"deep": [0, value]}})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["state.json", "state.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "cut"])
+def test_state_that_cannot_be_read_is_an_error_that_names_it(file: str, damage: str, tmp_path: Path) -> None:
+    write_state(tmp_path, "state", {"a": torch.ones(3), "b": [1, 2]})
+    hurt(tmp_path / file, damage)
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'state'}.*: ")):
+        read_state(tmp_path, "state")
+
+
+# ---------------------------------------------------------------------------------------------- a directory of them
+
+
+def save(root: Path, step: int, keep: int = 2) -> Path:
+    """A small checkpoint: what a run writes, without a run."""
+    building = checkpoint.building_directory(root, step)
+    write_state(building, "model", {"weight": torch.full((8,), float(step))})
+    write_state(building, "loop", {"step": step})
+    return checkpoint.commit(building, step, keep)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint says it is of; its model must agree."""
+    step = read_state(path, "loop")["step"]
+    assert read_state(path, "model")["weight"].tolist() == [step] * 8
+    return int(step)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_checkpoint_is_safetensors_and_json_with_a_manifest_of_every_file(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert names(path) == ["loop.json", "loop.safetensors", MANIFEST, "model.json", "model.safetensors"]
+    assert sorted(manifest["files"]) == [name for name in names(path) if name != MANIFEST]
+    assert manifest["step"] == 3
+    assert {"trainkit", "torch", "transformers"} <= manifest["libraries"].keys()
+    assert find_fault(path) is None
+
+
+@pytest.mark.parametrize("name", trainkit.available_trainers())
+def test_a_run_leaves_no_pickle_and_nothing_that_is_not_listed(name: str, tmp_path: Path) -> None:
+    """F1: every file parses as JSON or as safetensors, in checkpoints of every algorithm."""
+    tiny_trainer(name, tmp_path, train__save_interval=2, train__total_steps=2).learn()
+    (path,) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    listed = json.loads((path / MANIFEST).read_text())["files"]
+    assert set(names(path)) == {*listed, MANIFEST}
+    for file in path.iterdir():
+        assert file.suffix in (".json", ".safetensors")
+        assert load_file(file) is not None if file.suffix == ".safetensors" else json.loads(file.read_text())
+
+
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    honest_open, honest_save = io.open, checkpoint.save_file
+
+    def noted_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "w" in mode:
+            written.append(Path(file).name)
+        return honest_open(file, mode, *args, **kwargs)
+
+    def noted_save(tensors: Any, path: Path) -> None:
+        written.append(path.name)
+        honest_save(tensors, path)
+
+    monkeypatch.setattr(io, "open", noted_open)
+    monkeypatch.setattr(checkpoint, "save_file", noted_save)
+    save(tmp_path, 1)
+    assert written == ["model.json", "model.safetensors", "loop.json", "loop.safetensors", MANIFEST]
+
+
+def test_files_are_readable_by_others(tmp_path: Path) -> None:
+    assert {file.stat().st_mode & 0o444 for file in save(tmp_path, 1).iterdir()} == {0o444}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_retention_keeps_the_newest(keep: int, tmp_path: Path) -> None:
+    for step in (1, 2, 5, 10, 11):
+        save(tmp_path, step, keep)
+    assert [step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [1, 2, 5, 10, 11][-keep:]
+    assert len(names(tmp_path)) == keep
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_retention_never_lets_the_newly_written_one_go(keep: int, tmp_path: Path) -> None:
+    """A run that was resumed from before its newest checkpoint writes one that is not the newest by its number."""
+    for step in (1, 9):
+        save(tmp_path, step, 2)
+    assert step_of(save(tmp_path, 5, keep)) == 5
+    assert [step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [5, 9][:keep]
+
+
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    first = save(tmp_path, 4)
+    (first / "mark").touch()
+    again = save(tmp_path, 4)
+    assert again == first
+    assert names(tmp_path) == ["step_00000004"]
+    assert not (again / "mark").exists()
+
+
+def test_leftovers_of_killed_saves_are_removed_by_the_next(tmp_path: Path) -> None:
+    for step in (2, 3):
+        write_state(checkpoint.building_directory(tmp_path, step), "model", {"weight": torch.ones(2)})
+    assert newest_whole(tmp_path) is None
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step_00000004"]
+
+
+# -------------------------------------------------------------------------------------------- killed while saving
+
+
+class Killed(BaseException):
+    """As sudden as a signal: no handler of errors catches it."""
+
+
+class Killer:
+    """Ends the process, so to speak, at the n-th operation that changes files; a write is killed half done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.at = self.count = 0
+
+    @contextmanager
+    def armed(self, at: int) -> Iterator[None]:
+        self.at, self.count = at, 0
+        with self.patch.context() as patch:
+            for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "chmod", "fsync"):
+                patch.setattr(os, name, self.before(getattr(os, name)))
+            patch.setattr(io, "open", self.opening(io.open))
+            patch.setattr(checkpoint, "save_file", self.halfway(checkpoint.save_file))
+            yield
+
+    def strikes(self) -> bool:
+        self.count += 1
+        return self.count == self.at
+
+    def before(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.strikes():
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return run
+
+    def opening(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            opened = operation(file, mode, *args, **kwargs)
+            if set(mode) & set("wax+") and self.strikes():
+                opened.write('{"dict": [["st')
+                opened.close()
+                raise Killed
+            return opened
+
+        return run
+
+    def halfway(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, path: Path) -> None:
+            operation(tensors, path)
+            if self.strikes():
+                os.truncate(path, path.stat().st_size // 2)
+                raise Killed
+
+        return run
+
+
+def killed_at_every_operation(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Path], then: Callable[[Path], Any]
+) -> list[Path]:
+    """What ``then(root)`` leaves when killed at its 1st, 2nd ... last operation, and last when not killed at all."""
+    killer, left = Killer(monkeypatch), []
+    while True:
+        root = make()
+        try:
+            with killer.armed(at=len(left) + 1):
+                then(root)
+        except Killed:
+            left.append(root)
+        else:
+            return [*left, root]
+
+
+@pytest.mark.parametrize(
+    ("before", "keep"), [((), 1), ((1,), 1), ((1, 2), 1), ((1, 2), 2), ((3,), 1), ((1, 3), 2)], ids=str
+)
+def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(
+    before: tuple[int, ...], keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B1, B10: also when it replaces a checkpoint of the same step, and while old ones are let go."""
+    monkeypatch.setattr(checkpoint, "version", lambda library: "0")  # looking these up takes most of the time
+    template, count = tmp_path / "template", iter(range(1000))
+    template.mkdir()
+    for step in before:
+        save(template, step)
+
+    def make() -> Path:
+        return Path(shutil.copytree(template, tmp_path / str(next(count))))
+
+    left = killed_at_every_operation(monkeypatch, make, lambda root: save(root, 3, keep))
+    assert len(left) >= 17, "a directory, 5 files, 2 modes, 7 flushes, a rename: 16 places to be killed at"
+    found = [newest_whole(root) for root in left]
+    steps = [None if path is None else step_of(path) for path in found]
+    # what was there before, then from some operation on the new one; nothing in between
+    switch = steps.index(3)
+    assert set(steps[:switch]) <= {max(before, default=None)}
+    assert set(steps[switch:]) == {3}
+    for root in left:
+        assert not list(root.glob("*.corrupt")), "a kill is no damage"
+        save(root, 4, 1)
+        assert names(root) == ["step_00000004"]
+
+
+def test_a_kill_while_setting_a_broken_one_aside_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(100))
+
+    def make() -> Path:
+        root = tmp_path / str(next(count))
+        save(root, 1)
+        hurt(save(root, 2) / "loop.json", "garbage")
+        return root
+
+    for root in killed_at_every_operation(monkeypatch, make, newest_whole):
+        path = newest_whole(root)
+        assert path is not None
+        assert step_of(path) == 1
+
+
+# -------------------------------------------------------------------------------------------------------- damage
+
+
+def hurt(file: Path, how: str) -> None:
+    whole = file.read_bytes()
+    kinds: dict[str, bytes] = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "almost whole": whole[: len(whole) * 99 // 100],
+        "longer": whole + b"\0",
+        "garbage": b"\x80\x04garbage",
+        "other JSON": b'{"schema": 1, "files": [], "sha256": null}',
+        "a list": b"[1, 2]",
+        "zeros": b"\0" * len(whole),
+    }
+    if how == "missing":
+        file.unlink()
+    elif how == "a directory":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(kinds[how])
+
+
+FILES = ("loop.json", "loop.safetensors", MANIFEST, "model.json", "model.safetensors")
+DAMAGES = (
+    "missing", "empty", "cut", "almost whole", "longer", "garbage", "other JSON", "a list", "zeros", "a directory",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    file: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B4, B6."""
+    save(tmp_path, 1)
+    hurt(save(tmp_path, 2) / file, damage)
+    with caplog.at_level(logging.WARNING):
+        path = newest_whole(tmp_path)
+    assert path is not None
+    assert step_of(path) == 1
+    aside, whole = names(tmp_path)[::-1]
+    assert whole == "step_00000001"
+    assert re.fullmatch(r"step_00000002-[0-9a-f]{4}\.corrupt", aside)
+    (message,) = caplog.messages
+    assert re.search(r"step_00000002 is not whole \(.+\); set aside, looking at the one before", message)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """B5: at 20 random places of each file, and at 300 of the manifest, which no other file vouches for."""
+    path, chance = save(tmp_path, 1), random.Random(5)
+    for name in FILES:
+        whole = (path / name).read_bytes()
+        for bit in chance.sample(range(8 * len(whole)), 300 if name == MANIFEST else 20):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (path / name).write_bytes(flipped)
+            assert find_fault(path) is not None, f"bit {bit} of {name}"
+        (path / name).write_bytes(whole)
+    assert find_fault(path) is None
+
+
+def test_the_walk_back_passes_several_broken_ones(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    for step in (2, 3):
+        hurt(tmp_path / f"step_{step:08d}" / "model.safetensors", "cut")
+    path = newest_whole(tmp_path)
+    assert path is not None
+    assert step_of(path) == 1
+
+
+def test_a_checkpoint_of_another_schema_is_refused_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "SCHEMA", 2)
+    assert find_fault(path) == "schema 1; this version of trainkit reads schema 2"
+
+
+# -------------------------------------------------------------------------------------------- resuming a real run
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
+
+
+def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+CHANGES: dict[str, Any] = {"train__save_interval": 1, "train__total_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps whose last two checkpoints are on disk; tests copy it."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    tiny_trainer("ppo", run_dir, **CHANGES).learn()
+    return run_dir
+
+
+@pytest.fixture
+def a_run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def resumed(run_dir: Path, **changes: Any) -> Any:
+    return tiny_trainer("ppo", run_dir, **{**CHANGES, "train__resume": "auto", **changes})
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("loop.safetensors", "cut"),
+        ("loop.json", "missing"),
+        ("model.safetensors", "garbage"),
+        ("store-00000.json", "missing"),
+        ("store-00000.safetensors", "zeros"),
+        (MANIFEST, "missing"),
+    ],
+)
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_ends_bit_equal(
+    file: str, damage: str, a_run: Path
+) -> None:
+    honest = resumed(a_run)
+    honest.learn()
+    hurt(a_run / "checkpoints" / "step_00000004" / file, damage)
+    again = resumed(a_run)
+    again.learn()
+    assert again.progress.step == 4
+    assert_same_weights(weights(again), weights(honest))
+    assert sorted(path.name.split("-")[0] for path in (a_run / "checkpoints").iterdir()) == [
+        "step_00000003", "step_00000004", "step_00000004",
+    ]  # fmt: skip
+
+
+def drift_refused(run_dir: Path, **changes: Any) -> str:
+    with pytest.raises(CheckpointError, match="was made with another configuration") as caught:
+        resumed(run_dir, **changes).learn()
+    return str(caught.value)
+
+
+def test_a_changed_configuration_is_refused_with_every_difference(a_run: Path) -> None:
+    """B8."""
+    before = (a_run / "config.yaml").read_text()
+    said = drift_refused(a_run, optimizer__lr=0.5, method__gamma=0.9, train__seed=2, train__keep_checkpoints=1)
+    assert "\n  optimizer.lr: 0.001 -> 0.5\n" in said
+    assert "\n  method.gamma: 1.0 -> 0.9\n" in said
+    assert "\n  train.seed: 1 -> 2\n" in said
+    assert "keep_checkpoints" not in said, "this one may change"
+    assert (a_run / "config.yaml").read_text() == before, "a refused configuration leaves no trace"
+
+
+REFUSED_CHANGES: dict[str, Any] = {
+    "train__seed": 2,
+    "train__batch_size": 4,
+    "train__max_grad_norm": 0.5,
+    "train__mixed_precision": "bf16",
+    "train__seq_length": 32,
+    "optimizer__name": "sgd",
+    "optimizer__kwargs": {"eps": 1e-6},
+    "scheduler__warmup_steps": 1,
+    "rollout__temperature": 0.5,
+    "rollout__num_rollouts": 8,
+    "rollout__batch_size": 4,
+    "method__ppo_epochs": 2,
+    "model__disable_dropout": False,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED_CHANGES)
+def test_what_the_course_of_training_depends_on_must_not_change(key: str, a_run: Path) -> None:
+    said = drift_refused(a_run, **{key: REFUSED_CHANGES[key]})
+    differences = said.splitlines()[1:-1]
+    assert len(differences) == 1
+    assert differences[0].strip().startswith(key.replace("__", "."))
+
+
+def test_what_the_course_of_training_does_not_depend_on_may_change(a_run: Path, tmp_path: Path) -> None:
+    longer = tiny_trainer("ppo", tmp_path / "longer", train__total_steps=6)
+    longer.learn()
+    moved = resumed(
+        Path(shutil.move(a_run, tmp_path / "moved")),
+        train__total_steps=6,
+        train__save_interval=3,
+        train__eval_interval=5,
+        train__keep_checkpoints=5,
+        train__microbatch_size=8,
+        train__save_best=True,
+        train__trackers=["tensorboard"],
+    )
+    moved.learn()
+    assert moved.progress.step == 6
+    assert_same_weights(weights(moved), weights(longer))
+
+
+def test_another_initial_model_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    """The reference would be another: the configuration cannot tell, the weights can."""
+
+    def save_model(seed: int) -> None:
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(10))).save_pretrained(tmp_path / "model")
+
+    changes = {"model__model_path": str(tmp_path / "model"), "train__save_interval": 1, "train__total_steps": 1}
+    save_model(1)
+    tiny_trainer("ppo", tmp_path / "run", **changes).learn()
+    save_model(2)
+    with pytest.raises(CheckpointError, match="belongs to a run with another initial model"):
+        tiny_trainer("ppo", tmp_path / "run", **changes, train__resume="auto").learn()
+    save_model(1)
+    tiny_trainer("ppo", tmp_path / "run", **changes, train__resume="auto").learn()
+
+
+def test_another_number_of_processes_is_refused(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = resumed(a_run)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(CheckpointError, match="another number of processes: 1 there, 2 here"):
+        trainer.load(a_run)
+
+
+def test_a_path_to_a_checkpoint_a_run_or_its_checkpoints_is_resumed_from(a_run: Path, tmp_path: Path) -> None:
+    for index, (path, step) in enumerate(
+        [(a_run, 4), (a_run / "checkpoints", 4), (a_run / "checkpoints" / "step_00000003", 3)]
+    ):
+        trainer = tiny_trainer("ppo", tmp_path / str(index), **CHANGES)
+        trainer.load(path)
+        assert trainer.progress.step == step
+
+
+def test_a_path_that_is_not_whole_is_an_error_and_stays_as_it_is(a_run: Path, tmp_path: Path) -> None:
+    """Whoever names a checkpoint wants that one, not the one before."""
+    path = a_run / "checkpoints" / "step_00000004"
+    hurt(path / "model.safetensors", "cut")
+    with pytest.raises(CheckpointError, match=r"step_00000004 is not whole: model\.safetensors has changed"):
+        tiny_trainer("ppo", tmp_path / "other", **CHANGES, train__resume=str(path)).learn()
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("where", ["nowhere", "empty", "checkpoint without manifest"])
+def test_a_path_without_a_checkpoint_is_an_error(where: str, a_run: Path, tmp_path: Path) -> None:
+    path = {"checkpoint without manifest": a_run / "checkpoints" / "step_00000004"}.get(where, tmp_path / where)
+    if where == "empty":
+        path.mkdir()
+    if where == "checkpoint without manifest":
+        (path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=f"no whole checkpoint at or under {re.escape(str(path))}"):
+        tiny_trainer("ppo", tmp_path / "other", **CHANGES, train__resume=str(path)).learn()
+
+
+def test_auto_starts_anew_where_nothing_has_been_saved(tmp_path: Path) -> None:
+    trainer = resumed(tmp_path / "new", train__total_steps=1)
+    trainer.learn()
+    assert trainer.progress.step == 1
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(a_run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in a_run.rglob("*")}
+    with pytest.raises(ConfigError, match=r"already holds a run; set train\.resume to 'auto'"):
+        tiny_trainer("ppo", a_run, **CHANGES).learn()
+    assert {path: path.stat().st_mtime_ns for path in a_run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", trainkit.available_trainers())
+def test_a_trainer_that_has_trained_can_go_back_to_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Whatever it holds from then: experience, counters, the optimizer's memory."""
+    straight = tiny_trainer(name, tmp_path / "straight", train__save_interval=1, train__keep_checkpoints=9)
+    straight.learn()
+    end = weights(straight)
+    straight.load(tmp_path / "straight" / "checkpoints" / "step_00000003")
+    for batch in straight._minibatches():
+        straight.update(batch)
+        if straight.progress.step == straight.total_steps:
+            break
+    assert_same_weights(weights(straight), end)
+
+
+# --------------------------------------------------------------------------------------- disks that refuse to save
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within, the kernel refuses to let any file grow beyond ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("size", [100, 20_000], ids=["for our own files", "for safetensors"])
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_place(size: int, a_run: Path) -> None:
+    """B3: whoever writes the file that no longer fits."""
+    trainer = resumed(a_run)
+    trainer.save()
+    root = a_run / "checkpoints"
+    before = names(root)
+    with (
+        files_of_at_most(size),
+        pytest.raises(CheckpointError, match=rf"cannot save a checkpoint under {root}: .*File too large.* MB free"),
+    ):
+        trainer.save()
+    assert names(root) == before, "what was there is there, and nothing else takes up space"
+    assert newest_whole(root) == root / "step_00000004"
+    trainer.save()
+    assert newest_whole(root) == root / "step_00000004"
+
+
+@pytest.mark.parametrize("operation", ["save_file", "_fsync", "json.dumps", "os.rename", "os.mkdir"])
+def test_no_space_left_is_an_error_that_names_the_place(
+    operation: str, a_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = resumed(a_run)
+    trainer.save()
+    root = a_run / "checkpoints"
+    before = names(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"trainkit.trainer.checkpoint.{operation}", full_disk)
+        with pytest.raises(CheckpointError, match=rf"under {root}: .*No space left on device") as caught:
+            trainer.save()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert names(root) == before
+    assert newest_whole(root) == root / "step_00000004"
+
+
+def test_a_place_that_cannot_be_made_is_an_error_that_names_it(a_run: Path, tmp_path: Path) -> None:
+    trainer = resumed(a_run)
+    trainer.load(a_run)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "a" / "b", Path("/proc/checkpoints")):
+        with pytest.raises(CheckpointError, match=f"cannot save a checkpoint under {place}: "):
+            trainer.save(place)
+
+
+def test_training_that_could_not_save_resumes_from_what_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = tiny_trainer("ppo", tmp_path / "straight", **CHANGES)
+    straight.learn()
+
+    class FillsUp:
+        @trainkit.hookimpl
+        def on_step(self, step: int) -> None:
+            if step == 3:
+                monkeypatch.setattr(checkpoint, "save_file", full_disk)
+
+    stopped = tiny_trainer("ppo", tmp_path / "stopped", callbacks=[FillsUp()], **CHANGES)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        stopped.learn()
+    monkeypatch.undo()
+    again = resumed(tmp_path / "stopped")
+    again.learn()
+    assert_same_weights(weights(again), weights(straight))
+
+
+# -------------------------------------------------------------------------------------- reward functions that fail
+
+
+def test_a_reward_function_that_raises_leaves_a_run_that_resumes_to_the_bit_equal_end(tmp_path: Path) -> None:
+    """C1: one collection of 16 in two calls is trained on for two steps; the fifth call is step 5's."""
+    changes = {"method__ppo_epochs": 1, "train__save_interval": 1, "train__total_steps": 6}
+    straight = tiny_trainer("ppo", tmp_path / "straight", **changes)
+    straight.learn()
+    calls: list[int] = []
+
+    def fails_once(**given_: Any) -> list[float]:
+        calls.append(len(calls))
+        if len(calls) == 5:
+            raise TimeoutError("the judge is away")
+        return count_first_letters(**given_)
+
+    stopped = tiny_trainer("ppo", tmp_path / "stopped", **changes)
+    stopped.reward_fn = fails_once
+    with pytest.raises(RewardError, match=r"fails_once .* raised TimeoutError: the judge is away"):
+        stopped.learn()
+    path = newest_whole(tmp_path / "stopped" / "checkpoints")
+    assert path is not None
+    assert path.name == "step_00000004"
+    saved = {name.removeprefix("model."): t for name, t in read_state(path, "model").items()}
+    assert_same_weights(saved, {k.removeprefix("model."): v for k, v in weights(stopped).items()})
+    again = tiny_trainer("ppo", tmp_path / "stopped", **changes, train__resume="auto")
+    again.reward_fn = fails_once
+    again.learn()
+    assert_same_weights(weights(again), weights(straight))
+
+
+# ---------------------------------------------------------------------------------------------------------- best/
+
+
+class Remember:
+    """The weights after each step."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, dict[str, Tensor]] = {}
+
+    @trainkit.hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        self.at[0] = weights(trainer)
+
+    @trainkit.hookimpl
+    def on_step(self, trainer: Any, step: int) -> None:
+        self.at[step] = weights(trainer)
+
+
+def trained_with_rewards(run_dir: Path, rewards: list[float], **changes: Any) -> Remember:
+    """A run whose evaluation after step n gives ``rewards[n]``."""
+    seen = Remember()
+    trainer = tiny_trainer(
+        "ppo", run_dir, callbacks=[seen], train__eval_interval=1, train__total_steps=len(rewards) - 1, **changes
+    )
+    trainer.reward_fn = lambda outputs, **_: [rewards[trainer.progress.step]] * len(outputs)
+    trainer.learn()
+    return seen
+
+
+def best(run_dir: Path) -> dict[str, Tensor]:
+    """What transformers reads from the export."""
+    return AutoModelForCausalLM.from_pretrained(run_dir / "best").state_dict()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "winner"),
+    [
+        ([0.0, 3.0, 1.0, 2.0], 1),
+        ([0.0, 1.0, 2.0, 3.0], 3),
+        ([2.0, 1.0, 2.0, 2.0], 0),
+        ([-5.0, -4.0, -4.5, -4.0], 1),
+    ],
+    ids=["early", "last", "first, not its equals", "negative"],
+)
+def test_best_is_the_export_of_the_highest_evaluation(rewards: list[float], winner: int, tmp_path: Path) -> None:
+    seen = trained_with_rewards(tmp_path, rewards, train__save_best=True)
+    expected = {k.removeprefix("model."): v for k, v in seen.at[winner].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path), expected)
+
+
+def test_best_is_judged_at_the_first_value_of_a_sweep(tmp_path: Path) -> None:
+    """S-33: at the first value the second evaluation is the best, at the other the last."""
+    rewards = {1: [0.0, 3.0, 1.0, 2.0], 6: [0.0, 1.0, 2.0, 3.0]}  # by the longest response and step
+    seen = Remember()
+    trainer = tiny_trainer(
+        "ppo", tmp_path, callbacks=[seen], rollout__eval_kwargs={"max_new_tokens": [1, 6]}, train__eval_interval=1,
+        train__total_steps=3, train__save_best=True,
+    )  # fmt: skip
+
+    def judge(outputs: list[str], **_: Any) -> list[float]:
+        longest = 1 if max(map(len, outputs)) <= 1 else 6
+        return [rewards[longest][trainer.progress.step]] * len(outputs)
+
+    trainer.reward_fn = judge
+    trainer.learn()
+    expected = {k.removeprefix("model."): v for k, v in seen.at[1].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path), expected)
+
+
+def test_without_save_best_there_is_none(tmp_path: Path) -> None:
+    trained_with_rewards(tmp_path, [0.0, 1.0])
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_resumed_run_remembers_the_best_so_far(tmp_path: Path) -> None:
+    seen = trained_with_rewards(tmp_path, [0.0, 3.0], train__save_best=True, train__save_interval=1)
+    trained_with_rewards(
+        tmp_path, [9.0, 9.0, 1.0, 2.0], train__save_best=True, train__save_interval=1, train__resume="auto"
+    )
+    expected = {k.removeprefix("model."): v for k, v in seen.at[1].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path), expected)
+
+
+def test_a_checkpoint_holds_the_heads_and_an_export_too(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, train__save_interval=1, train__total_steps=1)
+    trainer.learn()
+    assert isinstance(trainer.unwrapped, CausalPolicy)
+    saved = read_state(tmp_path / "checkpoints" / "step_00000001", "model")
+    assert_same_weights(saved, weights(trainer))

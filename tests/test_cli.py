@@ -1,0 +1,336 @@
+"""The command line: thin, light, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import trainkit
+from trainkit import TRLConfig, available_trainers, cli, default_config, plugins
+from trainkit.errors import ConfigError, DataError
+
+TASK = """
+from trainkit.testing import character_tokenizer
+
+def online(seed):
+    print("seed", seed)
+    return {
+        "reward_fn": lambda outputs, **_: [float(o.count("a")) for o in outputs],
+        "prompts": ["a", "b"],
+        "tokenizer": character_tokenizer("abc"),
+    }
+
+def bare():
+    return {"tokenizer": character_tokenizer("abc")}
+
+def letters(outputs, **_):
+    return [float(len(o)) for o in outputs]
+
+def wrong_type(): return [1]
+def wrong_name(): return {"promts": []}
+def demanding(path, seed): return {}
+"""
+CONFIG = """
+method: ppo
+model: {model_path: {model_type: gpt2, vocab_size: 5, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 16,
+                     bos_token_id: null, eos_token_id: null}}
+rollout: {max_new_tokens: 4, num_rollouts: 4}
+train: {batch_size: 4, total_steps: 2, trackers: []}
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a config and a task, where commands run."""
+    (tmp_path / "task_for_cli.py").write_text(TASK, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def fails(*arguments: str, code: int = 1) -> str:
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+# --------------------------------------------------------------------------------------------------------- light
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["plugins"], ["train", "--help"], ["examples", "list"]]
+)
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    script = f"""
+        import sys
+        from trainkit import cli
+        sys.argv = ["trainkit", *{arguments!r}]
+        try:
+            cli.main()
+        except SystemExit as end:
+            assert not end.code, end.code
+        heavy = {{"torch", "transformers", "accelerate", "numpy", "yaml", "trainkit_ppo", "trainkit_sft", "networkx"}}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_version_is_the_packages() -> None:
+    assert call("--version").stdout == f"trainkit {trainkit.__version__}\n"
+    assert trainkit.__version__ == metadata.version("trainkit")
+
+
+# ------------------------------------------------------------------------------------------------------- plugins
+
+
+def test_plugins_lists_what_is_installed() -> None:
+    listed = {row["name"]: row for row in json.loads(call("plugins", "--json").stdout)}
+    assert listed["ppo"] == {
+        "name": "ppo",
+        "distribution": "trainkit-ppo",
+        "version": metadata.version("trainkit-ppo"),
+        "module": "trainkit_ppo",
+        "duplicate": False,
+    }
+    table = call("plugins").stdout.splitlines()
+    assert table[0].split() == ["name", "distribution", "version", "module"]
+    assert [line.split()[0] for line in table[1:]] == list(listed)
+
+
+def test_plugins_marks_a_name_that_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [plugins.PluginInfo("x", "one", "dist-one", "1"), plugins.PluginInfo("x", "two", "dist-two", "2")]
+    monkeypatch.setattr(plugins, "discover", lambda: twice)
+    assert [row["duplicate"] for row in json.loads(call("plugins", "--json").stdout)] == [True, True]
+    assert call("plugins").stdout.count("taken twice") == 2
+
+
+# -------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize("method", [plugin.name for plugin in plugins.discover()])
+def test_config_prints_yaml_that_reads_back_equal(method: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(call("config", method).stdout, encoding="utf-8")
+    loaded: TRLConfig[Any] = TRLConfig.load_yaml(tmp_path / "c.yaml")
+    assert loaded == default_config(method)
+    assert loaded.to_dict() == default_config(method).to_dict()
+
+
+def test_config_describes_every_field_above_it() -> None:
+    lines = call("config", "ppo").stdout.splitlines()
+    config = default_config("ppo")
+    for section, field in type(config).model_fields.items():
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{section}:"))
+        assert lines[at - 1] == f"# {field.description}"
+        for name, inner in getattr(type(getattr(config, section)), "model_fields", {}).items():
+            below = next(i for i in range(at, len(lines)) if lines[i].startswith(f"  {name}:"))
+            above = next(i for i in range(below - 1, at - 1, -1) if not lines[i].startswith("  # "))
+            comment = " ".join(line.removeprefix("  # ") for line in lines[above + 1 : below])
+            assert comment == " ".join((inner.description or "").split())
+
+
+def test_config_keeps_nested_values_as_they_are(tmp_path: Path) -> None:
+    kwargs = {"betas": [0.9, 0.95], "name": {"lr": "a: b # c"}, "long": "word " * 40}
+    config = default_config("ppo").evolve(optimizer={"kwargs": kwargs}, plugins=["sft"])
+    (tmp_path / "c.yaml").write_text(cli.annotated_yaml(config), encoding="utf-8")
+    assert TRLConfig.load_yaml(tmp_path / "c.yaml") == config
+
+
+def test_config_of_an_unknown_method_lists_the_choices() -> None:
+    message = fails("config", "pppo")
+    assert "did you mean 'ppo'?" in message
+    assert all(name in message for name in available_trainers())
+
+
+# --------------------------------------------------------------------------------------------------------- train
+
+
+def test_train_runs_a_task_with_overrides_and_the_configs_seed(work: Path) -> None:
+    result = call("train", "run.yaml", "train.seed=7", "train.run_dir=out", "--task", "task_for_cli.py:online")
+    assert result.exit_code == 0, result.output
+    assert "seed 7" in result.stdout
+    assert "step 2/2  done" in result.stdout
+    assert TRLConfig.load_yaml(work / "out" / "config.yaml").train.seed == 7
+    assert (work / "out" / "model" / "model.safetensors").exists()
+
+
+def test_train_takes_data_and_reward_from_flags_and_modules_from_the_working_directory(work: Path) -> None:
+    (work / "prompts.jsonl").write_text('{"prompt": "a", "column": 1}\n"b"\n', encoding="utf-8")
+    (work / "eval.txt").write_text("c\nab\n", encoding="utf-8")
+    flags = ["--task", "task_for_cli:bare", "--reward-fn", "task_for_cli.py:letters"]
+    files = ["--prompts", "prompts.jsonl", "--eval-prompts", "eval.txt"]
+    result = call("train", "run.yaml", "train.run_dir=out", *flags, *files)
+    assert result.exit_code == 0, result.output
+    samples = [json.loads(line) for line in (work / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {s["prompt"] for s in samples if s["kind"] == "evaluation"} == {"c", "ab"}
+    assert {s["prompt"] for s in samples if s["kind"] == "rollout"} <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.yaml"], "cannot read the config 'missing.yaml'"),
+        (["run.yaml", "method.name=pppo"], "did you mean 'ppo'?"),
+        (["run.yaml", "trian.seed=2"], "did you mean 'train'?"),
+        (["run.yaml", "train.sed=2"], "train.sed: unknown field; did you mean 'seed'?"),
+        (["run.yaml", "train.seed"], "an override is section.field=value"),
+        (["run.yaml", "train.seed=[1"], "'train.seed=[1' is not valid YAML"),
+        (["run.yaml", "train.seed=x"], "train.seed: should be a valid integer"),
+        (
+            ["run.yaml", "train.trackers=[tensorbord]", "--task", "task_for_cli.py:online"],
+            "did you mean 'tensorboard'?",
+        ),
+        (["run.yaml", "--task", "nowhere.py:online"], "there is no file 'nowhere.py'"),
+        (["run.yaml", "--task", "nowhere_at_all:online"], "the module 'nowhere_at_all', which is not found"),
+        (["run.yaml", "--task", "task_for_cli.py"], "write FILE.py:FUNCTION or module:FUNCTION"),
+        (["run.yaml", "--task", "task_for_cli.py:onlin"], "no function 'onlin'; did you mean 'online'?"),
+        (["run.yaml", "--task", "task_for_cli.py:wrong_type"], "return a dict of arguments of trainkit.train"),
+        (["run.yaml", "--task", "task_for_cli.py:wrong_name"], "did you mean 'prompts'?"),
+        (["run.yaml", "--task", "task_for_cli.py:demanding"], "cannot be called without path"),
+        (["run.yaml", "--task", "broken_for_cli.py:f"], "ZeroDivisionError"),
+        (["run.yaml", "--prompts", "data.csv"], ".jsonl (an object or a string a line) or .txt"),
+        (["run.yaml", "--prompts", "missing.txt"], "cannot read missing.txt"),
+        (["run.yaml", "--prompts", "bad.jsonl"], "bad.jsonl, line 2: not JSON"),
+        (["run.yaml"], "there is nothing to learn from"),
+    ],
+)
+def test_train_explains_bad_inputs(work: Path, arguments: list[str], says: str) -> None:
+    (work / "broken_for_cli.py").write_text("1 / 0", encoding="utf-8")
+    (work / "bad.jsonl").write_text('"a"\nb\n', encoding="utf-8")
+    assert says in fails("train", *arguments)
+    assert not (work / "runs").exists()
+
+
+def test_a_config_cannot_name_code(work: Path) -> None:
+    with (work / "run.yaml").open("a", encoding="utf-8") as file:
+        file.write("\ntask: task_for_cli.py:online\n")
+    assert "task: unknown field" in fails("train", "run.yaml")
+    (work / "run.yaml").write_text("method: !!python/object/apply:os.getcwd []", encoding="utf-8")
+    assert "not valid YAML" in fails("train", "run.yaml")
+
+
+def test_wrong_usage_exits_with_2() -> None:
+    assert "Missing argument" in fails("train", code=2)
+    assert "No such option" in fails("train", "x.yaml", "--tsak", "y", code=2)
+
+
+def test_an_error_shows_its_traceback_when_asked(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("--traceback", "train", "missing.yaml")
+    assert isinstance(result.exception, ConfigError)
+    monkeypatch.setenv("TRAINKIT_TRACEBACK", "1")
+    assert isinstance(call("train", "missing.yaml").exception, ConfigError)
+
+
+def test_an_error_message_cannot_control_the_terminal(work: Path) -> None:
+    (work / "evil.py").write_text(r"raise ValueError('\x1b[31m\x07')", encoding="utf-8")
+    result = call("train", "run.yaml", "--task", "evil.py:f")
+    assert result.exit_code == 1
+    assert "\x1b" not in result.stderr
+    assert "\x07" not in result.stderr
+
+
+def test_interrupting_exits_with_130(work: Path) -> None:
+    (work / "slow.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(60)", encoding="utf-8")
+    command = [sys.executable, "-m", "trainkit.cli", "train", "run.yaml", "--task", "slow.py:f"]
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+# ---------------------------------------------------------------------------------------------------------- code
+
+
+def test_a_file_is_imported_once_and_does_not_hide_installed_modules(work: Path) -> None:
+    (work / "json.py").write_text("value = 1\ndef f(): return value", encoding="utf-8")
+    assert cli.load_function("json.py:f") is cli.load_function(str(work / "json.py:f"))
+    assert cli.load_function("json.py:f")() == 1
+    assert hasattr(sys.modules["json"], "dumps")
+
+
+def test_a_file_can_import_its_neighbours(work: Path) -> None:
+    (work / "folder").mkdir()
+    (work / "folder" / "neighbour_for_cli.py").write_text("value = 3", encoding="utf-8")
+    (work / "folder" / "main_for_cli.py").write_text("from neighbour_for_cli import value\ndef f(): return value")
+    assert cli.load_function("folder/main_for_cli.py:f")() == 3
+
+
+def test_data_files_keep_every_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
+    assert cli.read_data(tmp_path / "a.txt") == ["one", "", "two\u2028lines"]
+    (tmp_path / "a.jsonl").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
+    assert cli.read_data(tmp_path / "a.jsonl") == ["one", {"prompt": "p"}]
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        cli.read_data(tmp_path / "b.txt")
+
+
+# ------------------------------------------------------------------------------------------------------ examples
+
+
+def test_examples_list_shows_each_with_its_first_line() -> None:
+    listed = call("examples", "list").stdout
+    assert "randomwalks  Random walks:" in listed
+    assert set(cli.find_examples()) == {line.split()[0] for line in listed.splitlines()}
+
+
+def test_examples_are_found_inside_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "trainkit" / "_examples" / "one"
+    folder.mkdir(parents=True)
+    (folder / "run.py").write_text('"""About one."""\ndef main(argv): print("got", argv)', encoding="utf-8")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "trainkit" / "cli.py"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert call("examples", "list").stdout == "one  About one.\n"
+    assert call("examples", "run", "one", "--seed", "2", "--help").stdout == "got ['--seed', '2', '--help']\n"
+    assert "did you mean 'one'?" in fails("examples", "run", "ones")
+
+
+def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.py").write_text("import no_such_package_at_all", encoding="utf-8")
+    monkeypatch.setattr(cli, "find_examples", lambda: {"one": tmp_path / "run.py"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    message = fails("examples", "run", "one")
+    assert "'no_such_package_at_all'" in message
+    assert "pip install 'trainkit[examples]'" in message
+
+
+def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run_dir = tmp_path / "walks"
+    result = call("examples", "run", "randomwalks", "--steps", "1", "--sft-epochs", "1", "--run-dir", str(run_dir))
+    assert result.exit_code == 0, result.output
+    evaluations = [
+        json.loads(line)["eval/optimality"]
+        for line in (run_dir / "ppo" / "metrics.jsonl").read_text().splitlines()
+        if "eval/optimality" in line
+    ]
+    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
+    assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
+    assert f"tensorboard --logdir {run_dir}" in result.stdout
+    assert result.stdout.count("a walk from") == 3

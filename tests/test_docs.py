@@ -1,0 +1,352 @@
+"""The documents are true: their code runs, their configurations load, and what they name is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import typer.main
+
+import trainkit
+from trainkit import hookspecs, registry
+from trainkit.cli import app
+from trainkit.config import TRLConfig, parse_yaml
+from trainkit.plugins import discover
+from trainkit.testing.trainers import tiny_trainer
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *PAGES,
+    *PLUGIN_READMES,
+    ROOT / "examples/README.md",
+]
+SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+
+
+# ------------------------------------------------------------------------------------------------ reading Markdown
+
+
+class Block(NamedTuple):
+    language: str
+    line: int
+    text: str
+
+
+class Table(NamedTuple):
+    header: str
+    rows: list[list[str]]
+
+    @property
+    def names(self) -> list[str]:
+        """The code spans of the first column."""
+        return [span for row in self.rows for span in spans(row[0])]
+
+
+def blocks(document: Path, language: str) -> list[Block]:
+    """The fenced blocks of one language, each with the line it starts after."""
+    text = document.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(m[1], text.count("\n", 0, m.start(2)), m[2]) for m in found if m[1] == language]
+
+
+def prose(document: Path) -> str:
+    """The document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def tables(document: Path) -> list[Table]:
+    """Every table: what stands in its first header cell, and its rows."""
+    found = []
+    for lines in re.findall(r"(?:^\|.*\|\n)+", prose(document) + "\n", flags=re.MULTILINE):
+        header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
+        found.append(Table(header[0].strip("`"), rows))
+    return found
+
+
+def tables_about(start: str) -> Iterator[tuple[Path, Table]]:
+    """The tables, of all documents, whose first header cell is a dotted name that begins so."""
+    for document in DOCUMENTS:
+        yield from ((document, table) for table in tables(document) if table.header.startswith(start))
+
+
+def resolve(path: str) -> Any:
+    """What a dotted path names, importing what has to be imported."""
+    found: Any = importlib.import_module(path.split(".")[0])
+    for at, part in enumerate(path.split(".")[1:], start=1):
+        if not hasattr(found, part) and isinstance(found, ModuleType):
+            importlib.import_module(".".join(path.split(".")[: at + 1]))
+        found = getattr(found, part)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the code runs
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Any]]:
+    """``execute(document)``: its Python blocks in order, in one module and an empty directory. Trainers go again."""
+    monkeypatch.chdir(tmp_path)
+    for name in trainkit.available_trainers():
+        trainkit.get_trainer(name)  # a module registers once in a process, so not in the copy that goes afterwards
+    monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
+
+    def execute(document: Path) -> Any:
+        module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        for block in blocks(document, "python"):
+            source = "\n" * block.line + block.text  # so that tracebacks show the document's lines
+            exec(compile(source, str(document), "exec", dont_inherit=True), vars(module))
+        return module
+
+    before = set(sys.modules)
+    yield execute
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_the_readme_runs_and_its_models_learn_what_it_says(execute: Callable[[Path], Any]) -> None:
+    found = execute(README)
+    assert found.trainer.evaluate()["eval/reward"] > 6  # of 8 letters; about 1 before training
+    assert found.tuned.generate(["a", "b", "c", "d"], temperature=0).outputs == ["bcd", "cde", "def", "efg"]
+    assert found.player.progress.step == 3 * 4 * 2  # collections, PPO epochs, batches of 12 in 24
+    assert (Path("played") / "model.safetensors").is_file()
+    assert type(found.reinforced) is found.ReinforceTrainer is trainkit.get_trainer("reinforce")
+    assert found.reinforced.evaluate()["eval/reward"] > 6
+
+
+@pytest.mark.parametrize("document", [page for page in PAGES if page.stem != "plugins"], ids=name_of)
+def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
+    assert blocks(document, "python")
+    execute(document)
+
+
+def test_the_page_about_plugins_runs_and_its_algorithm_prefers_what_was_rewarded(
+    execute: Callable[[Path], Any],
+) -> None:
+    found = execute(ROOT / "docs/plugins.md")
+    outputs = found.trainer.generate(["a"] * 40).outputs
+    assert outputs.count("b") > 2 * outputs.count("c")
+
+
+@pytest.mark.parametrize("document", [README, ROOT / "docs/plugins.md"], ids=name_of)
+def test_plugin_examples_work_as_distributions(
+    document: Path, execute: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their module and the entry point of their pyproject.toml, laid out as an installer leaves them."""
+    (toml,) = blocks(document, "toml")
+    project = tomllib.loads(toml.text)["project"]
+    ((name, module),) = project["entry-points"]["trainkit"].items()
+    (source,) = (b.text for b in blocks(document, "python") if f'@register_trainer("{name}")' in b.text)
+    (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
+    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "entry_points.txt").write_text(f"[trainkit]\n{name} = {module}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+
+    assert [(p.distribution, p.module) for p in discover() if p.name == name] == [(project["name"], module)]
+    trainer = tiny_trainer(name, tmp_path / "run")
+    before = {k: v.clone() for k, v in trainer.unwrapped.state_dict().items()}
+    trainer.learn()
+    assert type(trainer).__module__ == module
+    assert trainer.progress.step == 6
+    assert any(not v.equal(before[k]) for k, v in trainer.unwrapped.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------- configurations and commands
+
+
+def whole_configs() -> list[Any]:
+    found = [(d, b) for d in DOCUMENTS for b in blocks(d, "yaml") if re.search(r"^method:", b.text, flags=re.MULTILINE)]
+    return [pytest.param(b.text, id=f"{name_of(d)}:{b.line}") for d, b in found]
+
+
+@pytest.mark.parametrize("text", whole_configs())
+def test_whole_configurations_load(text: str) -> None:
+    config = TRLConfig.from_dict(parse_yaml(text))
+    assert TRLConfig.from_dict(parse_yaml(str(config))) == config
+
+
+@every_document
+def test_settings_that_are_named_exist(document: Path) -> None:
+    for span in spans(prose(document)):
+        if match := re.match(rf"({'|'.join(SECTIONS)})\.(\w+)", span):
+            section = TRLConfig.model_fields[match[1]].annotation
+            known = {"name"} if match[1] == "method" else section.model_fields
+            assert match[2] in known, span
+
+
+def test_the_table_of_sections_is_complete() -> None:
+    (table,) = (table for table in tables(ROOT / "docs/config.md") if table.header == "section")
+    named = {row[0].strip("`"): spans(row[1]) for row in table.rows}
+    assert list(named) == list(TRLConfig.model_fields)
+    for section in set(SECTIONS) - {"method"}:
+        assert resolve(named[section][0]) is TRLConfig.model_fields[section].annotation
+
+
+@every_document
+def test_commands_exist_with_their_options(document: Path) -> None:
+    shown = "".join(block.text for language in ("console", "") for block in blocks(document, language))
+    lines = shown.replace("\\\n", " ").splitlines() + spans(prose(document))
+    for line in (line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?trainkit ", line)):
+        words = shlex.split(line, comments=True)[1:]
+        command: Any = typer.main.get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+        own = words if command.name != "run" else []  # what follows an example's name is the example's
+        assert {word for word in own if word.startswith("--")} <= known, line
+        assert not hasattr(command, "commands") or set(words) <= known, line
+
+
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    texts = (document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    named = {name for text in texts for name in re.findall(r"(?:^\$ |`)make ([\w-]+)", text, flags=re.MULTILINE)}
+    assert {"demo", "test"} <= named <= set(targets)
+
+
+# ------------------------------------------------------------------------------------------------ names and links
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", prose(document))
+    missing = [link for link in links if not link.startswith("http") and not (document.parent / link).exists()]
+    assert missing == []
+
+
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    places = "trainkit|plugins|examples|docs|tests|benchmarks"
+    named = [span for span in spans(prose(document)) if re.fullmatch(rf"({places})/[\w./]*", span)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@every_document
+def test_dotted_names_exist(document: Path) -> None:
+    for span in spans(prose(document)):
+        match = re.match(r"trainkit(?:_\w+)?(?:\.\w+)+", span)
+        if match and not span.endswith(".py"):
+            resolve(match[0])
+
+
+@every_document
+def test_what_a_trainer_is_said_to_have_it_has(document: Path, tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    for span in spans(prose(document)):
+        if match := re.match(r"trainer\.(\w+)", span):
+            assert hasattr(trainer, match[1]), span
+
+
+def test_the_contract_names_what_exists(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    listed = [name for _, table in tables_about("trainkit.AccelerateRLTrainer") for name in table.names]
+    assert [name for name in listed if not hasattr(trainer, name)] == []
+    abstract = trainkit.BaseRLTrainer.__abstractmethods__ - {"learn"}
+    pockets = {"experience", "prepare_experience", "after_step", "state_dict", "load_state_dict"}
+    assert abstract | pockets | {"inputs", "passes", "needs_reference"} <= set(listed)
+    for path, cls in (("trainkit.MethodConfig", trainkit.MethodConfig), ("trainkit.Batch", trainkit.Batch)):
+        ((_, table),) = tables_about(path)
+        assert all(hasattr(cls, name) for name in table.names)
+
+
+def test_the_table_of_hooks_is_complete() -> None:
+    ((_, table),) = tables_about("trainkit.hookspecs")
+    specified = {name for name, value in vars(hookspecs).items() if hasattr(value, "trainkit_spec")}
+    assert set(table.names) == specified
+
+
+@pytest.mark.parametrize("name", trainkit.__all__)
+def test_public_names_resolve_and_are_described(name: str) -> None:
+    value = getattr(trainkit, name)
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
+        assert vars(value).get("__doc__") or value.__doc__
+    else:
+        assert name in documented_assignments(importlib.import_module(trainkit._HOMES[name]))
+
+
+def documented_assignments(module: ModuleType) -> set[str]:
+    """Names of a module that are assigned and then described by a string."""
+    body = ast.parse(inspect.getsource(module)).body
+    return {
+        target.id
+        for statement, after in pairwise(body)
+        if isinstance(statement, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+# ------------------------------------------------------------------------------------------------- the algorithms
+
+
+def test_the_readme_calls_ready_what_is_there() -> None:
+    (table,) = (table for table in tables(README) if table.header == "name")
+    ready = {name for row in table.rows if row[-1] == "ready" for name in spans(row[0])}
+    assert ready == {path.parent.name for path in PLUGIN_READMES}
+
+
+@pytest.mark.parametrize("document", PLUGIN_READMES, ids=name_of)
+def test_a_plugins_settings_are_listed_with_their_defaults(document: Path) -> None:
+    method = trainkit.get_trainer(document.parent.name).method_class
+    (table,) = (table for table in tables(document) if table.header.startswith("trainkit_"))
+    assert resolve(table.header) is method
+    listed = {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in table.rows}
+    assert listed == {name: field.default for name, field in method.model_fields.items()}
+
+
+@pytest.mark.parametrize("document", PLUGIN_READMES, ids=name_of)
+def test_a_plugins_suggestions_are_listed(document: Path) -> None:
+    name = document.parent.name
+    listed: dict[str, dict[str, Any]] = {}
+    for section, field, value in re.findall(r"`(\w+)\.(\w+): ([^`]+)`", prose(document)):
+        listed.setdefault(section, {})[field] = parse_yaml(value)
+    assert listed == trainkit.get_trainer(name).method_class.section_defaults
+
+
+@pytest.mark.parametrize("document", PLUGIN_READMES, ids=name_of)
+def test_a_plugins_metrics_are_listed(document: Path, tmp_path: Path) -> None:
+    trainer = tiny_trainer(document.parent.name, tmp_path)
+    trainer.learn()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    logged = {name for line in lines for name in line if not re.match(r"step$|time/|train/|eval/", name)}
+    listed = {name for table in tables(document) for name in table.names if "/" in name}
+    assert listed == logged - ({"loss/total"} - listed)
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert first is not None
+    assert first[1] == trainkit.__version__

@@ -1,0 +1,497 @@
+"""Rows, prompts and samples: a stream that one integer describes, and ids with BOS once, EOS once, nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from trainkit.data import Row
+from trainkit.errors import DataError
+from trainkit.pipeline import Pipeline, PromptEncoder, encode_sample, prompt_rows, sample_rows
+from trainkit.testing import EOS, character_tokenizer
+
+BOS = "<bos>"
+LETTERS = "abcdef"
+
+
+def numbered(count: int) -> list[Row]:
+    return [{"prompt": str(i)} for i in range(count)]
+
+
+def indices(rows: list[Row]) -> list[int]:
+    return [int(row["prompt"]) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------ Pipeline.take
+
+
+@given(st.integers(1, 12), st.integers(0, 1000), st.integers(0, 3))
+def test_every_epoch_gives_each_row_once(count: int, seed: int, epoch: int) -> None:
+    pipeline = Pipeline(numbered(count), seed=seed)
+    assert sorted(indices(pipeline.take(epoch * count, count))) == list(range(count))
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 40), st.integers(0, 20))
+def test_the_stream_goes_on_from_any_integer(count: int, start: int, first: int, second: int) -> None:
+    """Across epoch boundaries too, and also by a pipeline that has been asked for nothing before."""
+    pipeline = Pipeline(numbered(count), seed=3)
+    whole = Pipeline(numbered(count), seed=3).take(start, first + second)
+    assert pipeline.take(start, first) + pipeline.take(start + first, second) == whole
+    assert Pipeline(numbered(count), seed=3).take(start + first, second) == whole[first:]
+
+
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 24), st.integers(1, 5))
+def test_shards_partition_the_stream(count: int, start: int, amount: int, world: int) -> None:
+    pipeline = Pipeline(numbered(count), seed=3)
+    whole = pipeline.take(start, amount)
+    shards = [Pipeline(numbered(count), seed=3).take(start, amount, rank=r, world=world) for r in range(world)]
+    assert [shards[i % world][i // world] for i in range(amount)] == whole
+    assert sum(map(len, shards)) == amount
+
+
+def test_take_across_the_end_of_an_epoch_is_the_end_of_one_and_the_beginning_of_the_next() -> None:
+    pipeline = Pipeline(numbered(5), seed=1)
+    assert indices(pipeline.take(3, 4)) == [*pipeline.order(0)[3:], *pipeline.order(1)[:2]]
+    orders = [pipeline.order(epoch) for epoch in range(4)]
+    assert indices(pipeline.take(4, 12)) == [orders[0][4], *orders[1], *orders[2], orders[3][0]]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = [tuple(Pipeline(numbered(50), seed=seed).order(epoch)) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    assert len(set(orders)) == 9
+    assert tuple(range(50)) not in orders
+
+
+def test_order_does_not_depend_on_what_was_drawn_before_nor_on_global_generators() -> None:
+    fresh = Pipeline(numbered(30), seed=4).order(2)
+    used = Pipeline(numbered(30), seed=4)
+    used.take(0, 100)
+    torch.rand(3)
+    assert used.order(2) == fresh
+
+
+def test_without_shuffling_every_epoch_keeps_the_given_order() -> None:
+    assert indices(Pipeline(numbered(3), seed=7, shuffle=False).take(1, 6)) == [1, 2, 0, 1, 2, 0]
+
+
+def test_order_is_the_same_in_every_process() -> None:
+    """S-30: string hashes, which differ between processes, have no part in it."""
+    code = "from trainkit.pipeline import Pipeline; p = Pipeline(range(20), seed=5); print(p.order(0), p.order(7))"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    here = Pipeline(range(20), seed=5)
+    assert found == [f"{here.order(0)} {here.order(7)}\n"] * 2
+
+
+def test_a_dataset_is_read_row_by_row_as_rows_are_taken() -> None:
+    class Counted:
+        """A dataset that notes what is read."""
+
+        def __init__(self, dataset: Dataset) -> None:
+            self.dataset, self.read = dataset, []
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> Row:
+            self.read.append(index)
+            return self.dataset[index]
+
+    rows = Counted(Dataset.from_list(numbered(100)))
+    pipeline = Pipeline(rows, seed=2)
+    assert rows.read == []
+    taken = pipeline.take(98, 4)
+    assert rows.read == [*pipeline.order(0)[98:], *pipeline.order(1)[:2]]
+    assert taken == [{"prompt": str(i)} for i in rows.read]
+
+
+def test_a_pipeline_over_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="no rows to train on; give at least one"):
+        Pipeline([])
+
+
+# -------------------------------------------------------------------------------------------------- prompt_rows
+
+
+def test_prompts_may_be_strings_dicts_or_any_finite_iterable_of_them() -> None:
+    mixed = ["a", {"prompt": "b", "answer": 7}]
+    expected = [{"prompt": "a"}, {"prompt": "b", "answer": 7}]
+    assert prompt_rows(mixed) == expected
+    assert prompt_rows(tuple(mixed)) == expected
+    assert prompt_rows(iter(mixed)) == expected
+    assert prompt_rows(Dataset.from_list([{"prompt": "b", "answer": 7}])) == expected[1:]
+
+
+def test_the_callers_dicts_are_copied_so_that_rows_can_be_made_twice() -> None:
+    """S-32."""
+    prompts = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+    before = copy.deepcopy(prompts)
+    first = prompt_rows(prompts)
+    for row in first:
+        row.clear()
+    assert prompts == before
+    assert prompt_rows(prompts) == before
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "nothing": ([], "prompts is empty; give at least one"),
+    "a lone string": ("abc", r"prompts should be a list .*'abc'.*Write \[prompt\]"),
+    "a lone dict": ({"prompt": "a"}, r"prompts should be a list .*Write \[prompt\]"),
+    "an empty prompt": (["a", ""], "prompt 1 is empty"),
+    "an empty prompt in a dict": ([{"prompt": ""}], "prompt 0 is empty"),
+    "None": (["a", "b", None], r"prompt 2 should be a string.*None \(NoneType\)"),
+    "None in a dict": ([{"prompt": None}], r"prompt 0 should be a string.*None \(NoneType\)"),
+    "an int": (["a", 7], r"prompt 1 should be a string.*7 \(int\)"),
+    "a list": (["a", ["b"]], r"prompt 1 should be a string.*\['b'\] \(list\)"),
+    "bytes": ([b"a"], r"prompt 0 should be a string.*b'a' \(bytes\)"),
+    "half a surrogate pair": (["a", "b\ud800"], "prompt 1 holds a character that is no text"),
+    "another key": ([{"prompt": "a"}, {"text": "b"}], "prompt 1 is a dict without the key 'prompt'"),
+    "a column that functions could not tell": (
+        ["a", {"prompt": "b", "outputs": ["c"]}],
+        "prompt 1 has a column 'outputs'.*rename the column",
+    ),
+}
+
+
+@pytest.mark.parametrize(("prompts", "said"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_prompt_that_cannot_be_used_is_one_error_that_names_its_index(prompts: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        prompt_rows(prompts)
+
+
+@given(st.text(max_size=5))
+def test_every_text_is_a_prompt_and_nothing_else_is(text: str) -> None:
+    if text and not any("\ud800" <= c <= "\udfff" for c in text):
+        assert prompt_rows([text]) == [{"prompt": text}]
+    else:
+        with pytest.raises(DataError, match="prompt 0"):
+            prompt_rows([text])
+
+
+# ------------------------------------------------------------------------------------------------ PromptEncoder
+
+
+def tokenizer(template: str = "$A", *, bos: str | None = BOS, pad: str = "<pad>") -> PreTrainedTokenizerFast:
+    """One token per letter; what the tokenizer adds to a text is what stands around ``$A`` in the template."""
+    made = character_tokenizer(LETTERS, bos_token=bos, pad_token=pad)
+    special = [(token, made.get_vocab()[token]) for token in sorted({bos or EOS, EOS})]
+    made.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return made
+
+
+def ids_of(made: PreTrainedTokenizerFast, *tokens: str) -> list[int]:
+    return [made.get_vocab()[token] for token in tokens]
+
+
+PIECES = st.lists(st.sampled_from([*"abc", BOS, EOS]), min_size=1, max_size=5)
+"""Texts as the tokens they consist of, special ones spelled out."""
+
+
+@given(PIECES, st.sampled_from(["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"]))
+def test_bos_is_added_once_if_the_tokenizer_adds_it_and_eos_never(pieces: list[str], template: str) -> None:
+    """What the text spells out stays; what the tokenizer puts in front stands there once; nothing is appended."""
+    made = tokenizer(template)
+    begins = [BOS] if template.startswith(BOS) and pieces[0] != BOS else []
+    assert PromptEncoder(made, None)("".join(pieces)) == ids_of(made, *begins, *pieces)
+
+
+@given(PIECES, st.sampled_from(["$A", f"{EOS} $A", f"{EOS} $A {EOS}"]))
+def test_a_tokenizer_whose_bos_is_its_eos_is_no_exception(pieces: list[str], template: str) -> None:
+    pieces = [EOS if piece == BOS else piece for piece in pieces]
+    made = tokenizer(template, bos=EOS)
+    begins = [EOS] if template.startswith(EOS) and pieces[0] != EOS else []
+    assert PromptEncoder(made, None)("".join(pieces)) == ids_of(made, *begins, *pieces)
+
+
+def test_a_tokenizer_without_bos_adds_none() -> None:
+    made = tokenizer(f"$A {EOS}", bos=None)
+    assert PromptEncoder(made, None)("abc") == ids_of(made, *"abc")
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    encode = PromptEncoder(tokenizer(f"{BOS} $A {EOS}"), None)
+    assert encode([3, 1, 2]) == [3, 1, 2]
+    assert encode((3, 1, 2)) == [3, 1, 2]
+    assert encode(torch.tensor([3, 1, 2])) == [3, 1, 2]
+    assert encode(torch.tensor([3, 1, 2], dtype=torch.int32)) == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.0, 2.0], torch.tensor([1.0]), torch.tensor([[1, 2]]), ["a"], [None]], ids=lambda value: repr(value)
+)
+def test_what_is_neither_text_nor_ids_is_refused(ids: Any) -> None:
+    with pytest.raises(DataError, match="token ids should be a 1-D integer tensor or a list of int"):
+        PromptEncoder(tokenizer(), None)(ids)
+
+
+def test_no_ids_are_refused() -> None:
+    with pytest.raises(DataError, match=r"the prompt \[\] \(list\) has no tokens"):
+        PromptEncoder(tokenizer(), None)([])
+
+
+@pytest.mark.parametrize("template", ["$A", f"{BOS} $A {EOS}"])
+def test_text_that_the_tokenizer_drops_is_refused_even_if_bos_would_be_left(template: str) -> None:
+    made = tokenizer(template)
+    made.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(DataError, match=r"prompt 1 '  ' \(str\) has no tokens; give text that the tokenizer keeps"):
+        PromptEncoder(made, None).fit(prompt_rows(["a", "  "]))
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_named() -> None:
+    with pytest.raises(DataError, match=r"prompt 1 'axb' \(str\) cannot be encoded by the tokenizer") as caught:
+        PromptEncoder(tokenizer(), None).fit(prompt_rows(["a", "axb"]))
+    assert caught.value.__cause__ is not None
+
+
+# ---------------------------------------------------------------------------------------------- overlong prompts
+
+LONG = prompt_rows(["ab", "abcde", "abc", "fedcba", "abcd"])
+"""Of 2, 5, 3, 6 and 4 tokens."""
+
+
+def test_an_overlong_prompt_is_an_error_that_names_it_and_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"prompt 1 has 5 tokens, and at most 4 .*rollout.overlong_prompts"):
+        PromptEncoder(tokenizer(), 4).fit(LONG)
+
+
+def test_a_prompt_of_exactly_the_budget_fits() -> None:
+    assert PromptEncoder(tokenizer(), 6, "error").fit(LONG) == LONG
+
+
+def test_a_truncated_prompt_keeps_its_tail_and_the_count_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """S-44."""
+    made = tokenizer()
+    encode = PromptEncoder(made, 4, "truncate")
+    with caplog.at_level(logging.WARNING):
+        rows = encode.fit(LONG)
+    assert rows == LONG
+    assert [encode(row["prompt"]) for row in rows] == [
+        ids_of(made, *tail) for tail in ("ab", "bcde", "abc", "dcba", "abcd")
+    ]
+    assert caplog.messages == ["2 of 5 prompts were cut to their end: more than 4 tokens"]
+
+
+def test_dropped_prompts_are_left_out_and_the_count_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        rows = PromptEncoder(tokenizer(), 4, "drop").fit(LONG)
+    assert rows == [LONG[0], LONG[2], LONG[4]]
+    assert caplog.messages == ["2 of 5 prompts were dropped: more than 4 tokens"]
+
+
+@pytest.mark.parametrize("overlong", ["error", "truncate", "drop"])
+def test_nothing_is_logged_when_every_prompt_fits(overlong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert PromptEncoder(tokenizer(), 6, overlong).fit(LONG) == LONG
+    assert caplog.messages == []
+
+
+def test_dropping_every_prompt_is_an_error() -> None:
+    with pytest.raises(DataError, match="all 5 prompts are longer than 1 tokens and were dropped; none is left"):
+        PromptEncoder(tokenizer(), 1, "drop").fit(LONG)
+
+
+@pytest.mark.parametrize("budget", [0, -3])
+def test_truncating_to_no_room_at_all_is_an_error(budget: int) -> None:
+    """A slice from -0 would be the whole prompt, one from 3 its wrong end."""
+    with pytest.raises(DataError, match="max_new_tokens leaves no room for a prompt"):
+        PromptEncoder(tokenizer(), budget, "truncate").fit(LONG)
+
+
+@given(st.text("abc", min_size=1, max_size=9), st.integers(1, 6))
+def test_truncation_gives_the_last_tokens_of_the_whole(text: str, budget: int) -> None:
+    made = tokenizer(f"{BOS} $A")
+    assert PromptEncoder(made, budget, "truncate")(text) == PromptEncoder(made, None)(text)[-budget:]
+
+
+# -------------------------------------------------------------------------------------------------- sample_rows
+
+SAMPLES: dict[str, tuple[Any, list[str], list[bool]]] = {
+    "text": ("a", ["a"], [True]),
+    "one turn": (["a"], ["a"], [True]),
+    "a pair": (("a", "b"), ["a", "b"], [False, True]),
+    "a pair in a list": (["a", "b"], ["a", "b"], [False, True]),
+    "four turns": (["a", "b", "c", "d"], ["a", "b", "c", "d"], [False, True, False, True]),
+    "prompt and output": ({"prompt": "a", "output": "b"}, ["a", "b"], [False, True]),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, ["a", "b"], [False, True]),
+    "output alone": ({"output": "b"}, ["b"], [True]),
+}
+
+
+@pytest.mark.parametrize(("sample", "turns", "outputs"), SAMPLES.values(), ids=SAMPLES)
+def test_every_form_of_sample_becomes_turns_of_which_the_last_is_an_output(
+    sample: Any, turns: list[str], outputs: list[bool]
+) -> None:
+    assert sample_rows([sample]) == [{"turns": turns, "outputs": outputs}]
+
+
+def test_further_keys_of_a_sample_are_kept_and_the_callers_dict_is_not_changed() -> None:
+    sample = {"prompt": "a", "output": "b", "source": "web"}
+    before = dict(sample)
+    assert sample_rows([sample]) == [{"turns": ["a", "b"], "outputs": [False, True], "source": "web"}]
+    assert sample == before
+
+
+def test_each_sample_gets_its_reward() -> None:
+    rows = sample_rows(iter(["a", "b"]), rewards=iter([0.5, -1]))
+    assert [(row["turns"], row["reward"]) for row in rows] == [(["a"], 0.5), (["b"], -1)]
+
+
+BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
+    "nothing": ([], None, "samples is empty; give at least one"),
+    "a lone string": ("abc", None, r"samples should be a list.*Write \[sample\]"),
+    "a lone dict": ({"prompt": "a", "output": "b"}, None, r"samples should be a list.*Write \[sample\]"),
+    "three turns": (["a", ["a", "b", "c"]], None, "sample 1 has 3 turns; they alternate"),
+    "no turns": (["a", []], None, "sample 1 has no turns"),
+    "None": ([None], None, r"sample 0 should be text.*None \(NoneType\)"),
+    "an int": (["a", "b", 3], None, r"sample 2 should be text.*3 \(int\)"),
+    "an empty text": (["a", ""], None, "sample 1 is empty"),
+    "an empty output": ([("a", "")], None, "sample 0 is empty"),
+    "no text among turns": ([("a", 1)], None, r"sample 0 .*holds 1 \(int\)"),
+    "a dict without output": ([{"prompt": "a"}], None, r"sample 0 .*holds None"),
+    "half a surrogate pair": ([("a", "\udfff")], None, "sample 0 holds a character that is no text"),
+    "too few rewards": (["a", "b"], [1.0], "2 samples and 1 rewards; give one reward per sample"),
+    "too many rewards": (["a"], [1.0, 2.0], "1 samples and 2 rewards"),
+}
+
+
+@pytest.mark.parametrize(("samples", "rewards", "said"), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
+def test_a_sample_that_cannot_be_used_is_one_error_that_names_its_index(samples: Any, rewards: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        sample_rows(samples, rewards)
+
+
+# ------------------------------------------------------------------------------------------------ encode_sample
+
+
+def encoded(made: PreTrainedTokenizerFast, sample: Any, limit: int | None = None) -> tuple[list[int], str]:
+    """Ids of a sample, and its mask as a string with an x for every token that is trained."""
+    ids, chosen = encode_sample(made, sample_rows([sample])[0], limit)
+    assert len(ids) == len(chosen)
+    return ids, "".join("x" if c else "." for c in chosen)
+
+
+PADS = ["<pad>", EOS]
+every_pad = pytest.mark.parametrize("pad", PADS)
+
+
+@every_pad
+def test_the_output_and_one_eos_are_trained_and_the_prompt_is_read(pad: str) -> None:
+    """S-35, also where padding has EOS's id."""
+    made = tokenizer(f"{BOS} $A {EOS}", pad=pad)
+    assert encoded(made, ("ab", "cd")) == (ids_of(made, BOS, *"abcd", EOS), "...xxx")
+
+
+@every_pad
+def test_every_output_of_a_dialogue_is_trained_and_eos_ends_the_last(pad: str) -> None:
+    made = tokenizer(f"{BOS} $A {EOS}", pad=pad)
+    assert encoded(made, ["ab", "c", "d", "ef"]) == (ids_of(made, BOS, *"abcdef", EOS), "...x.xxx")
+
+
+@every_pad
+def test_eos_that_the_output_spells_out_is_not_doubled(pad: str) -> None:
+    made = tokenizer(pad=pad)
+    assert encoded(made, ("ab", f"c{EOS}")) == (ids_of(made, *"abc", EOS), "..xx")
+
+
+def test_eos_in_a_prompt_is_read_and_the_outputs_own_is_trained() -> None:
+    made = tokenizer()
+    assert encoded(made, (f"a{EOS}", "b")) == (ids_of(made, "a", EOS, "b", EOS), "..xx")
+
+
+@pytest.mark.parametrize("template", ["$A", f"{BOS} $A", f"{BOS} $A {EOS}"])
+@pytest.mark.parametrize("text", ["abc", f"{BOS}abc"])
+def test_text_alone_is_trained_after_one_bos(template: str, text: str) -> None:
+    """Whether or not the tokenizer adds BOS by itself, and whether or not the text spells it out."""
+    made = tokenizer(template)
+    assert encoded(made, text) == (ids_of(made, BOS, *"abc", EOS), ".xxxx")
+
+
+def test_without_bos_the_first_token_of_a_text_is_context() -> None:
+    """Nothing precedes it, so there is no state that it could be chosen in."""
+    made = tokenizer(bos=None)
+    assert encoded(made, "abc") == (ids_of(made, *"abc", EOS), ".xxx")
+    assert encoded(made, "a") == (ids_of(made, "a", EOS), ".x")
+
+
+def test_a_text_that_is_eos_alone_still_has_one_to_train() -> None:
+    made = tokenizer(bos=None)
+    assert encoded(made, EOS) == (ids_of(made, EOS, EOS), ".x")
+
+
+@every_pad
+@pytest.mark.parametrize(("limit", "mask"), [(6, "...xxx"), (5, "...xx"), (4, "...x")])
+def test_a_sample_that_is_cut_has_no_eos(limit: int, mask: str, pad: str) -> None:
+    made = tokenizer(f"{BOS} $A", pad=pad)
+    whole = ids_of(made, BOS, *"abcd", EOS)
+    assert encoded(made, ("ab", "cd"), limit) == (whole[:limit], mask)
+
+
+def test_a_sample_whose_output_is_cut_off_wholly_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match="sample 7 has no output within the first 3 tokens; shorten its prompt"):
+        encode_sample(tokenizer(f"{BOS} $A"), sample_rows([("ab", "cd")])[0], 3, "sample 7")
+
+
+@pytest.mark.parametrize("sample", ["  ", ("a", "  "), ["a", "b", "  ", "c"]], ids=["text", "output", "later prompt"])
+def test_a_turn_that_the_tokenizer_drops_is_refused_by_name(sample: Any) -> None:
+    made = tokenizer()
+    made.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(DataError, match=r"sample 7 holds '  ' \(str\), which has no tokens"):
+        encode_sample(made, sample_rows([sample])[0], None, "sample 7")
+
+
+def test_a_turn_that_the_tokenizer_cannot_encode_is_named() -> None:
+    with pytest.raises(DataError, match=r"sample 7 'x' \(str\) cannot be encoded"):
+        encode_sample(tokenizer(), sample_rows([("a", "x")])[0], None, "sample 7")
+
+
+TURNS = st.lists(st.tuples(*[st.text(LETTERS, min_size=1, max_size=4)] * 2), min_size=1, max_size=3)
+
+
+@given(TURNS, st.sampled_from(["$A", f"{BOS} $A {EOS}"]), st.sampled_from(PADS), st.integers(1, 30))
+def test_a_dialogue_is_its_turns_in_order_then_eos(
+    turns: list[tuple[str, str]], template: str, pad: str, limit: int
+) -> None:
+    made = tokenizer(template, pad=pad)
+    begins = [BOS] if BOS in template else []
+    letters = [*begins, *(c for pair in turns for text in pair for c in text), EOS]
+    mask = "." * len(begins) + "".join("." * len(p) + "x" * len(o) for p, o in turns) + "x"
+    sample = [text for pair in turns for text in pair]
+    if "x" in mask[:limit]:
+        assert encoded(made, sample, limit) == (ids_of(made, *letters)[:limit], mask[:limit])
+    else:
+        with pytest.raises(DataError, match="no output within the first"):
+            encoded(made, sample, limit)
+
+
+@given(PIECES, PIECES, st.sampled_from(["$A", f"{BOS} $A {EOS}"]))
+def test_prompts_have_the_ids_in_a_sample_that_they_have_when_generating(
+    prompt: list[str], output: list[str], template: str
+) -> None:
+    made = tokenizer(template)
+    ids, mask = encoded(made, ("".join(prompt), "".join(output)))
+    when_generating = PromptEncoder(made, None)("".join(prompt))
+    assert ids[: len(when_generating)] == when_generating
+    assert mask == "." * len(when_generating) + "x" * (len(ids) - len(when_generating))
+    assert ids[-1] == made.eos_token_id
+    assert len(ids) - len(when_generating) == len(output) + (output[-1] != EOS)
