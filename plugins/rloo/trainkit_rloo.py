@@ -20,7 +20,6 @@ from trainkit.functional import (
     masked_mean,
     masked_sum,
     place_scores,
-    reward_to_go,
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
@@ -66,14 +65,14 @@ class RLOORollouts(TokenBatch):
 
 @dataclass(frozen=True)
 class RLOOBatch(TokenBatch):
-    """What the loss needs about response tokens; all [B, T] like ``sequences``."""
+    """What the loss needs; advantages [B, T] for a ratio per token."""
 
     old_logprobs: Tensor
     advantages: Tensor
 
 
 class RLOORows(RLOOBatch):
-    """The same, its unit of averaging being the response."""
+    """The same for a ratio per response: advantages [B], and the response as the unit of averaging."""
 
     @property
     def weight(self) -> Tensor:
@@ -111,7 +110,7 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
 
     def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
-        """Advantages [B, T]: the response's, or with ``kl_level="token"`` those of what each token leads to."""
+        """A = R − mean of the prompt's other R; with ``kl_level="token"`` R counts the divergence from a token on."""
         x, mask = experience, experience.sequences.response_mask
         k1 = kl_k1(x.logprobs, x.ref_logprobs)
         penalty = zero_masked(-self.method.kl_coef * k1, mask)
@@ -126,20 +125,20 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
                 "policy/entropy": Mean.of(x.entropy, mask),
             }
         )
-        kind = RLOORows if self.method.ratio_level == "sequence" else RLOOBatch
-        return kind(x.sequences, x.logprobs, zero_masked((returns - baselines).expand(mask.shape), mask))
+        if self.method.ratio_level == "sequence":
+            return RLOORows(x.sequences, x.logprobs, (rewards - baselines).squeeze(1))
+        return RLOOBatch(x.sequences, x.logprobs, zero_masked((returns - baselines).expand(mask.shape), mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
         """Clipped surrogate, a mean over responses, or with ``ratio_level="token"`` over response tokens. -> []."""
         mask = batch.sequences.response_mask
         log_ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask)
-        advantages = batch.advantages
-        if isinstance(batch, RLOORows):  # one ratio, and one advantage, per response; its tokens all hold the latter
-            mask, log_ratio, advantages = mask.any(1), log_ratio.sum(1), masked_max(advantages)
+        if isinstance(batch, RLOORows):
+            mask, log_ratio = mask.any(1), log_ratio.sum(1)
         ratio = log_ratio.exp()
-        loss = clipped_surrogate(ratio, advantages, cliprange=self.method.cliprange)
+        loss = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange)
         return masked_mean(loss, mask), {
             "policy/ratio": Mean.of(ratio, mask),
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
-            "policy/clipfrac": Mean.of(loss > -advantages * ratio, mask),
+            "policy/clipfrac": Mean.of(loss > -batch.advantages * ratio, mask),
         }
