@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainkit
 from trainkit.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     NonFiniteError,
@@ -197,6 +198,28 @@ def test_the_trainer_generates_evaluates_and_exports(config: Any, tmp_path: Path
     assert AutoModelForCausalLM.from_pretrained(trainer.save_pretrained(tmp_path / "out")).config.n_embd == 32
     with pytest.raises(ConfigError, match="max_new_tokens"):
         trainer.generate(["a"], max_new_token=3)
+
+
+def test_a_metric_may_not_take_the_name_of_another_number(config: Any) -> None:
+    trainer = trainkit.train(MODEL, reward, prompts=PROMPTS, config=config, tokenizer=TOKENIZER)
+    trainer.metric_fn = lambda outputs, **_: {"reward": [0.0] * len(outputs)}
+    with pytest.raises(RewardError, match="'reward'"):
+        trainer.evaluate()
+
+
+def test_an_export_that_fails_leaves_the_older_one(config: Any, tmp_path: Path) -> None:
+    trainer = trainkit.train(MODEL, samples=["abc"], config=config, tokenizer=TOKENIZER)
+    path = trainer.save_pretrained(tmp_path / "out")
+    before = sorted(p.name for p in path.iterdir())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer.tokenizer = type("Tokenizer", (), {"save_pretrained": full})()
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer.save_pretrained(path)
+    assert sorted(p.name for p in path.iterdir()) == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_generate_takes_what_a_tokenizer_returns(config: Any) -> None:

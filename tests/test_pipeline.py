@@ -353,8 +353,9 @@ def test_further_keys_of_a_sample_are_kept_and_the_callers_dict_is_not_changed()
 
 
 def test_each_sample_gets_its_reward() -> None:
-    rows = sample_rows(iter(["a", "b"]), rewards=iter([0.5, -1]))
-    assert [(row["turns"], row["reward"]) for row in rows] == [(["a"], 0.5), (["b"], -1)]
+    rows = sample_rows(iter(["a", "b", "c"]), rewards=iter([0.5, -1, True]))
+    assert [(row["turns"], row["reward"]) for row in rows] == [(["a"], 0.5), (["b"], -1.0), (["c"], 1.0)]
+    assert {type(row["reward"]) for row in rows} == {float}
 
 
 BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
@@ -372,6 +373,10 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "half a surrogate pair": ([("a", "\udfff")], None, "sample 0 holds a character that is no text"),
     "too few rewards": (["a", "b"], [1.0], "2 samples and 1 rewards; give one reward per sample"),
     "too many rewards": (["a"], [1.0, 2.0], "1 samples and 2 rewards"),
+    "a reward that is no number": (["a", "b"], [1.0, "2"], r"reward 1 should be a finite number; given '2' \(str\)"),
+    "no reward": (["a", "b"], [None, 1.0], r"reward 0 should be a finite number; given None \(NoneType\)"),
+    "a NaN for a reward": (["a"], [float("nan")], "reward 0 should be a finite number; given nan"),
+    "an infinite reward": (["a", "b"], [1.0, float("inf")], "reward 1 should be a finite number; given inf"),
 }
 
 

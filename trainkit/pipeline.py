@@ -92,7 +92,7 @@ class PromptEncoder:
             raise DataError(f"{what} {describe(prompt)} has no tokens; give text that the tokenizer keeps")
         if self.budget is None or len(ids) <= self.budget:
             return ids
-        if self.overlong == "truncate" and self.budget > 0:
+        if self.overlong == "truncate":
             return ids[-self.budget :]
         raise DataError(
             f"{what} has {len(ids)} tokens, and at most {self.budget} leave room for the response. Shorten it, "

@@ -27,7 +27,7 @@ from trainkit.models.loading import context_length, load_model_config, load_toke
 from trainkit.models.policy import TokenOutputs
 from trainkit.models.reference import Reference
 from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, encode_sample, prompt_rows, sample_rows
-from trainkit.plugins import hook_manager
+from trainkit.plugins import discover, hook_manager
 from trainkit.registry import get_trainer
 from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
@@ -275,7 +275,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 run.save_if_due(self, done)
                 if done:
                     break
-            run.export_final(self)
+            run.export(self)
 
     def _minibatches(self) -> Iterator[Batch]:
         """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""
@@ -647,8 +647,6 @@ def _accelerator(mixed_precision: str) -> Accelerator:
 
 
 def _is_installed(name: str) -> bool:
-    from trainkit.plugins import discover
-
     return any(plugin.name == name for plugin in discover())
 
 

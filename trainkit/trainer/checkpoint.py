@@ -158,6 +158,15 @@ def commit(building: Path, step: int, keep: int) -> Path:
     return target
 
 
+def swap_in(building: Path, target: Path) -> None:
+    """Put a finished directory in the place of another, of which nothing is lost until the new one stands there."""
+    old = target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:8]}")
+    if target.exists():
+        target.rename(old)
+    building.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def checkpoints(root: Path) -> list[Path]:
     """Checkpoint directories under ``root``, oldest step first; found by scanning, never through a pointer."""
     found = [path for path in root.glob("step_*") if path.is_dir() and path.suffix in ("", OLD)]
@@ -186,7 +195,7 @@ def find_fault(path: Path) -> str | None:
         for name, entry in manifest["files"].items():
             if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
                 return f"{name} has changed since it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
+from trainkit.errors import RewardError
 from trainkit.rewards import metrics, score
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     Trainer = AccelerateRLTrainer[Any]
 
 Sample = dict[str, Any]
+
+RESERVED = ("prompt", "output", "reward", "length", "time")
+"""What an evaluation's records and metrics hold already."""
 
 
 def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Sample]]:
@@ -66,6 +70,8 @@ def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], li
         scores = score(trainer.reward_fn, rollouts, trainer.tokenizer)
         columns["reward"] = (scores if scores.dim() == 1 else scores.sum(1)).tolist()
     for name, value in (metrics(trainer.metric_fn, rollouts) if trainer.metric_fn else {}).items():
+        if name in RESERVED:
+            raise RewardError(f"metric_fn gives {name!r}, a name that evaluations use themselves; choose another")
         if isinstance(value, list):
             columns[name] = value
         else:

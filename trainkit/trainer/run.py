@@ -28,7 +28,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trainkit.config import TRLConfig, read_yaml
+from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.policy import HEADS
 from trainkit.trackers import default_trackers, without_progress_bars
@@ -175,7 +175,6 @@ def load(trainer: Trainer, path: Path) -> None:
     state = checkpoint.read_state(path, "loop")
     _check_identity(trainer, state, path)
     trainer.store.clear()
-    trainer.progress.cursor = state["progress"]["cursor"]
     if trainer.pipeline is not None and not trainer.online:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
@@ -207,27 +206,28 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> N
 
 
 def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
-    """Write model, tokenizer and heads so that transformers loads the model; built aside, then renamed."""
+    """Write model, tokenizer and heads so that transformers loads the model; built aside, then renamed.
+
+    Raises:
+        CheckpointError: the disk refused; says where. An older export there is untouched.
+    """
     begin(trainer)
     assert trainer.run_dir is not None
     target = Path(directory) if directory else trainer.run_dir / "model"
     if trainer.accelerator.is_main_process:
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
-        trainer.unwrapped.model.save_pretrained(building)
-        trainer.tokenizer.save_pretrained(building)
-        heads = {k: v.contiguous() for k, v in trainer.unwrapped.state_dict().items() if not k.startswith("model.")}
-        if heads:
-            save_file(heads, building / HEADS)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
+        try:
+            trainer.unwrapped.model.save_pretrained(building)
+            trainer.tokenizer.save_pretrained(building)
+            state = trainer.unwrapped.state_dict()
+            if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
+                save_file(heads, building / HEADS)
+            checkpoint.swap_in(building, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(building, ignore_errors=True)
+            raise CheckpointError(f"cannot export the model to {target}: {error}") from error
     trainer.accelerator.wait_for_everyone()
     return target
-
-
-def export_final(trainer: Trainer) -> None:
-    """Export the trained model to ``model/``."""
-    export(trainer)
 
 
 def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:
@@ -238,8 +238,3 @@ def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:
     trainer.progress.best = reward
     assert trainer.run_dir is not None
     export(trainer, trainer.run_dir / "best")
-
-
-def config_of(run_dir: str | Path) -> TRLConfig[Any]:
-    """The configuration of an earlier run."""
-    return TRLConfig.from_dict(read_yaml(Path(run_dir) / "config.yaml"))
