@@ -17,9 +17,13 @@ from trainkit.models import CausalPolicy
 from trainkit.testing import tiny_gpt2, tiny_llama
 
 GEMMA2 = {
-    **tiny_llama(50), "model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0,
+    **tiny_llama(50),
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 5.0,
     "sliding_window": 8,
-}  # fmt: skip
+}
 
 
 def make(fields: dict[str, Any], **changes: Any) -> CausalPolicy:

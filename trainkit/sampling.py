@@ -16,7 +16,6 @@ from trainkit.functional import allow_logits, token_logprobs, truncate_logits
 from trainkit.models.loading import pad_id
 from trainkit.models.policy import check_logit_mask
 
-
 SHRINK_AT = 0.75
 """Rows that have ended leave the batch once no more than this share is left: fewer rows against a copy of the cache."""
 
@@ -38,14 +37,13 @@ class _Preallocated(DynamicLayer):
         super().__init__()
         self.room, self.length = room, 0
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [
-                states.new_empty((*states.shape[:2], self.room, states.size(-1))) for states in (key_states, value_states)
+                states.new_empty((*states.shape[:2], self.room, states.size(-1)))
+                for states in (key_states, value_states)
             ]
         start, self.length = self.length, self.length + key_states.size(-2)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
@@ -245,7 +243,7 @@ def _uniforms(rows: list[Row], room: int, generator: torch.Generator, device: to
 
 
 def _draw(scores: Tensor, settings: SamplingConfig, uniforms: Tensor) -> Tensor:
-    """One token per row from logits [b, V] by inverting the distribution at ``uniforms`` [b]; greedy at temperature 0."""
+    """One token per row from logits [b, V], by inverting the distribution at ``uniforms`` [b]."""
     if settings.temperature == 0:
         return scores.argmax(-1)
     kept = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p)

@@ -135,8 +135,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         k = self.samples_per_prompt
         if config.rollout.num_rollouts % (world * k):
             raise ConfigError(
-                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many prompts "
-                f"in each of {world} processes; give a multiple of {world * k}"
+                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
+                f"prompts in each of {world} processes; give a multiple of {world * k}"
             )
         if self.online and config.rollout.temperature == 0:
             raise ConfigError(

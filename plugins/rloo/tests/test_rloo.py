@@ -61,7 +61,7 @@ def test_levels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="method.rloo_k: should be greater than or equal to 2"):
+    with pytest.raises(ConfigError, match=r"method\.rloo_k: should be greater than or equal to 2"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=1)
     with pytest.raises(ConfigError, match="multiple of 5"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=5)
@@ -111,7 +111,7 @@ def test_it_learns_a_bandit(tmp_path: Path) -> None:
             "method": {"name": "rloo", "kl_coef": 0.0},
             "optimizer": {"lr": 3e-3},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
-            "train": {"batch_size": 64, "total_steps": 60, "eval_interval": 0, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"batch_size": 64, "total_steps": 60, "run_dir": str(tmp_path), "trackers": []},
         },
     )
     outputs = trainer.generate(["a"] * 200).outputs
