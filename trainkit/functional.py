@@ -144,6 +144,15 @@ def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: flo
     return advantages, advantages + values
 
 
+def leave_one_out(rewards: Tensor, k: int) -> Tensor:
+    """A_i = R_i − mean of the other k − 1 rewards of its group; groups of k stand together. [B] -> [B].
+
+    Source: Kool et al. 2019, equation 8 (F-11).
+    """
+    groups = rewards.view(-1, k)
+    return ((groups - groups.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
+
+
 # ------------------------------------------------------------------------------------------------------- losses
 
 

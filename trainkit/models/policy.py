@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
@@ -17,6 +18,9 @@ from trainkit.functional import allow_logits, entropy_from_logits, token_logprob
 from trainkit.models.value_head import ValueHead
 
 log = logging.getLogger(__name__)
+
+CHUNK = 2**22
+"""Logits that are alive at a time: 16 MB in float32."""
 
 HEADS = "heads.safetensors"
 """In an export, the weights that transformers does not know, such as the value head's."""
@@ -72,16 +76,39 @@ class CausalPolicy(nn.Module):
     def forward(self, sequences: Sequences, entropy: bool = False) -> TokenOutputs:
         """Log-probabilities, values and (if asked for) entropies of the response tokens."""
         chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
-        logits, hidden = self._states(sequences, chosen)
-        logits = allow_logits(logits.float() / self.temperature, sequences.input_ids[:, :-1][chosen], self.logit_mask)
+        states, hidden = self._states(sequences, chosen)
+        logprobs, entropies = self._read(
+            states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], entropy
+        )
         return TokenOutputs(
-            logprobs=_at(sequences, token_logprobs(logits, sequences.input_ids[:, 1:][chosen])),
+            logprobs=_at(sequences, logprobs),
             **({} if self.value_head is None else {"values": _at(sequences, self.value_head(hidden))}),
-            **({"entropy": _at(sequences, entropy_from_logits(logits))} if entropy else {}),
+            **({"entropy": _at(sequences, entropies)} if entropy else {}),
         )
 
+    def _read(self, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] of ``tokens``, and entropies [N] if asked for, in chunks of bounded size.
+
+        Where there are several chunks, the backward pass computes their logits again rather than keep them: at no
+        time are more than `CHUNK` logits alive.
+        """
+        size = max(CHUNK // self.model.config.get_text_config().vocab_size, 1)
+        if len(states) <= size:
+            return self._read_chunk(states, tokens, previous, entropy)
+        parts = [
+            checkpoint(self._read_chunk, *chunk, entropy, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(states.split(size), tokens.split(size), previous.split(size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _read_chunk(self, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        logits = self.model.get_output_embeddings()(states) if self.head_alone else states
+        logits = allow_logits(logits.float() / self.temperature, previous, self.logit_mask)
+        return token_logprobs(logits, tokens), entropy_from_logits(logits) if entropy else states.new_empty(0)
+
     def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, V] and hidden states [N, D] of the states in which the response tokens were chosen."""
+        """What the head reads [N, D] (or full logits [N, V]) and hidden states [N, D], where tokens were chosen."""
         inputs = {
             "input_ids": sequences.input_ids,
             "attention_mask": sequences.attention_mask,
@@ -90,7 +117,7 @@ class CausalPolicy(nn.Module):
         }
         if self.head_alone:
             hidden = self.model.base_model(**inputs).last_hidden_state[:, :-1][chosen]
-            return self.model.get_output_embeddings()(hidden), hidden
+            return hidden, hidden
         outputs = self.model(**inputs, output_hidden_states=True)
         return outputs.logits[:, :-1][chosen], outputs.hidden_states[-1][:, :-1][chosen]
 

@@ -127,12 +127,17 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def _check_split(self) -> None:
         world, config = self.accelerator.num_processes, self.config
-        for key, value in (
-            ("train.batch_size", config.train.batch_size),
-            ("rollout.num_rollouts", config.rollout.num_rollouts),
-        ):
-            if value % world:
-                raise ConfigError(f"{key} is {value}, which {world} processes cannot share equally; give a multiple")
+        if config.train.batch_size % world:
+            raise ConfigError(
+                f"train.batch_size is {config.train.batch_size}, which {world} processes cannot share equally; "
+                "give a multiple"
+            )
+        k = self.samples_per_prompt
+        if config.rollout.num_rollouts % (world * k):
+            raise ConfigError(
+                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
+                f"prompts in each of {world} processes; give a multiple of {world * k}"
+            )
         if self.online and config.rollout.temperature == 0:
             raise ConfigError(
                 "rollout.temperature is 0: greedy responses have no distribution to learn on. Give a temperature > 0; "
@@ -237,8 +242,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         train = self.config.train
         if self.pipeline is None:
             return train.total_steps or 0
-        rows = self.config.rollout.num_rollouts if self.online else len(self.pipeline)
-        per_pass = math.ceil(rows / train.batch_size)
+        rows = self.collection_rows
+        per_pass = math.ceil(rows * self.samples_per_prompt / train.batch_size)
         if self.epochs is None:
             return train.total_steps or 0
         collections = math.ceil(self.epochs * len(self.pipeline) / rows) if self.online else 1
@@ -297,7 +302,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def collection_rows(self) -> int:
         """Rows of the stream that one collection uses, all processes together."""
         assert self.pipeline is not None
-        return self.config.rollout.num_rollouts if self.online else len(self.pipeline)
+        return self.config.rollout.num_rollouts // self.samples_per_prompt if self.online else len(self.pipeline)
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and tell the hooks."""
@@ -310,7 +315,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         """Fill the store with one collection of experience."""
         assert self.pipeline is not None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        rows = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self._rollouts = []
         size = self.config.rollout.batch_size
         self.unwrapped.eval()

@@ -86,6 +86,11 @@ class BaseRLTrainer(ABC, Generic[M]):
         train = self.config.train
         return 1 if train.epochs is None and train.total_steps is None else train.epochs
 
+    @property
+    def samples_per_prompt(self) -> int:
+        """How many responses to each prompt a collection holds; they stand next to each other in it."""
+        return 1
+
     # ------------------------------------------------------------------------------------------ the three arrows
 
     @abstractmethod

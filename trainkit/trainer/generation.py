@@ -64,6 +64,11 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
         raise DataError(
             f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses"
         )
+    if len(queries) % trainer.samples_per_prompt:
+        raise DataError(
+            f"{type(trainer).__name__} compares {trainer.samples_per_prompt} responses of each prompt, one after the "
+            f"other; given {len(queries)} in all"
+        )
     for index, response in enumerate(responses):
         if isinstance(response, str) or not len(response):
             raise DataError(

@@ -1,0 +1,118 @@
+"""RLOO's own mathematics: golden numbers, levels of KL and ratio, and that it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
+
+import trainkit
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError, DataError
+from trainkit.functional import leave_one_out
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.trainers import tiny_trainer
+
+
+def test_advantages_equal_the_golden_numbers() -> None:
+    """Golden 10.4, in groups of four: rewards 1, 2, 5, 8 have 1 − 5, 2 − 14/3, 5 − 11/3, 8 − 8/3."""
+    rewards = torch.tensor([1.0, 2, 5, 8, 2, 3, 6, 9, 3, 4, 7, 10])
+    expected = torch.tensor([-4, -8 / 3, 4 / 3, 16 / 3] * 3)
+    torch.testing.assert_close(leave_one_out(rewards, 4), expected)
+
+
+def test_advantages_of_a_prompt_sum_to_zero() -> None:
+    groups = leave_one_out(torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 3)
+    assert groups.view(4, 3).sum(1).abs().max() < 1e-12
+
+
+def prepared(tmp_path: Path, **changes: Any) -> Any:
+    """Two responses of 3 and 2 tokens to one prompt: k1 = (.1, .2, .3) and (.4, .5), scores 2 and 1."""
+    trainer = tiny_trainer("rloo", tmp_path, method__rloo_k=2, method__kl_coef=1.0, **changes)
+    k1 = torch.tensor([[0, 0.1, 0.2, 0.3], [0, 0.4, 0.5, 0]])
+    scores = torch.tensor([[0, 0, 0, 2.0], [0, 0, 1.0, 0]])
+    sequences = Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]])
+    return trainer.prepare_experience(RLOORollouts(sequences, k1, torch.zeros(2, 4), torch.zeros(2, 4), scores))
+
+
+def test_sequence_kl_is_paid_by_the_whole_response(tmp_path: Path) -> None:
+    """R = (2 − .6, 1 − .9) = (1.4, .1), so A = ±1.3 for the response and all its tokens."""
+    rows = prepared(tmp_path / "rows")
+    assert isinstance(rows, RLOORows)
+    torch.testing.assert_close(rows.advantages, torch.tensor([1.3, -1.3]))
+    tokens = prepared(tmp_path / "tokens", method__ratio_level="token")
+    assert type(tokens) is RLOOBatch
+    torch.testing.assert_close(tokens.advantages, torch.tensor([[0, 1.3, 1.3, 1.3], [0, -1.3, -1.3, 0]]))
+
+
+def test_token_kl_is_paid_from_the_token_on(tmp_path: Path) -> None:
+    """S-66: G = (2 − .6, 2 − .5, 2 − .3) and (1 − .9, 1 − .5), less the other's R (.1 and 1.4)."""
+    tokens = prepared(tmp_path, method__kl_level="token", method__ratio_level="token")
+    expected = torch.tensor([[0, 1.3, 1.4, 1.6], [0, -1.3, -0.9, 0]])
+    torch.testing.assert_close(tokens.advantages, expected)
+
+
+def test_levels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ratio_level 'token'"):
+        tiny_trainer("rloo", tmp_path, method__kl_level="token")
+
+
+def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method\.rloo_k: should be greater than or equal to 2"):
+        tiny_trainer("rloo", tmp_path, method__rloo_k=1)
+    with pytest.raises(ConfigError, match="multiple of 5"):
+        tiny_trainer("rloo", tmp_path, method__rloo_k=5)
+
+
+def test_the_responses_of_a_prompt_stand_together_and_all_are_trained(tmp_path: Path) -> None:
+    """S-52."""
+    trainer = tiny_trainer("rloo", tmp_path, rollout__batch_size=6)  # chunks that cut through groups of four
+    trainer.collect()
+    queries = [q.tolist() for q in trainer.store.experience.sequences.queries]
+    assert len(queries) == 16
+    assert all(queries[i] == queries[i - i % 4] for i in range(16))
+    assert len({tuple(q) for q in queries}) == 4
+
+
+def test_the_gradient_on_policy_is_reinforce_with_the_advantage(tmp_path: Path) -> None:
+    """At ratio 1 the surrogate's gradient is −mean A ∇ log π(response)."""
+    trainer = tiny_trainer("rloo", tmp_path)
+    trainer.collect()
+    batch = trainer.store.experience
+    loss, _ = trainer.loss(batch)
+    logprobs = trainer.policy(batch.sequences).logprobs.sum(1)
+    expected = -(batch.advantages * logprobs).mean()
+    parameters = list(trainer.unwrapped.parameters())
+    for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_step_takes_whole_groups(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path)
+    rollouts = trainer.generate(["a"] * 4)
+    assert trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])["reward/mean"] == 2.5
+    with pytest.raises(DataError, match="4 responses of each prompt"):
+        trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
+
+
+def test_it_learns_a_bandit(tmp_path: Path) -> None:
+    """One token is worth 1, all others 0: the policy finds it."""
+    tokenizer = character_tokenizer("abcdefgh")
+    trainer = trainkit.train(
+        tiny_gpt2(len(tokenizer)),
+        reward_fn=lambda outputs, **_: [float(o == "c") for o in outputs],
+        prompts=["a"],
+        method="rloo",
+        tokenizer=tokenizer,
+        config={
+            "method": {"name": "rloo", "kl_coef": 0.0},
+            "optimizer": {"lr": 3e-3},
+            "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
+            "train": {"batch_size": 64, "total_steps": 60, "run_dir": str(tmp_path), "trackers": []},
+        },
+    )
+    outputs = trainer.generate(["a"] * 200).outputs
+    assert sum(o == "c" for o in outputs) / 200 > 0.95

@@ -1,0 +1,144 @@
+"""RLOO: REINFORCE with a leave-one-out baseline over the k responses of each prompt.
+
+Kool et al. 2019 (the estimator), Ahmadian et al. 2024 (for language models).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
+from trainkit.functional import (
+    clipped_surrogate,
+    kl_k1,
+    kl_k3,
+    leave_one_out,
+    masked_mean,
+    masked_sum,
+    place_scores,
+    zero_masked,
+)
+from trainkit.metrics import Mean, Metrics
+from trainkit.models import CausalPolicy, load_model
+
+
+class RLOOConfig(MethodConfig):
+    """The numbers of RLOO. Defaults are those of Ahmadian et al. 2024, section 4, but for k (theirs: 2 and 4)."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
+
+    name: str = "rloo"
+    """The registered name."""
+    rloo_k: int = Field(4, ge=2)
+    """Responses per prompt; each is compared with the mean of the others."""
+    rloo_epochs: int = Field(1, ge=1)
+    """Passes over each collection of rollouts."""
+    kl_coef: float = Field(0.05, ge=0)
+    """β, the price of a nat of divergence from the reference."""
+    kl_level: Literal["sequence", "token"] = "sequence"
+    """Whether a token answers for the divergence of its whole response, or from itself on only."""
+    ratio_level: Literal["sequence", "token"] = "sequence"
+    """Whether the importance ratio is that of the response or of each token."""
+    cliprange: float = Field(0.2, gt=0)
+    """ε of the clipped surrogate; without effect in the first step on a collection."""
+
+    @model_validator(mode="after")
+    def _levels_agree(self) -> Self:
+        if self.kl_level == "token" and self.ratio_level == "sequence":
+            raise ValueError("kl_level 'token' gives an advantage per token, which needs ratio_level 'token'")
+        return self
+
+
+@dataclass(frozen=True)
+class RLOORollouts(TokenBatch):
+    """What is known of rollouts before their collection is complete; all [B, T] like ``sequences``."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    entropy: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class RLOOBatch(TokenBatch):
+    """What the loss needs; advantages [B, T] for a ratio per token."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+
+
+class RLOORows(RLOOBatch):
+    """The same for a ratio per response: advantages [B], and the response as the unit of averaging."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Responses []."""
+        return self.advantages.new_tensor(len(self))
+
+
+@register_trainer("rloo")
+class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
+    """A_k = R_k − mean of the other R_j, R = score − β·Σ k1; the surrogate on sequence log-probabilities (F-11)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    needs_reference: ClassVar[bool] = True
+
+    @property
+    def passes(self) -> int:
+        """RLOO's epochs."""
+        return self.method.rloo_epochs
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """k."""
+        return self.method.rloo_k
+
+    def get_arch(self, config: TRLConfig[RLOOConfig]) -> CausalPolicy:
+        """The language model."""
+        model = load_model(config.model, self.live_model)
+        return CausalPolicy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> RLOORollouts:
+        """What the policy and the reference say about scored rollouts, before any update."""
+        sequences, policy = rollouts.sequences, self.behaviour(rollouts)
+        reference = self.reference(sequences)
+        placed = place_scores(scores, sequences.response_mask)
+        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
+
+    def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
+        """A = R − mean of the prompt's other R; with ``kl_level="token"`` R counts the divergence from a token on."""
+        x, mask = experience, experience.sequences.response_mask
+        k1 = kl_k1(x.logprobs, x.ref_logprobs)
+        penalty = zero_masked(-self.method.kl_coef * k1, mask)
+        scores = x.scores.sum(1, keepdim=True)
+        rewards = scores + penalty.sum(1, keepdim=True)
+        baselines = rewards - leave_one_out(rewards.squeeze(1), self.method.rloo_k).unsqueeze(1)
+        returns = scores + penalty.flip(1).cumsum(1).flip(1) if self.method.kl_level == "token" else rewards
+        self.record(
+            {
+                "policy/kl": Mean.of(masked_sum(k1, mask, dim=1)),
+                "policy/kl_per_token": Mean.of(kl_k3(x.logprobs, x.ref_logprobs), mask),
+                "policy/entropy": Mean.of(x.entropy, mask),
+            }
+        )
+        if self.method.ratio_level == "sequence":
+            return RLOORows(x.sequences, x.logprobs, (rewards - baselines).squeeze(1))
+        return RLOOBatch(x.sequences, x.logprobs, zero_masked((returns - baselines).expand(mask.shape), mask))
+
+    def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
+        """Clipped surrogate, a mean over responses, or with ``ratio_level="token"`` over response tokens. -> []."""
+        mask = batch.sequences.response_mask
+        log_ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask)
+        if isinstance(batch, RLOORows):
+            mask, log_ratio = mask.any(1), log_ratio.sum(1)
+        ratio = log_ratio.exp()
+        loss = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange)
+        return masked_mean(loss, mask), {
+            "policy/ratio": Mean.of(ratio, mask),
+            "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
+            "policy/clipfrac": Mean.of(loss > -batch.advantages * ratio, mask),
+        }

@@ -1,0 +1,89 @@
+"""The policy: what its head computes, where, and how much of it is alive."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import trainkit.models.policy as module
+from trainkit.data import Sequences
+from trainkit.functional import entropy_from_logits, token_logprobs
+from trainkit.models import CausalPolicy
+from trainkit.testing import tiny_gpt2, tiny_llama
+
+GEMMA2 = {
+    **tiny_llama(50),
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 5.0,
+    "sliding_window": 8,
+}
+
+
+def make(fields: dict[str, Any], **changes: Any) -> CausalPolicy:
+    torch.manual_seed(0)
+    return CausalPolicy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval(), **changes)
+
+
+def batch(vocab: int = 50) -> Sequences:
+    ids = torch.randint(0, vocab, (3, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    return Sequences.from_lists([ids[0][:2], ids[1][:4], ids[2][:1]], [ids[0][2:], ids[1][4:7], ids[2][1:6]])
+
+
+@pytest.mark.parametrize("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2], ids=["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("chunk", [50, 250, 2**22])
+def test_outputs_and_gradients_are_those_of_full_logits(
+    fields: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of one token, of five, and at once."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    policy, sequences = make(fields, temperature=0.7), batch()
+    said = policy(sequences, entropy=True)
+    (said.logprobs.sum() + said.entropy.sum()).backward()
+    found = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    model, mask = policy.model, sequences.response_mask
+    logits = model(sequences.input_ids, attention_mask=sequences.attention_mask).logits[:, :-1][mask[:, 1:]] / 0.7
+    logprobs, entropy = token_logprobs(logits, sequences.input_ids[mask]), entropy_from_logits(logits)
+    torch.testing.assert_close(said.logprobs[mask], logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(said.entropy[mask], entropy, rtol=1e-4, atol=1e-5)
+    (logprobs.sum() + entropy.sum()).backward()
+    for gradient, parameter in zip(found, policy.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_caps_its_logits_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not make(GEMMA2).head_alone
+    assert "full logits" in caplog.text
+    assert make(tiny_llama(50)).head_alone
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_more_logits_are_alive_than_a_chunk(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at every call of the head, forwards and in the recomputation backwards."""
+    vocab, chunk = 997, 997 * 3
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    policy, sequences = make(tiny_gpt2(vocab)), batch(vocab)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watch(_: Any, __: Any, logits: torch.Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(logits))
+        most = max(most, sum(kept.numel() for ref in alive if (kept := ref()) is not None))
+
+    policy.model.get_output_embeddings().register_forward_hook(watch)
+    with torch.set_grad_enabled(grad):
+        said = policy(sequences).logprobs
+        if grad:
+            said.sum().backward()
+    assert len(alive) == 5 * (2 if grad else 1), "15 response tokens in chunks of 3, computed again backwards"
+    assert most <= chunk
+    assert sum(ref() is not None for ref in alive) == 0
