@@ -34,7 +34,7 @@ class _Preallocated(DynamicLayer):
     """Keys and values of one layer in a buffer with room for the whole response: a step writes, it does not copy."""
 
     def __init__(self, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.room, self.length = room, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
 
 import trainkit
 from trainkit.data import Sequences
@@ -15,6 +14,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.functional import leave_one_out
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
 
 
 def test_advantages_equal_the_golden_numbers() -> None:
