@@ -106,7 +106,7 @@ class CausalSampler:
     """Samples from a causal language model with a key-value cache, one token a step for the whole batch.
 
     A prompt that occurs several times runs once; the cache is allocated once; rows that have ended leave the batch.
-    The randomness of a row does not depend on the others, and a row with a column ``seed`` has its own.
+    The randomness of a row does not depend on when others end.
 
     The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
     and under the logit mask, before ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` change it (F-02).
@@ -136,7 +136,8 @@ class CausalSampler:
     ) -> Rollouts:
         """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
         room, device = settings.max_new_tokens, self.model.device
-        uniforms = _uniforms(rows, room, generator, device)
+        # numbers in [0, 1) that decide every token, drawn ahead, so that no row depends on when others end
+        uniforms = torch.rand((len(queries), room), generator=generator, device=device)
         eos = torch.tensor(eos_ids(self.model, self.tokenizer), device=device)
         sampled = _Sampled.empty(len(queries), room, device)
         active, logits = self._prefill(queries, room)
@@ -230,16 +231,6 @@ def _cache(model: PreTrainedModel, room: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
-
-
-def _uniforms(rows: list[Row], room: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) that decide every token [B, R]: drawn ahead, so that no row depends on when others end."""
-    drawn = torch.rand((len(rows), room), generator=generator, device=device)
-    for index, row in enumerate(rows):
-        if isinstance(row.get("seed"), int):
-            own = torch.Generator(device).manual_seed(row["seed"])
-            drawn[index] = torch.rand(room, generator=own, device=device)
-    return drawn
 
 
 def _draw(scores: Tensor, settings: SamplingConfig, uniforms: Tensor) -> Tensor:
