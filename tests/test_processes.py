@@ -1,0 +1,123 @@
+"""Law 3 across processes: two of them take the step that one takes, end bit-equal, and sample differently."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trainkit
+
+TRAINERS = trainkit.available_trainers()
+
+STEP = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+for name in sys.argv[2:]:
+    alone = tiny_trainer(name, out / name / "unused", train__max_grad_norm=None, train__microbatch_size=3)
+    rank, world = alone.accelerator.process_index, alone.accelerator.num_processes
+    batch = torch.load(out / name / "batch.pt", weights_only=False)
+    ragged = [torch.arange(0, 6), torch.arange(6, len(batch))][rank] if world == 2 else torch.arange(len(batch))
+    alone.optimizer.optimizer.register_step_pre_hook(
+        lambda *_: save_file(
+            {n: p.grad.clone() for n, p in alone.unwrapped.named_parameters()}, out / name / f"gradient-{world}-{rank}"
+        )
+    )
+    alone.update(batch.select(ragged))
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+LEARN = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+for name in sys.argv[2:]:
+    trainer = tiny_trainer(
+        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=True
+    )
+    trainer.learn()
+    rank = trainer.accelerator.process_index
+    save_file({n: v.clone() for n, v in trainer.unwrapped.state_dict().items()}, out / name / f"weights-{rank}")
+    texts = [text for rollouts in trainer._rollouts for text in rollouts.outputs]
+    (out / name / f"sampled-{rank}").write_text(repr(texts))
+torch.distributed.destroy_process_group()
+"""
+
+
+def launch(script: str, processes: int, *arguments: str) -> None:
+    """Run a script in one process, or in several that talk through gloo."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    path = Path(arguments[0]) / "script.py"
+    path.write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [*command, str(path), *arguments], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step on the same sixteen rows, by one process and by two that hold six and ten of them."""
+    from trainkit.testing.trainers import tiny_trainer
+
+    out = tmp_path_factory.mktemp("step")
+    for name in TRAINERS:
+        trainer = tiny_trainer(name, out / name / "source")
+        trainer.fill_store()
+        (out / name).mkdir(exist_ok=True)
+        torch.save(trainer.store.experience, out / name / "batch.pt")
+    for processes in (1, 2):
+        launch(STEP, processes, str(out), *TRAINERS)
+    return out
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run by two processes."""
+    out = tmp_path_factory.mktemp("learn")
+    launch(LEARN, 2, str(out), *TRAINERS)
+    return out
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_processes_have_the_gradient_of_one(name: str, gradients: Path) -> None:
+    alone = load_file(gradients / name / "gradient-1-0")
+    first, second = (load_file(gradients / name / f"gradient-2-{rank}") for rank in (0, 1))
+    for key, gradient in alone.items():
+        assert torch.equal(first[key], second[key])
+        torch.testing.assert_close(first[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_processes_end_bit_equal_and_save_once(name: str, learnt: Path) -> None:
+    first, second = (load_file(learnt / name / f"weights-{rank}") for rank in (0, 1))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    checkpoints = sorted(path.name for path in (learnt / name / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["step_00000003", "step_00000006"]
+    assert len((learnt / name / "run" / "metrics.jsonl").read_text().splitlines()) == 6 + 3
+
+
+@pytest.mark.parametrize("name", [n for n in TRAINERS if "prompts" in trainkit.get_trainer(n).inputs])
+def test_two_processes_sample_differently(name: str, learnt: Path) -> None:
+    first, second = ((learnt / name / f"sampled-{rank}").read_text() for rank in (0, 1))
+    assert first != second
