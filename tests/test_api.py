@@ -222,6 +222,40 @@ def test_an_export_that_fails_leaves_the_older_one(config: Any, tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_exporting_into_a_directory_keeps_what_else_is_there(config: Any, tmp_path: Path) -> None:
+    trainer = trainkit.train(MODEL, samples=["abc"], config=config, tokenizer=TOKENIZER)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    for _ in range(2):
+        path = trainer.save_pretrained(tmp_path / "mine")
+    assert (path / "thesis.txt").read_text() == "years of work"
+    assert AutoModelForCausalLM.from_pretrained(path).config.n_embd == 32
+
+
+def test_what_does_not_fit_the_model_is_said_when_generating_and_stepping(config: Any) -> None:
+    trainer = make_trainer(config)
+    with pytest.raises(DataError, match="do not fit into 64"):
+        trainer.generate(["a"], max_new_tokens=64)
+    with pytest.raises(DataError, match="vocabulary of 10"):
+        trainer.step(["a"], [torch.tensor([10])], [1.0])
+    with pytest.raises(DataError, match="at most 64 fit"):
+        trainer.step(["a"], [torch.zeros(64, dtype=torch.long)], [1.0])
+
+
+def test_config_may_be_a_yaml_file_and_a_section_an_object(config: Any, tmp_path: Path) -> None:
+    trainkit.TRLConfig.from_dict({**config, "method": "sft"}).save_yaml(tmp_path / "sft.yaml")
+    trainer = trainkit.train(MODEL, samples=["abc"], config=str(tmp_path / "sft.yaml"), tokenizer=TOKENIZER)
+    assert trainer.progress.step == 2
+    method = trainkit.default_config("ppo").update({"method.gamma": 0.9}).method
+    config["train"]["run_dir"] = str(tmp_path / "other")
+    arguments = {"prompts": PROMPTS, "tokenizer": TOKENIZER}
+    trainer = trainkit.train(MODEL, reward, config={**config, "method": method}, **arguments)
+    assert trainer.method.gamma == 0.9
+    config["train"]["run_dir"] = str(tmp_path / "third")
+    trainer = trainkit.train(MODEL, reward, config={**config, "method": {"gamma": 0.8}}, method="ppo", **arguments)
+    assert trainer.method.gamma == 0.8
+
+
 def test_generate_takes_what_a_tokenizer_returns(config: Any) -> None:
     trainer = trainkit.train(tiny_llama(len(TOKENIZER)), samples=["abc"], config=config, tokenizer=TOKENIZER)
     batch = TOKENIZER(["a", "bcd"], return_tensors="pt", padding=True)
@@ -275,6 +309,16 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "optimizer": ({"config": {"optimizer": {"kwargs": {"beta": 1}}}}, ConfigError, "optimizer.kwargs"),
     "scheduler": ({"config": {"scheduler": {"name": "linear", "kwargs": {"x": 1}}}}, ConfigError, "scheduler.kwargs"),
     "callback": ({"callbacks": [object()]}, PluginError, "implements no hook"),
+    "small vocabulary": ({"model_path": tiny_gpt2(9)}, ConfigError, "10 tokens and the model 9"),
+    "long evaluation": (
+        {"config": {"rollout": {"eval_kwargs": {"max_new_tokens": 64}}}}, DataError, "at most 64 fit"
+    ),
+    "method of a strange type": ({"config": {"method": 5}}, ConfigError, "section of the config is a mapping"),
+    "reward_fn": ({"reward_fn": 3}, ConfigError, "reward_fn should be a function"),
+    "one callback": ({"callbacks": object()}, ConfigError, r"Write \[callback\]"),
+    "two learning rates": ({"config": {"optimizer": {"kwargs": {"lr": 1}}}}, ConfigError, "field of its own"),
+    "two tokenizers": ({"config": {"tokenizer": {"tokenizer_path": "x"}}}, ConfigError, "one of the two"),
+    "unsteerable": ({"config": {"method": {"name": "ppo", "target": 1, "init_kl_coef": 0}}}, ConfigError, "init_kl_coef 0"),
     "tracker": ({"config": {"train": {"trackers": ["tensorbord"]}}}, ConfigError, "tensorboard"),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 out = Path(sys.argv[1])
 for name in sys.argv[2:]:
     trainer = tiny_trainer(
-        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=True
+        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=name != "sft"
     )
     trainer.learn()
     rank = trainer.accelerator.process_index

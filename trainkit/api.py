@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config import TRLConfig
+from trainkit.config import TRLConfig, read_yaml
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.registry import get_trainer
 
@@ -29,7 +30,7 @@ def train(
     prompts: Prompts | None = None,
     eval_prompts: Prompts | None = None,
     metric_fn: MetricFn | None = None,
-    config: TRLConfig[Any] | Mapping[str, Any] | None = None,
+    config: TRLConfig[Any] | Mapping[str, Any] | str | Path | None = None,
     stop_sequences: list[str] | None = None,
     logit_mask: Tensor | None = None,
     callbacks: Iterable[object] = (),
@@ -57,9 +58,9 @@ def train(
         eval_prompts: prompts of evaluations. Online they default to the first of ``prompts``.
         metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` gives a dict of numbers, or of lists with one
             number per sample; measured at evaluations.
-        config: the configuration, or a mapping of its sections.
+        config: the configuration, a mapping of its sections, or a YAML file.
         stop_sequences: strings that end a response; cut from the text that the reward function sees.
-        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed.
+        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed (in trlX True is forbidden).
         callbacks: objects whose methods, marked with `trainkit.hookimpl`, observe the run.
         method: the algorithm, if ``config`` does not name it.
         tokenizer: a live tokenizer, instead of the model's own.
@@ -79,6 +80,10 @@ def train(
     given = {"reward_fn": reward_fn, "prompts": prompts, "samples": samples, "rewards": rewards}
     present = [name for name, value in given.items() if value is not None]
     _check_combination(present)
+    if metric_fn is not None and samples is not None and eval_prompts is None:
+        raise ConfigError("metric_fn measures evaluations, and there are no prompts for them; give eval_prompts too")
+    if not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     settled = _settle_config(config, method, model_path, present)
     trainer_class = get_trainer(settled.method.name)
     _check_inputs(settled.method.name, trainer_class.inputs, present)
@@ -138,26 +143,54 @@ def _check_combination(present: list[str]) -> None:
 
 
 def _settle_config(
-    config: TRLConfig[Any] | Mapping[str, Any] | None, method: str | None, model_path: Any, present: list[str]
+    config: TRLConfig[Any] | Mapping[str, Any] | str | Path | None,
+    method: str | None,
+    model_path: Any,
+    present: list[str],
 ) -> TRLConfig[Any]:
     """The configuration with the method and the model that the arguments name."""
-    fields = config.to_dict() if isinstance(config, TRLConfig) else dict(config or {})
+    fields = _config_sections(config)
     section = fields.get("method")
-    named = section if isinstance(section, str) else (section or {}).get("name") if section else None
+    named = section if isinstance(section, str) else _as_dict(section).get("name")
+    for given in (method, named):
+        if given is not None and not isinstance(given, str):
+            raise ConfigError(f"a method is named by a string; given {describe(given)}")
     if method and named and method.lower() != named.lower():
         raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
     name = method or named or ("ppo" if "reward_fn" in present else "ilql" if "rewards" in present else "sft")
     get_trainer(name)  # an algorithm that is not installed is said at once, with what to install
-    if not section:
-        fields["method"] = name
+    fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
+    model = _as_dict(fields.get("model"))
+    if _is_model(model_path) and model.get("model_path") is not None:
+        raise ConfigError(
+            f"a live model is given, and model.model_path is {model['model_path']!r}; give one of the two"
+        )
     if model_path is not None and not _is_model(model_path):
         path = model_path if isinstance(model_path, str) else _config_fields(model_path)
-        fields["model"] = {**_as_dict(fields.get("model")), "model_path": path}
+        fields["model"] = {**model, "model_path": path}
     return TRLConfig.from_dict(fields)
 
 
+def _config_sections(config: Any) -> dict[str, Any]:
+    """The sections of a configuration, of a mapping of them, or of a YAML file."""
+    if isinstance(config, str | Path):
+        return read_yaml(Path(config))
+    if isinstance(config, TRLConfig):
+        return config.to_dict()
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    raise ConfigError(f"config should be a TRLConfig, a mapping of sections or a YAML file; given {describe(config)}")
+
+
 def _as_dict(section: Any) -> dict[str, Any]:
-    return dict(section) if isinstance(section, Mapping) else section.model_dump() if section is not None else {}
+    """A section that is given as a mapping or as an object, as a dict; empty for None."""
+    if section is None:
+        return {}
+    if isinstance(section, Mapping):
+        return dict(section)
+    if hasattr(section, "model_dump"):
+        return dict(section.model_dump())
+    raise ConfigError(f"a section of the config is a mapping; given {describe(section)}")
 
 
 def _config_fields(model_path: Any) -> dict[str, Any]:

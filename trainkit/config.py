@@ -57,6 +57,13 @@ class ModelConfig(Section):
     kwargs: Plain = {}
     """Passed on to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
 
+    @field_validator("kwargs")
+    @classmethod
+    def _no_second_place(cls, value: Plain) -> Plain:
+        if "dtype" in value:
+            raise ValueError("dtype has a field of its own in this section; set model.dtype")
+        return value
+
     @field_validator("model_path", mode="before")
     @classmethod
     def _path_or_fields(cls, value: Any) -> Any:
@@ -85,6 +92,13 @@ class OptimizerConfig(Section):
     """Weight decay."""
     kwargs: Plain = {}
     """Further arguments of the optimizer, e.g. `betas`, `eps`, `momentum`."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _no_second_place(cls, value: Plain) -> Plain:
+        if taken := {"lr", "weight_decay"} & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))} has a field of its own in this section; set it there")
+        return value
 
 
 class SchedulerConfig(Section):
@@ -172,7 +186,7 @@ class TrainConfig(Section):
     """Autocast of the forward pass, by accelerate."""
     eval_interval: int = Field(100, ge=0)
     """Steps between evaluations (one more before the first and after the last step). 0: none."""
-    save_interval: int = Field(0, ge=0)
+    save_interval: int = Field(1000, ge=0)
     """Steps between checkpoints (one more at the end). 0: none."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that stay on disk."""

@@ -89,9 +89,7 @@ def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -
         return {}
     names = sorted(metrics)
     parts = [metrics[name].tensors() for name in names]
-    scalars = [x for part in parts for x in part]
-    device = next((x.device for x in scalars if x.device.type != "cpu"), torch.device("cpu"))
-    flat = reduce(torch.stack([x.to(device) for x in scalars])).cpu()
+    flat = reduce(torch.stack([x.cpu().to(torch.float64) for part in parts for x in part]))
     values = iter(flat.split([len(part) for part in parts]))
     return {name: type(metrics[name])(*next(values).unbind()).compute() for name in names}
 

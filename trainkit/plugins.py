@@ -56,7 +56,7 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
         names = sorted({*registered, *(plugin.name for plugin in installed)})
         raise RegistryError(
             f"no plugin {name!r} is installed{suggest(name.lower(), names)}; available: {', '.join(names) or 'none'}. "
-            f"trainkit's own algorithms install as 'pip install trainkit-{name.lower()}'; "
+            f"trainkit's own algorithms are packages named like 'trainkit-{name.lower()}'; "
             f"a plugin of yours needs an entry point in the group {GROUP!r}"
         )
     if len(found) > 1:

@@ -119,7 +119,7 @@ def _call(fn: Callable[..., Any], rollouts: Rollouts, **extra: Any) -> Any:
     except Exception as error:
         raise RewardError(
             f"{_name(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples and "
-            f"the keywords {', '.join(arguments)}). Training stopped before the weights moved; mend the function"
+            f"the keywords {', '.join(arguments)}). No step was made with what it should have given; mend the function"
         ) from error
 
 

@@ -109,7 +109,7 @@ class CausalSampler:
     The randomness of a row does not depend on when others end.
 
     The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
-    and under the logit mask, before ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` change it (F-02).
+    and under the logit mask, before ``top_k`` and ``top_p`` cut it (F-02).
 
     Args:
         model: the language model, unwrapped.

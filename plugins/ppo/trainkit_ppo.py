@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
@@ -65,6 +65,12 @@ class PPOConfig(MethodConfig):
     """Divide scores by the standard deviation of all so far (`running`) or of the first collection (`ref`)."""
     cliprange_reward: float | None = Field(10.0, gt=0)
     """Scores are clipped to ± this, after scaling. None: not clipped."""
+
+    @model_validator(mode="after")
+    def _target_can_be_steered_to(self) -> Self:
+        if self.target is not None and self.init_kl_coef == 0:
+            raise ValueError("target steers β by factors, and init_kl_coef 0 stays 0; give a positive init_kl_coef")
+        return self
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             logit_mask=self.logit_mask,
             value_head=True,
         )
-        return load_heads(policy, config.model.model_path)
+        return policy if self.live_model is not None else load_heads(policy, config.model.model_path)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

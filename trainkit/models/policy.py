@@ -125,8 +125,16 @@ class CausalPolicy(nn.Module):
 def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
     """The policy with the heads that an export at ``model_path`` has beside the model, if it has any."""
     path = Path(model_path) / HEADS if isinstance(model_path, str) else None
-    if path is not None and path.is_file():
-        policy.load_state_dict({**policy.state_dict(), **load_file(path)})
+    if path is None or not path.is_file():
+        return policy
+    state = policy.state_dict()
+    found = {name: tensor for name, tensor in load_file(path).items() if name in state}
+    if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
+        raise ConfigError(
+            f"{path} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, and this policy has "
+            f"{tuple(state[wrong[0]].shape)}; remove the file to start with a new head"
+        )
+    policy.load_state_dict({**state, **found})
     return policy
 
 
@@ -159,15 +167,18 @@ def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | No
 @torch.no_grad()
 def _head_gives_logits(model: PreTrainedModel) -> bool:
     """Whether head(trunk(x)) is what the model returns as logits."""
-    head = model.get_output_embeddings()
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     if head is None or model.base_model is model:
         return False
+    scaled = [
+        name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
+    ]
     training, ids = model.training, torch.arange(4, device=model.device).unsqueeze(0)
     model.eval()
     full = model(ids, use_cache=False).logits.float()
     alone = head(model.base_model(ids, use_cache=False).last_hidden_state).float()
     model.train(training)
-    if full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
+    if not scaled and full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
         return True
     log.warning(
         "%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__

@@ -29,11 +29,11 @@ class Reference:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short hash of names, shapes and values, by which a run recognises the weights it started from."""
+        """A short hash of names, shapes and bytes, by which a run recognises the weights it started from."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.policy.state_dict().items()):
-            exact = tensor.to("cpu", torch.float64)
-            digest.update(f"{name}{tuple(tensor.shape)}{float(exact.sum())}{float(exact.abs().sum())}".encode())
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     @torch.no_grad()

@@ -45,7 +45,14 @@ def tiny_trainer(
             "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
-            "train": {"batch_size": 8, "total_steps": 6, "epochs": None, "eval_interval": 0, "trackers": []},
+            "train": {
+                "batch_size": 8,
+                "total_steps": 6,
+                "epochs": None,
+                "eval_interval": 0,
+                "save_interval": 0,
+                "trackers": [],
+            },
         }
     ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
     cls = get_trainer(name)

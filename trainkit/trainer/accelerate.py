@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -105,9 +106,19 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         config = self.config
         self.accelerator = _accelerator(config.train.mixed_precision)
         self._check_split()
+        if config.train.save_best and not self.online:
+            raise ConfigError(
+                f"train.save_best goes by the reward of evaluations, and {config.method.name!r} has none; leave it out"
+            )
+        if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
+            raise ConfigError(
+                f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
+                "give one of the two"
+            )
         optim.check(config)
         self.live_model = model
         self.tokenizer = load_tokenizer(config, tokenizer)
+        self.model_config = model.config if model is not None else load_model_config(config.model)
         self.limit = self._length_limit()
         self.encode = PromptEncoder(
             self.tokenizer,
@@ -146,10 +157,15 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def _length_limit(self) -> int | None:
         """The most tokens of prompt and response together: the smaller of train.seq_length and the model's context."""
-        model_config = self.live_model.config if self.live_model else load_model_config(self.config.model)
-        context, asked = context_length(model_config), self.config.train.seq_length
+        context, asked = context_length(self.model_config), self.config.train.seq_length
         if context and asked and asked > context:
             raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+        vocabulary = self.model_config.get_text_config().vocab_size
+        if len(self.tokenizer) > vocabulary:
+            raise ConfigError(
+                f"the tokenizer has {len(self.tokenizer)} tokens and the model {vocabulary}; give the tokenizer that "
+                "belongs to the model, or a model with vocab_size to match"
+            )
         limit, room = asked or context, self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
             raise ConfigError(
@@ -226,13 +242,25 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Take the samples to train on offline. All are checked now."""
         rows = sample_rows(samples, rewards)
+        cut = 0
         for index, row in enumerate(rows):
-            encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
+            ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
+            cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
+        if cut:
+            log.warning("%d of %d samples were cut at %s tokens and do not end in EOS", cut, len(rows), self.limit)
         self.pipeline = Pipeline(rows, seed=self.config.train.seed)
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
         self.eval_rows = self.encode.fit(prompt_rows(prompts))
+        longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
+        for _, overrides in sweep(self.config.rollout.eval_kwargs):
+            room = self.settings(**overrides).max_new_tokens
+            if self.limit is not None and longest + room > self.limit:
+                raise DataError(
+                    f"the longest evaluation prompt has {longest} tokens, and rollout.eval_kwargs asks for {room} new "
+                    f"ones; together at most {self.limit} fit. Lower max_new_tokens there"
+                )
 
     # -------------------------------------------------------------------------------------------- the loop: learn
 
@@ -302,7 +330,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def collection_rows(self) -> int:
         """Rows of the stream that one collection uses, all processes together."""
         assert self.pipeline is not None
-        return self.config.rollout.num_rollouts // self.samples_per_prompt if self.online else len(self.pipeline)
+        if self.online:
+            return self.config.rollout.num_rollouts // self.samples_per_prompt
+        world = int(self.accelerator.num_processes)
+        return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and tell the hooks."""
@@ -320,7 +351,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self._rollouts = []
         size = self.config.rollout.batch_size
         self.unwrapped.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             for start in range(0, len(rows), size):
                 self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
@@ -355,8 +386,11 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         norm = self._clip(policy)
         self._refuse_non_finite(found, norm)
         self.optimizer.step()
-        if not self.accelerator.optimizer_step_was_skipped:
+        skipped = self.accelerator.optimizer_step_was_skipped  # by the scaler of fp16, on overflow
+        if not skipped:
             scheduler.step()
+        if self.accelerator.scaler is not None:
+            found["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
         self.optimizer.zero_grad()
         self.unwrapped.eval()
         self.progress.step += 1
@@ -504,14 +538,18 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def _sample(
         self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, purpose: str, key: int
     ) -> Rollouts:
+        longest = max(len(query) for query in queries)
+        if self.limit is not None and longest + settings.max_new_tokens > self.limit:
+            raise DataError(
+                f"a prompt of {longest} tokens and max_new_tokens {settings.max_new_tokens} do not fit into "
+                f"{self.limit} tokens, the model's context or train.seq_length; lower max_new_tokens or "
+                "shorten the prompt"
+            )
         sampler, rank = self.sampler, self.accelerator.process_index
+        draws = generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device)
         self.unwrapped.eval()
-        return sampler(
-            rows,
-            queries,
-            settings,
-            generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device),
-        )
+        with self.accelerator.autocast():
+            return sampler(rows, queries, settings, draws)
 
     def decode(
         self,
@@ -554,7 +592,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.store.clear()
         self._rollouts, self.progress.epoch, self.progress.position = [rollouts], 0, 0
         self.unwrapped.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():
             self.store.push(self._experience(rollouts, checked))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(rollouts) * self.accelerator.num_processes
@@ -628,22 +666,41 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             "method": self.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Take over what `loop_state` gave."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])
         self.progress = Progress(**state["progress"])
 
 
 def _accelerator(mixed_precision: str) -> Accelerator:
-    """An accelerator; one process may hold several trainers, one after another, at different precisions."""
+    """An accelerator; one process may hold several trainers, one after another, at different precisions.
+
+    Raises:
+        ConfigError: it was launched in a way that would not train what the configuration says.
+    """
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
         AcceleratorState._reset_state()
-    return Accelerator(mixed_precision=mixed_precision)
+    accelerator = Accelerator(mixed_precision=mixed_precision)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ConfigError(
+            f"{launched} processes were launched, and accelerate takes each for a run of its own; launch with "
+            "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            f"accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
+            "divide the gradient; leave that out and set train.microbatch_size, which gives the exact gradient"
+        )
+    return accelerator
 
 
 def _is_installed(name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, Row
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.metrics import Metrics
 from trainkit.rewards import MetricFn, RewardFn
 from trainkit.store import RolloutStore
@@ -55,6 +55,14 @@ class BaseRLTrainer(ABC, Generic[M]):
             raise ConfigError(
                 f"{type(self).__name__} is configured by {self.method_class.__name__}; the config's method is "
                 f"{config.method.name!r} ({type(config.method).__name__})"
+            )
+        for name, fn in (("reward_fn", reward_fn), ("metric_fn", metric_fn)):
+            if fn is not None and not callable(fn):
+                raise ConfigError(f"{name} should be a function; given {describe(fn)}")
+        if stop_sequences and config.rollout.stop_sequences not in ([], stop_sequences):
+            raise ConfigError(
+                f"stop_sequences is {stop_sequences} and rollout.stop_sequences {config.rollout.stop_sequences}; "
+                "give one of the two"
             )
         if stop_sequences:
             config = config.evolve(rollout={"stop_sequences": stop_sequences})

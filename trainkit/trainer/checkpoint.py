@@ -158,13 +158,14 @@ def commit(building: Path, step: int, keep: int) -> Path:
     return target
 
 
-def swap_in(building: Path, target: Path) -> None:
-    """Put a finished directory in the place of another, of which nothing is lost until the new one stands there."""
-    old = target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:8]}")
-    if target.exists():
-        target.rename(old)
-    building.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+def move_in(building: Path, target: Path) -> None:
+    """Move a finished directory's files into another, each in the place of the one of its name."""
+    if not target.exists():
+        building.rename(target)
+        return
+    for path in sorted(building.iterdir()):
+        path.replace(target / path.name)
+    building.rmdir()
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -76,6 +76,7 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
             )
     ids = [as_ids(response) for response in responses]
     prompts = [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)]
+    check_ids(trainer, prompts, ids)
     stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
     eos, texts = eos_ids(trainer.unwrapped.model, trainer.tokenizer), decode(trainer.tokenizer, ids, skip)
     ended = [row[-1] in eos or any(stop in text for stop in stops) for row, text in zip(ids, texts, strict=True)]
@@ -89,6 +90,16 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
         stops=stops,
         skip_special_tokens=skip,
     )
+
+
+def check_ids(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]], responses: list[list[int]]) -> None:
+    """Raise a `DataError` unless the model can read every prompt with its response."""
+    vocabulary, limit = trainer.model_config.get_text_config().vocab_size, trainer.limit
+    for index, row in enumerate(prompt + response for prompt, response in zip(prompts, responses, strict=True)):
+        if min(row) < 0 or max(row) >= vocabulary:
+            raise DataError(f"query or response {index} holds ids outside the model's vocabulary of {vocabulary}")
+        if limit is not None and len(row) > limit:
+            raise DataError(f"query and response {index} have {len(row)} tokens together; at most {limit} fit")
 
 
 def decode_samples(

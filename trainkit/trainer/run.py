@@ -89,6 +89,7 @@ def begin(trainer: Trainer) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         config.save_yaml(run_dir / "config.yaml")
     trainer.run_dir = run_dir
+    trainer.policy  # noqa: B018  (all processes make the model together, before any may have nothing to do with it)
     trainer.hooks.hook.on_train_begin(trainer=trainer)
 
 
@@ -206,14 +207,16 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> N
 
 
 def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
-    """Write model, tokenizer and heads so that transformers loads the model; built aside, then renamed.
+    """Write model, tokenizer and heads so that transformers loads the model; built aside, then moved into place.
+
+    Other files in the directory stay as they are.
 
     Raises:
         CheckpointError: the disk refused; says where. An older export there is untouched.
     """
     begin(trainer)
     assert trainer.run_dir is not None
-    target = Path(directory) if directory else trainer.run_dir / "model"
+    target = (Path(directory) if directory else trainer.run_dir / "model").resolve()
     if trainer.accelerator.is_main_process:
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
         try:
@@ -222,7 +225,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
             state = trainer.unwrapped.state_dict()
             if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
                 save_file(heads, building / HEADS)
-            checkpoint.swap_in(building, target)
+            checkpoint.move_in(building, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
             raise CheckpointError(f"cannot export the model to {target}: {error}") from error
