@@ -318,7 +318,9 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "one callback": ({"callbacks": object()}, ConfigError, r"Write \[callback\]"),
     "two learning rates": ({"config": {"optimizer": {"kwargs": {"lr": 1}}}}, ConfigError, "field of its own"),
     "two tokenizers": ({"config": {"tokenizer": {"tokenizer_path": "x"}}}, ConfigError, "one of the two"),
-    "unsteerable": ({"config": {"method": {"name": "ppo", "target": 1, "init_kl_coef": 0}}}, ConfigError, "init_kl_coef 0"),
+    "unsteerable": (
+        {"config": {"method": {"name": "ppo", "target": 1, "init_kl_coef": 0}}}, ConfigError, "init_kl_coef 0"
+    ),
     "tracker": ({"config": {"train": {"trackers": ["tensorbord"]}}}, ConfigError, "tensorboard"),
 }  # fmt: skip
 
