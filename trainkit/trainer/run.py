@@ -84,12 +84,13 @@ def begin(trainer: Trainer) -> None:
             f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or give another train.run_dir"
         )
     trainer.accelerator.wait_for_everyone()
-    resume(trainer, run_dir / "checkpoints")
+    with without_progress_bars():
+        resume(trainer, run_dir / "checkpoints")
+        trainer.policy  # noqa: B018  (made by all processes together, and before anything is written)
     if trainer.accelerator.is_main_process:
         run_dir.mkdir(parents=True, exist_ok=True)
         config.save_yaml(run_dir / "config.yaml")
     trainer.run_dir = run_dir
-    trainer.policy  # noqa: B018  (all processes make the model together, before any may have nothing to do with it)
     trainer.hooks.hook.on_train_begin(trainer=trainer)
 
 
