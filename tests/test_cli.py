@@ -255,7 +255,15 @@ def test_interrupting_exits_with_130(work: Path) -> None:
     (work / "slow.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(60)", encoding="utf-8")
     command = [sys.executable, "-m", "trainkit.cli", "train", "run.yaml", "--task", "slow.py:f"]
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # a shell starts what runs in the background with SIGINT ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
