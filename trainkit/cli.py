@@ -325,6 +325,21 @@ def find_examples() -> dict[str, Path]:
 # ------------------------------------------------------------------------------------------- plugins and configs
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An exported adapter, e.g. runs/x/model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the whole model.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The base model, where it is no longer where the adapter says.")
+    ] = None,
+) -> None:
+    """Add an adapter to the weights it belongs to, and save the whole model with its tokenizer and heads."""
+    from trainkit.models.loading import merge_export
+
+    merge_export(adapter, out, base)
+    typer.echo(f"{out}: load it with transformers, or give it as model.model_path")
+
+
 @app.command("plugins")
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

@@ -51,6 +51,12 @@ class ModelConfig(Section):
     live model is given to `train`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The weights' type. For mixed precision keep float32 here and set `train.mixed_precision`."""
+    num_layers_unfrozen: int = Field(-1, ge=-1)
+    """Train only so many of the uppermost layers, and what follows them; embeddings and the layers below are frozen,
+    run once per sequence, and shared with the reference. -1: train everything."""
+    peft_config: Plain | None = None
+    """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA unless given), or
+    the object. The reference is the model without it."""
     disable_dropout: bool = True
     """Switch dropout off in the policy, so that old and new log-probabilities speak of the same function. The
     reference never has any."""
@@ -63,6 +69,20 @@ class ModelConfig(Section):
         if "dtype" in value:
             raise ValueError("dtype has a field of its own in this section; set model.dtype")
         return value
+
+    @field_validator("peft_config", mode="before")
+    @classmethod
+    def _peft_fields(cls, value: Any) -> Any:
+        return _peft_fields(value) if hasattr(value, "peft_type") and hasattr(value, "to_dict") else value
+
+    @model_validator(mode="after")
+    def _one_way_of_freezing(self) -> Self:
+        if self.peft_config is not None and self.num_layers_unfrozen >= 0:
+            raise ValueError(
+                "peft_config freezes the whole model below its adapter, and num_layers_unfrozen asks for trained "
+                "layers; give one of the two (peft's layers_to_transform puts adapters on some layers only)"
+            )
+        return self
 
     @field_validator("model_path", mode="before")
     @classmethod
@@ -371,6 +391,16 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+
+
+def _peft_fields(config: Any) -> Plain:
+    """The fields of a peft config object that differ from its class's defaults, as plain data."""
+    default = type(config)().to_dict()
+    changed = {key: value for key, value in config.to_dict().items() if value != default.get(key)}
+    plain: Plain = {"peft_type": str(getattr(config.peft_type, "value", config.peft_type))}
+    for key, value in changed.items():
+        plain[key] = sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", value)
+    return plain
 
 
 def _name_of(method: Any) -> str | None:

@@ -34,8 +34,9 @@ class Batch:
         BATCH_CLASSES[f"{cls.__module__}.{cls.__qualname__}"] = cls
 
     def parts(self) -> dict[str, Tensor | Batch]:
-        """The fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The fields by name, without those that are None."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in every.items() if value is not None}
 
     def __len__(self) -> int:
         return len(next(iter(self.parts().values())))
@@ -99,7 +100,7 @@ def _cat_padded(tensors: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences(Batch):
-    """Prompts and responses as token ids, padded on the right. All fields [B, T]."""
+    """Prompts and responses as token ids, padded on the right. Fields are [B, T]."""
 
     input_ids: Tensor
     """Token ids; whatever stands in padding never matters."""
@@ -107,6 +108,8 @@ class Sequences(Batch):
     """bool: real tokens. A prefix of every row."""
     response_mask: Tensor
     """bool: tokens that were chosen by the policy (terminating EOS included) and are trained on."""
+    trunk: Tensor | None = None
+    """What a policy's frozen lower layers say about them [B, T, D], so that they need not run again."""
 
     def __post_init__(self) -> None:
         if self.attention_mask.dtype != torch.bool or self.response_mask.dtype != torch.bool:
@@ -151,7 +154,8 @@ class Sequences(Batch):
 
     def trim(self) -> Self:
         """Without the columns that are padding in every row."""
-        return self.map(lambda x: x[:, : self._width()])
+        width = self._width()
+        return self.map(lambda x: x[:, :width])
 
     def _width(self) -> int:
         used = self.attention_mask.any(0).nonzero()

@@ -55,8 +55,11 @@ class RolloutStore(Generic[B]):
             yield self.experience.select(rows)
 
     def export(self, path: str | Path) -> None:
-        """Write one JSON line per row: every tensor of the row as nested lists, under its dotted name."""
-        flat = self.experience.flatten()
+        """Write one JSON line per row: every tensor of the row as nested lists, under its dotted name.
+
+        Hidden states (three dimensions) are left out: they follow from the rest, and are large.
+        """
+        flat = {name: tensor for name, tensor in self.experience.flatten().items() if tensor.dim() < 3}
         with Path(path).open("w", encoding="utf-8") as file:
             for row in range(len(self)):
                 record: dict[str, Any] = {name: tensor[row].tolist() for name, tensor in flat.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,29 +19,95 @@ from transformers import (
 
 from trainkit.config import ModelConfig, TRLConfig
 from trainkit.errors import ConfigError, DataError
+from trainkit.models.adapters import (
+    ADAPTER_CONFIG,
+    HEADS,
+    adapter_base,
+    add_adapter,
+    bare,
+    make_peft_config,
+    merge_adapter,
+)
+from trainkit.models.trunk import freeze_below
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
-    """The causal language model that ``config`` names, or the live ``model`` as it is.
+    """The causal language model that ``config`` names, or the live ``model``, with what is to be trained trainable.
 
-    A mapping as ``model_path`` gives random weights from torch's global generator.
+    A mapping as ``model_path`` gives random weights from torch's global generator. Where ``model_path`` holds an
+    adapter, it is merged into the weights it belongs to. A live model stays the object it is; its parameters are
+    frozen as the config says.
 
     Raises:
-        ConfigError: nothing names a model, or transformers cannot load it; gives its reason.
+        ConfigError: nothing names a model, transformers cannot load it, or what is to be trained does not fit it.
     """
-    if model is None:
-        arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
-        if isinstance(config.model_path, str):
-            try:
-                model = AutoModelForCausalLM.from_pretrained(config.model_path, **arguments)
-            except (OSError, ValueError, TypeError) as error:
-                raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
-        else:
-            model = AutoModelForCausalLM.from_config(load_model_config(config), **arguments)
+    model = _load(config) if model is None else bare(model)
+    if config.peft_config is not None:
+        add_adapter(model, make_peft_config(config.peft_config))
+    elif config.num_layers_unfrozen >= 0:
+        freeze_below(model, config.num_layers_unfrozen)
     if config.disable_dropout:
         disable_dropout(model)
     model.eval()
     return model
+
+
+def _load(config: ModelConfig) -> PreTrainedModel:
+    arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
+    if not isinstance(config.model_path, str):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(load_model_config(config), **arguments))
+    try:
+        base = adapter_base(config.model_path)
+        model = AutoModelForCausalLM.from_pretrained(base or config.model_path, **arguments)
+        return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
+
+
+def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
+    """Write the whole model of an exported adapter to ``out``: weights with the adapter added, tokenizer and heads.
+
+    Raises:
+        ConfigError: there is no adapter, ``out`` holds something, or the base model cannot be loaded.
+    """
+    found = base or adapter_base(adapter)
+    if not (adapter / ADAPTER_CONFIG).is_file() or found is None:
+        raise ConfigError(
+            f"{adapter} holds no adapter ({ADAPTER_CONFIG}); give an export of a run with model.peft_config"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty; give a new directory")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(found, dtype="auto")
+        merged = merge_adapter(model, adapter)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"the adapter {adapter} does not merge into {found!r}: {error}. Say where its base model is with --base"
+        ) from error
+    merged.save_pretrained(out)
+    for path in adapter.iterdir():
+        if path.is_file() and (path.name == HEADS or "token" in path.name or path.suffix == ".jinja"):
+            shutil.copy2(path, out)
+
+
+def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:
+    """Try what is to be trained on a model without weights, before one with weights is loaded.
+
+    Raises:
+        ConfigError: there are fewer layers than ``num_layers_unfrozen``, or the adapter fits nowhere.
+    """
+    depth = getattr(model_config.get_text_config(), "num_hidden_layers", None)
+    if depth is not None and config.num_layers_unfrozen > depth:
+        raise ConfigError(
+            f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the model has {depth} layers; "
+            f"give 0 to {depth}, or -1 to train everything"
+        )
+    if config.peft_config is not None:
+        wanted = make_peft_config(config.peft_config)
+        if not live:
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(model_config)
+            add_adapter(skeleton, wanted)
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
@@ -57,7 +125,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         if isinstance(path, str):
             keys = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir")
             known = {k: v for k, v in config.kwargs.items() if k in keys}
-            return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, **known))
+            return cast(PreTrainedConfig, AutoConfig.from_pretrained(adapter_base(path) or path, **known))
         return AutoConfig.for_model(**path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", path, error)) from error

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import load_file
@@ -14,16 +17,18 @@ from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
+from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, token_logprobs
+from trainkit.models.adapters import HEADS
+from trainkit.models.trunk import Trunk
 from trainkit.models.value_head import ValueHead
+
+if TYPE_CHECKING:
+    from trainkit.models.reference import Reference
 
 log = logging.getLogger(__name__)
 
 CHUNK = 2**22
 """Logits that are alive at a time: 16 MB in float32."""
-
-HEADS = "heads.safetensors"
-"""In an export, the weights that transformers does not know, such as the value head's."""
 
 
 class TokenOutputs(NamedTuple):
@@ -38,10 +43,14 @@ class TokenOutputs(NamedTuple):
     """Value of the state in which each token was chosen; None without a value head."""
     entropy: Tensor = None  # type: ignore[assignment]
     """Entropy of the distribution each token was chosen from; None unless asked for."""
+    kl: Tensor = None  # type: ignore[assignment]
+    """Its divergence KL(π‖π_ref) from a reference's, over the whole vocabulary; None unless asked for."""
 
 
 class CausalPolicy(nn.Module):
     """A causal language model as a policy: ``policy(sequences) -> TokenOutputs``.
+
+    Where the lower layers are frozen (`Trunk`), `through_trunk` runs them once for sequences that are read often.
 
     The language-model head runs at response positions only, so nothing of size [B, T, V] is made. At construction
     it is compared with the model's own logits on a small input; where a model scales or caps its logits in ways
@@ -72,54 +81,101 @@ class CausalPolicy(nn.Module):
             self.value_head.to(model.device)
         self.register_buffer("logit_mask", check_logit_mask(logit_mask, model), persistent=False)
         self.head_alone = _head_gives_logits(model)
+        self.trunk = Trunk(model)
 
-    def forward(self, sequences: Sequences, entropy: bool = False) -> TokenOutputs:
-        """Log-probabilities, values and (if asked for) entropies of the response tokens."""
+    def train(self, mode: bool = True) -> Self:
+        """Training mode for what is trained; a frozen trunk stays in evaluation mode."""
+        super().train(mode)
+        self.trunk.eval()
+        return self
+
+    def forward(self, sequences: Sequences, entropy: bool = False, reference: Reference | None = None) -> TokenOutputs:
+        """Log-probabilities and values of the response tokens; from the same pass entropies, and divergences.
+
+        Args:
+            sequences: what is read, B rows of T tokens.
+            entropy: whether to give ``entropy``.
+            reference: what to give ``kl`` from.
+        """
         chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
         states, hidden = self._states(sequences, chosen)
-        logprobs, entropies = self._read(
-            states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], entropy
-        )
+        others = None
+        if reference is not None:
+            with torch.no_grad():
+                others, _ = reference.policy._states(sequences, chosen)
+        inputs = (states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], others)
+        logprobs, entropies, divergences = self._read(inputs, entropy, reference)
         return TokenOutputs(
             logprobs=_at(sequences, logprobs),
             **({} if self.value_head is None else {"values": _at(sequences, self.value_head(hidden))}),
             **({"entropy": _at(sequences, entropies)} if entropy else {}),
+            **({"kl": _at(sequences, divergences)} if reference is not None else {}),
         )
 
-    def _read(self, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] of ``tokens``, and entropies [N] if asked for, in chunks of bounded size.
+    @torch.no_grad()
+    def through_trunk(self, sequences: Sequences) -> Sequences:
+        """The sequences with what the frozen trunk says about them; as they are where nothing is frozen."""
+        if not self.trunk.depth or sequences.trunk is not None:
+            return sequences
+        return replace(sequences, trunk=self.trunk(self.model.base_model, _inputs(sequences)))
+
+    def _read(
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: Reference | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks of bounded size.
 
         Where there are several chunks, the backward pass computes their logits again rather than keep them: at no
-        time are more than `CHUNK` logits alive.
+        time are more than `CHUNK` logits of a model alive.
         """
+        states, tokens, previous, others = inputs
         size = max(CHUNK // self.model.config.get_text_config().vocab_size, 1)
         if len(states) <= size:
-            return self._read_chunk(states, tokens, previous, entropy)
+            return self._read_chunk(states, tokens, previous, others, entropy, reference)
+        chunks = zip(
+            states.split(size),
+            tokens.split(size),
+            previous.split(size),
+            repeat(None) if others is None else others.split(size),
+            strict=False,
+        )
         parts = [
-            checkpoint(self._read_chunk, *chunk, entropy, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(states.split(size), tokens.split(size), previous.split(size), strict=True)
+            checkpoint(self._read_chunk, *chunk, entropy, reference, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
         ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        logprobs, entropies, divergences = (torch.cat(found) for found in zip(*parts, strict=True))
+        return logprobs, entropies, divergences
 
-    def _read_chunk(self, states: Tensor, tokens: Tensor, previous: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    def _read_chunk(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        previous: Tensor,
+        others: Tensor | None,
+        entropy: bool,
+        reference: Reference | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, none = self._logits(states, previous), states.new_empty(0)
+        divergence = none
+        if reference is not None and others is not None:
+            with torch.no_grad():
+                against = reference.policy._logits(others, previous)
+            divergence = kl_exact(logits, against)
+        return token_logprobs(logits, tokens), entropy_from_logits(logits) if entropy else none, divergence
+
+    def _logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits [N, V] in float32 of the distribution that is sampled from."""
         logits = self.model.get_output_embeddings()(states) if self.head_alone else states
-        logits = allow_logits(logits.float() / self.temperature, previous, self.logit_mask)
-        return token_logprobs(logits, tokens), entropy_from_logits(logits) if entropy else states.new_empty(0)
+        return allow_logits(logits.float() / self.temperature, previous, self.logit_mask)
 
     def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """What the head reads [N, D] (or full logits [N, V]) and hidden states [N, D], where tokens were chosen."""
-        inputs = {
-            "input_ids": sequences.input_ids,
-            "attention_mask": sequences.attention_mask,
-            "position_ids": sequences.position_ids,
-            "use_cache": False,
-        }
-        if self.head_alone:
-            hidden = self.model.base_model(**inputs).last_hidden_state[:, :-1][chosen]
-            return hidden, hidden
-        outputs = self.model(**inputs, output_hidden_states=True)
-        return outputs.logits[:, :-1][chosen], outputs.hidden_states[-1][:, :-1][chosen]
+        known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
+        with known:
+            if self.head_alone:
+                hidden = self.model.base_model(**_inputs(sequences)).last_hidden_state[:, :-1][chosen]
+                return hidden, hidden
+            outputs = self.model(**_inputs(sequences), output_hidden_states=True)
+            return outputs.logits[:, :-1][chosen], outputs.hidden_states[-1][:, :-1][chosen]
 
 
 def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
@@ -136,6 +192,15 @@ def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
         )
     policy.load_state_dict({**state, **found})
     return policy
+
+
+def _inputs(sequences: Sequences) -> dict[str, Any]:
+    return {
+        "input_ids": sequences.input_ids,
+        "attention_mask": sequences.attention_mask,
+        "position_ids": sequences.position_ids,
+        "use_cache": False,
+    }
 
 
 def _at(sequences: Sequences, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -24,8 +24,8 @@ from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, NonFiniteError
 from trainkit.functional import exact
-from trainkit.models.loading import context_length, load_model_config, load_tokenizer, pad_id
-from trainkit.models.policy import TokenOutputs
+from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
+from trainkit.models.policy import CausalPolicy, TokenOutputs
 from trainkit.models.reference import Reference
 from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, encode_sample, prompt_rows, sample_rows
 from trainkit.plugins import discover, hook_manager
@@ -119,6 +119,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.live_model = model
         self.tokenizer = load_tokenizer(config, tokenizer)
         self.model_config = model.config if model is not None else load_model_config(config.model)
+        check_trainable(config.model, self.model_config, live=model is not None)
         self.limit = self._length_limit()
         self.encode = PromptEncoder(
             self.tokenizer,
@@ -466,6 +467,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 "rollout/terminated": m.Mean.of(rollouts.terminated),
             }
         )
+        if isinstance(self.unwrapped, CausalPolicy):  # the frozen layers run here, and not again
+            rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
         return self.experience(rollouts, scores)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:

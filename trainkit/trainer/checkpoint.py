@@ -164,7 +164,10 @@ def move_in(building: Path, target: Path) -> None:
         building.rename(target)
         return
     for path in sorted(building.iterdir()):
-        path.replace(target / path.name)
+        if path.is_dir():
+            move_in(path, target / path.name)
+        else:
+            path.replace(target / path.name)
     building.rmdir()
 
 

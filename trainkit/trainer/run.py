@@ -27,10 +27,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError
-from trainkit.models.policy import HEADS
+from trainkit.models.adapters import HEADS, save_model
+from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
 
@@ -128,7 +130,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
             name = f"store-{accelerator.process_index:05d}"
             checkpoint.write_state(building, name, {"experience": trainer.store.experience})
         if accelerator.is_main_process:
-            checkpoint.write_state(building, "model", trainer.unwrapped.state_dict())
+            checkpoint.write_state(building, "model", _trained(trainer))
             checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
         accelerator.wait_for_everyone()
         target = root / f"step_{step:08d}"
@@ -146,8 +148,31 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that resumes from it."""
-    start = trainer.reference.fingerprint if trainer.needs_reference else None
+    if trainer.needs_reference:
+        start: str | None = fingerprint(trainer.reference.policy.state_dict())
+    else:
+        state, trained = trainer.unwrapped.state_dict(), _trained(trainer)
+        frozen = {name: tensor for name, tensor in state.items() if name not in trained}
+        start = fingerprint(frozen) if frozen else None
     return {"config": trainer.config.to_dict(), "reference": start, "processes": trainer.accelerator.num_processes}
+
+
+def _trained(trainer: Trainer) -> dict[str, Tensor]:
+    """The model's state without frozen parameters, which are the initial model's: all of it, or an adapter, or so."""
+    model = trainer.unwrapped
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
+def _load_trained(trainer: Trainer, state: Mapping[str, Tensor], path: Path) -> None:
+    expected = _trained(trainer).keys()
+    if wrong := sorted(expected ^ state.keys()):
+        where = "is not in" if wrong[0] in expected else "is only in"
+        raise CheckpointError(f"{path} does not fit the model: {wrong[0]} {where} the checkpoint")
+    try:
+        trainer.unwrapped.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit the model: {error}") from error
 
 
 def resume(trainer: Trainer, root: Path) -> None:
@@ -180,7 +205,7 @@ def load(trainer: Trainer, path: Path) -> None:
     if trainer.pipeline is not None and not trainer.online:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
-    trainer.unwrapped.load_state_dict(checkpoint.read_state(path, "model"))
+    _load_trained(trainer, checkpoint.read_state(path, "model"), path)
     trainer.load_loop_state(state)
     store = path / f"store-{trainer.accelerator.process_index:05d}.json"
     if store.exists():
@@ -210,7 +235,8 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> N
 def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
     """Write model, tokenizer and heads so that transformers loads the model; built aside, then moved into place.
 
-    Other files in the directory stay as they are.
+    Of a model with an adapter, only the adapter is written; `trainkit merge` makes a whole model of it. Other files
+    in the directory stay as they are.
 
     Raises:
         CheckpointError: the disk refused; says where. An older export there is untouched.
@@ -221,7 +247,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
     if trainer.accelerator.is_main_process:
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
         try:
-            trainer.unwrapped.model.save_pretrained(building)
+            save_model(trainer.unwrapped.model, building, target)
             trainer.tokenizer.save_pretrained(building)
             state = trainer.unwrapped.state_dict()
             if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:

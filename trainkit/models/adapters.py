@@ -1,0 +1,177 @@
+"""Adapters, through peft: put on a model, switched off, merged into the weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+HEADS = "heads.safetensors"
+"""In an export, the weights that transformers does not know, such as the value head's."""
+BASE = "base"
+"""In an export, the directory of the weights below an adapter, where they have no path of their own."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a directory an adapter's."""
+
+
+def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
+    """peft's configuration from its fields; ``peft_type`` is LoRA unless they say otherwise.
+
+    Raises:
+        ConfigError: peft knows no such type or field.
+    """
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    rest = dict(fields)
+    name = str(rest.pop("peft_type", "LORA")).upper()
+    known = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if name not in known:
+        raise ConfigError(
+            f"model.peft_config.peft_type is {name!r}{suggest(name, known)}; peft knows {', '.join(sorted(known))}"
+        )
+    config: PeftConfig
+    try:
+        config = known[name](**rest)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.peft_config does not fit {known[name].__name__}: {error}") from error
+    if getattr(config, "is_prompt_learning", False):
+        raise ConfigError(
+            f"model.peft_config.peft_type is {name!r}, which puts tokens before the prompt; trainkit trains adapters "
+            "within the model's layers, such as LORA, DORA (use_dora), IA3, OFT"
+        )
+    return config
+
+
+def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
+    """Put a new adapter into the model's layers and freeze everything else.
+
+    Raises:
+        ConfigError: it fits no module of the model, or the model has one already.
+    """
+    if has_adapter(model):
+        raise ConfigError(
+            "model.peft_config is given, and the live model has an adapter already; leave peft_config out to train "
+            "that one, or merge it first"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
+            model.add_adapter(config)
+    except (ValueError, TypeError, AttributeError) as error:
+        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
+        raise ConfigError(
+            f"model.peft_config fits no module of {type(model).__name__}: {error}\n"
+            f"Modules that adapters fit are called {', '.join(linear)}; name those in target_modules"
+        ) from error
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether the model has adapters in its layers."""
+    return any(True for _ in adapted(model))
+
+
+def adapted(model: nn.Module) -> list[Any]:
+    """The modules that peft has wrapped; they know their base layer."""
+    if not hasattr(model, "peft_config"):
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+
+
+def switch_off(model: nn.Module) -> None:
+    """The model as it is without its adapters."""
+    for module in adapted(model):
+        module.enable_adapters(False)
+
+
+def switch_on(model: nn.Module) -> None:
+    """The model with its adapters."""
+    for module in adapted(model):
+        module.enable_adapters(True)
+
+
+def bare(model: Any) -> PreTrainedModel:
+    """A live model as transformers knows it: what a `peft.PeftModel` wraps, with its adapters within."""
+    from peft import PeftModel
+
+    return cast("PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
+def adapter_base(path: str | Path) -> str | None:
+    """What lies below the adapter at ``path``, a directory or a hub id: another such path. None: no adapter is there.
+
+    Raises:
+        ConfigError: the adapter does not say what it belongs to.
+    """
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    file = Path(path) / ADAPTER_CONFIG if Path(path).is_dir() else find_adapter_config_file(str(path))
+    if file is None or not Path(file).is_file():
+        return None
+    beside = Path(path) / BASE
+    base = str(beside) if beside.is_dir() else json.loads(Path(file).read_text("utf-8"))["base_model_name_or_path"]
+    if not base:
+        raise ConfigError(f"{file} names no base model; set base_model_name_or_path there to where its weights are")
+    return str(base)
+
+
+def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
+    """Save the model into ``directory``, which will become ``target``: whole, or of an adapted one the adapter alone.
+
+    Weights below an adapter that have no path of their own (random ones) are saved beside it.
+    """
+    if not has_adapter(model):
+        model.save_pretrained(directory)
+        return
+    [config] = model.peft_config.values()
+    source = config.base_model_name_or_path or model.name_or_path
+    config.base_model_name_or_path = source or str(target / BASE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
+        model.save_pretrained(directory)
+    config.base_model_name_or_path = source
+    if not source:
+        _without_adapter(model).save_pretrained(directory / BASE)
+
+
+def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    """The model below the adapter, sharing its weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    base = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    wrapped = {id(module) for module in adapted(base)}
+    for name, module in list(base.named_modules()):
+        if id(module) in wrapped:
+            parent, _, child = name.rpartition(".")
+            inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
+            setattr(base.get_submodule(parent), child, inner)
+    del base.peft_config
+    base._hf_peft_config_loaded = False
+    return base
+
+
+def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
+    """The base ``model`` with the adapter at ``path`` added to its weights."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    return merged
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
