@@ -73,7 +73,7 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
     found = base or adapter_base(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file() or found is None:
         raise ConfigError(
-            f"{adapter} holds no adapter ({ADAPTER_CONFIG}); give an export of a run with model.peft_config"
+            f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a new directory")
@@ -107,6 +107,8 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         if not live:
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(model_config)
+            if hasattr(wanted, "init_lora_weights"):
+                wanted.init_lora_weights = False  # some ways of initialising read the weights
             add_adapter(skeleton, wanted)
 
 

@@ -174,8 +174,8 @@ class CausalPolicy(nn.Module):
             if self.head_alone:
                 hidden = self.model.base_model(**_inputs(sequences)).last_hidden_state[:, :-1][chosen]
                 return hidden, hidden
-            outputs = self.model(**_inputs(sequences), output_hidden_states=True)
-            return outputs.logits[:, :-1][chosen], outputs.hidden_states[-1][:, :-1][chosen]
+            logits, hidden = logits_and_hidden(self.model, **_inputs(sequences))
+            return logits[:, :-1][chosen], hidden[:, :-1][chosen]
 
 
 def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
@@ -192,6 +192,20 @@ def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
         )
     policy.load_state_dict({**state, **found})
     return policy
+
+
+def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """The model's own logits [B, T, V], and the last hidden state [B, T, D] they come from."""
+    if model.base_model is model:
+        outputs = model(**inputs, output_hidden_states=True)
+        return outputs.logits, outputs.hidden_states[-1]
+    found: list[Any] = []
+    handle = model.base_model.register_forward_hook(lambda _, __, outputs: found.append(outputs))
+    try:
+        logits: Tensor = model(**inputs).logits
+    finally:
+        handle.remove()
+    return logits, found[0].last_hidden_state
 
 
 def _inputs(sequences: Sequences) -> dict[str, Any]:

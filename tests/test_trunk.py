@@ -1,0 +1,228 @@
+"""Training the upper layers only: what is frozen is shared with the reference and runs once per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import trainkit
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.models import CausalPolicy, Reference
+from trainkit.models.trunk import Trunk, freeze_below
+from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.testing.trainers import tiny_trainer
+
+L = 3
+TRAINERS = trainkit.available_trainers()
+ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+LLAMA = tiny_llama(20, num_hidden_layers=L)
+SHAPES = {
+    "gpt2": tiny_gpt2(20, n_layer=L),
+    "llama": LLAMA,
+    **{name: {**LLAMA, "model_type": name} for name in ("qwen2", "gpt_neox", "opt", "gemma", "gemma2", "mixtral")},
+}
+FROZEN_DROPOUT = tiny_gpt2(10, n_layer=L, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name])).eval()
+
+
+def some_sequences() -> Sequences:
+    return Sequences.from_lists([[1, 2], [3], [4, 5, 6]], [[7, 8, 9], [1, 2, 3, 4], [5]])
+
+
+@pytest.mark.parametrize("unfrozen", range(L + 1))
+@pytest.mark.parametrize("name", SHAPES)
+def test_exactly_the_upper_layers_and_what_follows_them_stay_trainable(name: str, unfrozen: int) -> None:
+    model = make(name)
+    freeze_below(model, unfrozen)
+    blocks = Trunk(model).blocks
+    assert blocks is not None
+    for index, block in enumerate(blocks):
+        assert {p.requires_grad for p in block.parameters()} == {index >= L - unfrozen}
+    assert not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    after = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    assert any("norm" in n or "ln_f" in n for n in after), "the last norm is trained"
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight.requires_grad is not tied
+
+
+@pytest.mark.parametrize("unfrozen", [0, 1, 2])
+@pytest.mark.parametrize("name", SHAPES)
+def test_going_on_from_the_trunk_is_bit_equal_to_running_the_whole_model(name: str, unfrozen: int) -> None:
+    model = make(name)
+    freeze_below(model, unfrozen)
+    policy, sequences = CausalPolicy(model, value_head=True), some_sequences()
+    assert policy.trunk.depth == L - unfrozen
+    cached = policy.through_trunk(sequences)
+    assert cached.trunk is not None
+    whole, parts = (policy(s, entropy=True) for s in (sequences, cached))
+    assert torch.equal(whole.logprobs, parts.logprobs)
+    assert torch.equal(whole.values, parts.values)
+    assert torch.equal(whole.entropy, parts.entropy)
+    assert policy.through_trunk(cached) is cached, "the trunk does not run again"
+
+
+@pytest.mark.parametrize("unfrozen", [1, 2])
+def test_the_trunk_runs_once_for_reference_and_all_passes(unfrozen: int, tmp_path: Path) -> None:
+    """Counted in the run: per collection one pass of a frozen block over the sequences, beside the sampler's."""
+    trainer = tiny_trainer("ppo", tmp_path, model=tiny_gpt2(10, n_layer=L), model__num_layers_unfrozen=unfrozen)
+    calls = {"frozen": 0, "trained": 0}
+    assert trainer.unwrapped.trunk.blocks is not None
+    first, last = trainer.unwrapped.trunk.blocks[0], trainer.unwrapped.trunk.blocks[-1]
+    trainer.collect()
+    for name, block in (("frozen", first), ("trained", last)):
+        block.register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
+    for batch in trainer.store.batches(8, torch.Generator()):
+        trainer.update(batch)
+    assert calls == {"frozen": 0, "trained": 2}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L), FROZEN_DROPOUT])
+def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dict[str, Any], tmp_path: Path) -> None:
+    """Dropout in the layers below too: the trunk never leaves evaluation mode."""
+    dropout = model is FROZEN_DROPOUT
+    trainer = tiny_trainer(
+        name, tmp_path, model=model, model__num_layers_unfrozen=1, model__disable_dropout=not dropout
+    )
+    trainer.collect()
+    batch = trainer.store.experience
+    found = []
+    for trial in (batch, replace(batch, sequences=replace(batch.sequences, trunk=None))):
+        trainer.unwrapped.train()
+        torch.manual_seed(3)
+        trainer.optimizer.zero_grad()
+        trainer.loss(trial)[0].backward()
+        found.append({n: p.grad.clone() for n, p in trainer.unwrapped.named_parameters() if p.grad is not None})
+    assert batch.sequences.trunk is not None
+    assert found[0].keys() == found[1].keys() == {n for n, p in trainer.unwrapped.named_parameters() if p.requires_grad}
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("unfrozen", [-1, 0, 1, L - 1, L])
+@pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L)])
+def test_kl_is_exactly_zero_before_the_first_update(
+    name: str, unfrozen: int, model: dict[str, Any], tmp_path: Path
+) -> None:
+    """S-05, golden 10.12."""
+    trainer = tiny_trainer(name, tmp_path, model=model, model__num_layers_unfrozen=unfrozen, rollout__temperature=0.7)
+    trainer.collect()
+    assert trainer._pending["policy/kl"].compute() == 0.0
+    assert trainer._pending["policy/kl_per_token"].compute() == 0.0
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 0, 1, L - 1, L])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_reference_shares_the_memory_of_what_is_frozen_and_of_nothing_else(name: str, unfrozen: int) -> None:
+    """S-25: by address, and by what training does to it."""
+    model = make(name)
+    if unfrozen >= 0:
+        freeze_below(model, unfrozen)
+    policy, sequences = CausalPolicy(model), some_sequences()
+    reference = Reference(policy)
+    for (key, own), copied in zip(policy.named_parameters(), reference.policy.parameters(), strict=True):
+        assert (own.data_ptr() == copied.data_ptr()) is not own.requires_grad, key
+        assert not copied.requires_grad
+    before = reference(policy.through_trunk(sequences)).logprobs
+    assert torch.equal(policy(sequences).logprobs, before)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.5)
+    policy(sequences).logprobs.sum().backward()
+    optimizer.step()
+    assert torch.equal(reference(policy.through_trunk(sequences)).logprobs, before)
+    assert not torch.equal(policy(sequences).logprobs, before)
+
+
+def test_divergences_of_the_whole_vocabulary_come_from_the_same_pass() -> None:
+    """KL(π‖π_ref) by hand from both models' logits, and its gradient."""
+    policy, sequences = CausalPolicy(make("llama"), temperature=0.7), some_sequences()
+    reference, mask = Reference(policy), sequences.response_mask
+    assert policy(sequences, reference=reference).kl.abs().max() == 0
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    said = policy(sequences, reference=reference).kl
+    logits = [
+        m.model(sequences.input_ids, attention_mask=sequences.attention_mask).logits[:, :-1][mask[:, 1:]].double() / 0.7
+        for m in (policy, reference.policy)
+    ]
+    p, q = (x.log_softmax(-1) for x in logits)
+    torch.testing.assert_close(said[mask].double(), (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-6)
+    assert (said[~mask] == 0).all()
+    assert (said[mask] > 0).all()
+    assert torch.autograd.grad(said.sum(), policy.model.lm_head.weight)[0].abs().sum() > 0
+
+
+def test_a_trunk_frozen_by_hand_is_used_and_one_below_a_trained_embedding_is_not() -> None:
+    model = make("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    assert CausalPolicy(model).trunk.depth == 1
+    model.model.embed_tokens.requires_grad_(True)
+    policy = CausalPolicy(model)
+    assert policy.trunk.depth == 0
+    assert policy.through_trunk(some_sequences()).trunk is None
+
+
+def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed() -> None:
+    """The whole model is run instead, with the same result."""
+
+    class Talkative(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+            self.calls = 0
+
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            Talkative.heard = hidden_states.sum()  # what another block reads
+            return self.block(hidden_states, **kwargs)
+
+    class Listening(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            heard, Talkative.heard = Talkative.heard, None
+            return self.block(hidden_states * (1 + heard), **kwargs)
+
+    model = make("llama")
+    model.model.layers[0] = Talkative(model.model.layers[0])
+    model.model.layers[2] = Listening(model.model.layers[2])
+    freeze_below(model, 1)
+    assert CausalPolicy(model).trunk.depth == 0
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_more_layers_than_the_model_has_are_refused_at_the_door(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_layers_unfrozen is 9.* 2 layers.*0 to 2, or -1"):
+        tiny_trainer(name, tmp_path, model__num_layers_unfrozen=9)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_them(
+    name: str, at: int, tmp_path: Path
+) -> None:
+    changes = {"model__num_layers_unfrozen": 1, "train__save_interval": 1, "train__batch_size": 6}
+    straight = tiny_trainer(name, tmp_path / "straight", **changes)
+    straight.learn()
+    tiny_trainer(name, tmp_path / "stopped", **changes, train__total_steps=at).learn()
+    resumed = tiny_trainer(name, tmp_path / "stopped", **changes, train__resume="auto")
+    resumed.learn()
+    a, b = straight.unwrapped.state_dict(), resumed.unwrapped.state_dict()
+    assert [key for key in a if not torch.equal(a[key], b[key])] == []
+    whole = sum(p.numel() for p in straight.unwrapped.parameters()) * 4
+    saved = (tmp_path / "straight" / "checkpoints" / "step_00000006" / "model.safetensors").stat().st_size
+    assert saved < 0.75 * whole
