@@ -22,6 +22,8 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     # field: (another value, what else must hold for it to matter)
     "model.model_path": (tiny_gpt2(10, n_embd=16), {}),
     "model.dtype": ("bfloat16", {}),
+    "model.num_layers_unfrozen": (1, {}),
+    "model.peft_config": ({"r": 4, "target_modules": "all-linear"}, {}),
     "model.disable_dropout": (False, {"model.model_path": DROPOUT}),
     "model.kwargs": ({"attn_implementation": "eager"}, {}),
     "optimizer.name": ("sgd", {}),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit.models.policy as module
@@ -87,3 +89,49 @@ def test_no_more_logits_are_alive_than_a_chunk(grad: bool, monkeypatch: pytest.M
     assert len(alive) == 5 * (2 if grad else 1), "15 response tokens in chunks of 3, computed again backwards"
     assert most <= chunk
     assert sum(ref() is not None for ref in alive) == 0
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the storages that operations make, and the most that were alive at a time; backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak = 0, 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return made
+
+    def freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.alive -= size
+
+
+def peak(vocab: int, full: bool) -> int:
+    """Bytes at the peak of a forward and backward pass over 256 response tokens."""
+    policy = make(tiny_gpt2(vocab))
+    policy.head_alone = not full
+    ids = torch.randint(0, vocab, (8, 33), generator=torch.Generator().manual_seed(1)).tolist()
+    sequences = Sequences.from_lists([row[:1] for row in ids], [row[1:] for row in ids])
+    with PeakMemory() as memory:
+        policy(sequences, entropy=True).logprobs.sum().backward()
+    return memory.peak
+
+
+def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both vocabularies fill more than a chunk: beyond the weights' own gradient, the larger needs no more."""
+    monkeypatch.setattr(module, "CHUNK", 2**18)
+    small, large = 2_048, 16_384
+    gradient, logits = (rows * 4 * (large - small) for rows in (32, 256))
+    grown = peak(large, full=False) - peak(small, full=False)
+    assert grown < 3 * gradient, f"{grown / gradient:.1f} times the gradient of the head"
+    seen = peak(large, full=True) - peak(small, full=True)
+    assert seen > 2 * logits, "the measure sees [B, T, V] where it is made"

@@ -72,9 +72,7 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
     """
     found = base or adapter_base(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file() or found is None:
-        raise ConfigError(
-            f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config"
-        )
+        raise ConfigError(f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a new directory")
     try:
