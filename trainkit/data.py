@@ -142,6 +142,11 @@ class Sequences(Batch):
         """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02)."""
         return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
+    def place(self, values: Tensor) -> Tensor:
+        """What is known of the response tokens, row after row [N], at their places; 0 elsewhere. -> [B, T]."""
+        mask = self.response_mask
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
     @property
     def weight(self) -> Tensor:
         """Response tokens []."""
@@ -215,6 +220,12 @@ class Rollouts:
     """Prompt text."""
     outputs: list[str]
     """Response text, cut before the stop string that ended it."""
+    entropy: Tensor | None = None
+    """Entropy [B, T] of the distribution each response token was chosen from (at the sampling temperature, under the
+    logit mask, before it was restricted), else 0. None if the sampler did not see it."""
+    hidden: Tensor | None = None
+    """The last hidden state [B, T, D] in which each response token was chosen, else 0: what a value head reads. None
+    unless the sampler was asked for it."""
 
     def __len__(self) -> int:
         return len(self.rows)

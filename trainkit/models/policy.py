@@ -106,10 +106,10 @@ class CausalPolicy(nn.Module):
         inputs = (states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], others)
         logprobs, entropies, divergences = self._read(inputs, entropy, reference)
         return TokenOutputs(
-            logprobs=_at(sequences, logprobs),
-            **({} if self.value_head is None else {"values": _at(sequences, self.value_head(hidden))}),
-            **({"entropy": _at(sequences, entropies)} if entropy else {}),
-            **({"kl": _at(sequences, divergences)} if reference is not None else {}),
+            logprobs=sequences.place(logprobs),
+            **({} if self.value_head is None else {"values": sequences.place(self.value_head(hidden))}),
+            **({"entropy": sequences.place(entropies)} if entropy else {}),
+            **({"kl": sequences.place(divergences)} if reference is not None else {}),
         )
 
     @torch.no_grad()
@@ -215,12 +215,6 @@ def _inputs(sequences: Sequences) -> dict[str, Any]:
         "position_ids": sequences.position_ids,
         "use_cache": False,
     }
-
-
-def _at(sequences: Sequences, values: Tensor) -> Tensor:
-    """Per-token values [N] at the response tokens they speak about, 0 elsewhere. -> [B, T]."""
-    mask = sequences.response_mask
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:

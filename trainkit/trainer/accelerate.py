@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
 
+SAMPLER_TOLERANCE = 1e-4
+"""How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
+
 
 @dataclass
 class Progress:
@@ -68,6 +71,8 @@ class Progress:
     """Wall time spent, over all resumed parts of the run."""
     best: float = -math.inf
     """Highest mean reward of an evaluation."""
+    sampler_exact: bool | None = None
+    """Whether the sampler's numbers are the policy's, as the first collection showed; None before that."""
 
 
 class AccelerateRLTrainer(BaseRLTrainer[M]):
@@ -444,7 +449,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         key = self.progress.sampled
         self.progress.sampled += 1
         rollouts = self._sample(rows, [self.encode(row["prompt"]) for row in rows], self.settings(), "sample", key)
-        self._rollouts.append(rollouts)
+        self._rollouts.append(replace(rollouts, hidden=None))  # for the hooks, which outlive the experience
         return rollouts
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -480,9 +485,22 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         return sequences.to(self.accelerator.device)
 
     @torch.no_grad()
-    def behaviour(self, rollouts: Rollouts, entropy: bool = True) -> TokenOutputs:
-        """What the policy that sampled ``rollouts`` says about them, before any update."""
-        outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=entropy)
+    def behaviour(self, rollouts: Rollouts) -> TokenOutputs:
+        """What the policy that sampled ``rollouts`` says about them: log-probabilities, entropies, values.
+
+        The sampler has seen it all, so nothing is run again where its numbers are the policy's. Whether they are,
+        the first collection shows, for which the policy is run: cached keys and values may round differently, by a
+        little in float32 and by too much below.
+        """
+        seen = _as_sampled(rollouts, self.unwrapped)
+        if self.progress.sampler_exact and self.progress.step > 0 and seen is not None:
+            return seen
+        outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
+        if self.progress.sampler_exact is None and seen is not None:
+            off = (seen.logprobs - outputs.logprobs).abs().max() > SAMPLER_TOLERANCE
+            self.progress.sampler_exact = not bool(self.reduce(off.float()))
+            if not self.progress.sampler_exact:
+                log.info("the sampler's log-probabilities are not exactly the policy's; the policy is run once more")
         return outputs
 
     def record(self, metrics: m.Metrics) -> None:
@@ -704,6 +722,20 @@ def _accelerator(mixed_precision: str) -> Accelerator:
             "divide the gradient; leave that out and set train.microbatch_size, which gives the exact gradient"
         )
     return accelerator
+
+
+def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
+    """What the sampler saw of the policy; None if it did not see everything that the policy says."""
+    head, sequences = getattr(policy, "value_head", None), rollouts.sequences
+    if rollouts.logprobs is None or rollouts.entropy is None:
+        return None
+    if head is None:
+        return TokenOutputs(rollouts.logprobs, entropy=rollouts.entropy)
+    if rollouts.hidden is None:
+        return None
+    return TokenOutputs(
+        rollouts.logprobs, sequences.place(head(rollouts.hidden[sequences.response_mask])), rollouts.entropy
+    )
 
 
 def _is_installed(name: str) -> bool:
