@@ -60,6 +60,38 @@ def test_outputs_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2], ids=["gpt2", "llama", "gemma2"])
+def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make(fields, value_head=True)
+    lengths = [3, 9, 3, 12, 4, 12, 1, 8]
+    ids = torch.randint(0, 50, (8, 14), generator=torch.Generator().manual_seed(1)).tolist()
+    sequences = Sequences.from_lists(
+        [row[:2] for row in ids], [r[2 : 2 + n] for r, n in zip(ids, lengths, strict=True)]
+    )
+    found = []
+    for cost, passes in ((10**6, 1), (8, 3), (0, 6)):
+        monkeypatch.setitem(module.PASS_COST, "cpu", cost)
+        assert len(sequences.buckets(cost)) == passes
+        policy.zero_grad()
+        said = policy(sequences, entropy=True)
+        (said.logprobs.sum() + said.entropy.sum() + said.values.sum()).backward()
+        found.append([*said[:3], *(p.grad.clone() for p in policy.parameters())])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+
+
+def test_a_bucket_more_is_made_where_it_saves_more_than_it_costs() -> None:
+    sequences = Sequences.from_lists([[1]] * 6, [[2] * n for n in (9, 3, 9, 3, 3, 8)])
+    assert [rows.tolist() for rows in sequences.buckets(17)] == [[0, 2, 5], [1, 3, 4]]  # 3 rows × 6 columns saved
+    assert [rows.tolist() for rows in sequences.buckets(18)] == [[0, 1, 2, 3, 4, 5]]
+    assert [rows.tolist() for rows in sequences.buckets(3)] == [[0, 2], [5], [1, 3, 4]]
+    left = sequences.map(lambda x: x.flip(1))
+    assert len(left.buckets(0)) == 1, "padding on the left cannot be cut off"
+
+
 def test_a_model_that_caps_its_logits_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert not make(GEMMA2).head_alone

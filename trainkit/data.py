@@ -91,9 +91,9 @@ class Batch:
         return flat
 
 
-def _cat_padded(tensors: list[Tensor]) -> Tensor:
+def _cat_padded(tensors: list[Tensor], width: int = 0) -> Tensor:
     if tensors[0].dim() >= 2:
-        width = max(x.size(1) for x in tensors)
+        width = max(width, *(x.size(1) for x in tensors))
         tensors = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.size(1))) for x in tensors]
     return torch.cat(tensors)
 
@@ -141,6 +141,25 @@ class Sequences(Batch):
     def position_ids(self) -> Tensor:
         """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02)."""
         return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+    def buckets(self, cost: int) -> list[Tensor]:
+        """Rows of like length together, as indices [b]: a bucket more wherever it saves over ``cost`` padded tokens."""
+        columns = torch.arange(1, self.input_ids.size(1) + 1, device=self.input_ids.device)
+        ends = (self.attention_mask * columns).amax(1)
+        order = ends.argsort(descending=True, stable=True)
+        starts, width = [0], 0
+        for index, end in enumerate(ends[order].tolist()):
+            width = width or end
+            if (width - end) * (len(self) - index) > cost:
+                starts.append(index)
+                width = end
+        if len(starts) == 1:
+            return [torch.arange(len(self), device=order.device)]
+        return list(order.tensor_split(starts[1:]))
+
+    def reunite(self, buckets: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        """What is known of each bucket's rows [b, ≤ T, *], padded, in the order of the rows. -> [B, T, *]."""
+        return _cat_padded(list(parts), self.input_ids.size(1))[torch.cat(list(buckets)).argsort()]
 
     def place(self, values: Tensor) -> Tensor:
         """What is known of the response tokens, row after row [N], at their places; 0 elsewhere. -> [B, T]."""

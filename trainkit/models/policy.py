@@ -31,6 +31,12 @@ CHUNK = 2**22
 """Logits that are alive at a time: 16 MB in float32."""
 
 
+PASS_COST = {"cpu": 256}
+"""What one more pass through a model costs beside its arithmetic, in tokens, by kind of device ..."""
+OTHER_PASS_COST = 4096
+"""... and on others, where launching the kernels costs as much as the arithmetic of many tokens."""
+
+
 class TokenOutputs(NamedTuple):
     """What a policy says about the response tokens of sequences; [B, T] each, 0 off the response.
 
@@ -92,11 +98,23 @@ class CausalPolicy(nn.Module):
     def forward(self, sequences: Sequences, entropy: bool = False, reference: Reference | None = None) -> TokenOutputs:
         """Log-probabilities and values of the response tokens; from the same pass entropies, and divergences.
 
+        Rows of like length go through the model together, where that saves more padding than it costs.
+
         Args:
             sequences: what is read, B rows of T tokens.
             entropy: whether to give ``entropy``.
             reference: what to give ``kl`` from.
         """
+        buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        if len(buckets) == 1:
+            return self._read(sequences, entropy, reference)
+        parts = [self._read(sequences.select(rows), entropy, reference) for rows in buckets]
+        columns = (
+            None if column[0] is None else sequences.reunite(buckets, column) for column in zip(*parts, strict=True)
+        )
+        return TokenOutputs(*columns)  # type: ignore[arg-type]
+
+    def _read(self, sequences: Sequences, entropy: bool, reference: Reference | None) -> TokenOutputs:
         chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
         states, hidden = self._states(sequences, chosen)
         others = None
@@ -104,7 +122,7 @@ class CausalPolicy(nn.Module):
             with torch.no_grad():
                 others, _ = reference.policy._states(sequences, chosen)
         inputs = (states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], others)
-        logprobs, entropies, divergences = self._read(inputs, entropy, reference)
+        logprobs, entropies, divergences = self._read_states(inputs, entropy, reference)
         return TokenOutputs(
             logprobs=sequences.place(logprobs),
             **({} if self.value_head is None else {"values": sequences.place(self.value_head(hidden))}),
@@ -117,9 +135,11 @@ class CausalPolicy(nn.Module):
         """The sequences with what the frozen trunk says about them; as they are where nothing is frozen."""
         if not self.trunk.depth or sequences.trunk is not None:
             return sequences
-        return replace(sequences, trunk=self.trunk(self.model.base_model, _inputs(sequences)))
+        buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        parts = [self.trunk(self.model.base_model, _inputs(sequences.select(rows))) for rows in buckets]
+        return replace(sequences, trunk=sequences.reunite(buckets, parts))
 
-    def _read(
+    def _read_states(
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: Reference | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks of bounded size.
