@@ -194,7 +194,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Reference | None]:
         model = self.unwrapped.to(self.accelerator.device)
         reference = Reference(model) if self.needs_reference else None  # before anything can move the weights
-        return (*self.accelerator.prepare(model, optim.make_optimizer(self.config.optimizer, model)), reference)
+        optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
+        return (*self.accelerator.prepare(model, optimizer), reference)
 
     @property
     def policy(self) -> nn.Module:
