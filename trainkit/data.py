@@ -211,6 +211,12 @@ class Rollouts:
     """Prompt text."""
     outputs: list[str]
     """Response text, cut before the stop string that ended it."""
+    entropy: Tensor | None = None
+    """Entropy [B, T] of the distribution each response token was chosen from (at the sampling temperature, under the
+    logit mask, before it was restricted), else 0. None if the sampler did not see it."""
+    hidden: Tensor | None = None
+    """The last hidden state [B, T, D] in which each response token was chosen, else 0: what a value head reads. None
+    unless the sampler was asked for it."""
 
     def __len__(self) -> int:
         return len(self.rows)
