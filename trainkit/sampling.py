@@ -254,6 +254,7 @@ class _Preallocated(DynamicLayer):
     def __init__(self, room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.room, self.length = room, 0
+        self.buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
@@ -270,6 +271,8 @@ class _Preallocated(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep, repeat or drop rows; what is not yet written is not copied."""
+        if not self.is_initialized:
+            return
         chosen = []
         for buffer in self.buffers:
             kept = buffer.new_empty((len(beam_idx), *buffer.shape[1:]))
