@@ -145,6 +145,12 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole
     distribution."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from the tokens that are at least this share of the likeliest one's probability; 0 is off.
+    Log-probabilities stay those of the whole distribution."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Tokens of the prompt and the response so far are sampled with their logits divided by this if positive,
+    multiplied if negative; 1 is off, above 1 makes repeating rarer. Log-probabilities stay those without it."""
     stop_sequences: list[str] = []
     """Strings that end a response; cut from the text that the reward function sees."""
 

@@ -7,6 +7,7 @@ token-aligned: position ``t`` speaks about token ``t``. Nothing here knows of co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -178,10 +179,12 @@ def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------- what sampling truncates
 
 
-def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Logits with −inf outside the ``top_k`` largest and outside the smallest nucleus of mass ``top_p``. [B, V].
+def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Logits with −inf outside the ``top_k`` largest, outside the smallest nucleus of mass ``top_p``, and where the
+    probability is less than ``min_p`` of the largest. [B, V].
 
-    ``top_k=0`` and ``top_p=1`` are off. The likeliest token always stays. Source: Holtzman et al. 2020 (nucleus).
+    ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The likeliest token always stays. Sources: Holtzman et al. 2020
+    (nucleus), Nguyen et al. 2024 (min-p).
     """
     if top_k > 0 and top_k < logits.size(-1):
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -191,7 +194,17 @@ def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Te
         before = F.pad(ordered.softmax(-1).cumsum(-1)[..., :-1], (1, 0))  # mass of the tokens ahead of each
         drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(drop, -torch.inf)
+    if min_p > 0.0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     return logits
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """z / θ where z > 0 and z·θ where z < 0 for the tokens that are ``seen``, z for others. [B, V], bool [B, V].
+
+    Source: Keskar et al. 2019, section 4.1, with the case of negative logits as in transformers.
+    """
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def allow_logits(logits: Tensor, previous: Tensor, logit_mask: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.data import Row
 from trainkit.errors import DataError, describe
 from trainkit.rewards import GIVEN
-from trainkit.seeding import generator
+from trainkit.seeding import check_seed, generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,6 +162,7 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
                 f"prompt {index} has a column {taken[0]!r}, and reward functions get {', '.join(GIVEN)} from trainkit; "
                 "rename the column"
             )
+        check_seed(row.get("seed"), f"prompt {index}")
         rows.append(row)
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")

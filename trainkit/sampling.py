@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
-from trainkit.functional import allow_logits, token_logprobs, truncate_logits
+from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
 from trainkit.models.loading import pad_id
 from trainkit.models.policy import check_logit_mask
+from trainkit.seeding import row_seeds
+
+log = logging.getLogger(__name__)
 
 SHRINK_AT = 0.75
 """Rows that have ended leave the batch once no more than this share is left: fewer rows against a copy of the cache."""
@@ -26,8 +41,211 @@ class Sampler(Protocol):
     def __call__(
         self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
     ) -> Rollouts:
-        """Rollouts for ``queries`` (token ids, one list per row), drawn with ``generator`` alone."""
+        """Rollouts for ``queries`` (token ids, one list per row), drawn with ``generator`` alone.
+
+        What is drawn for a row with a column ``seed`` follows from this seed instead.
+        """
         ...
+
+
+class CausalSampler:
+    """Samples from a causal language model with a key-value cache, one token a step for the whole batch.
+
+    A prompt that occurs several times runs once; the cache is allocated once; rows that have ended leave the batch.
+    The randomness of a row does not depend on when others end.
+
+    The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
+    and under the logit mask, before ``repetition_penalty`` bends it and ``top_k``, ``top_p`` and ``min_p`` cut it
+    (F-02). The entropies are those of this distribution too.
+
+    At construction a few tokens are run through the model. Where cached steps do not give what whole forward passes
+    give, such as with recurrent states that cannot be padded, the model's own ``generate`` runs the model instead and
+    the sampler chooses the tokens; log-probabilities, entropies and states are then None.
+
+    Args:
+        model: the language model, unwrapped.
+        tokenizer: turns tokens into the text that stop strings and reward functions read.
+        logit_mask: bool [V] or [V, V], True = allowed.
+        skip_special_tokens: leave special tokens out of the text.
+        head_alone: whether the model's logits are those of its output head on its trunk (`CausalPolicy.head_alone`).
+        hidden: return the states in which tokens were chosen, as a value head reads them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        logit_mask: Tensor | None = None,
+        skip_special_tokens: bool = True,
+        head_alone: bool = False,
+        hidden: bool = False,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.logit_mask = check_logit_mask(logit_mask, model)
+        self.skip_special_tokens = skip_special_tokens
+        self.decoder = _Decoder(model, pad_id(tokenizer), head_alone, hidden)
+        self.fault = _stepping_fault(self.decoder)
+        if self.fault:
+            log.warning(
+                "%s cannot be sampled from with a cache of keys and values (%s); its own generate() is used, which is "
+                "slower",
+                type(model).__name__,
+                self.fault,
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+    ) -> Rollouts:
+        """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
+        uniforms = _uniforms(rows, queries, settings.max_new_tokens, generator, self.model.device)
+        responses = _Responses(self, queries, settings, uniforms)
+        if self.fault:
+            _by_generate(self.model, queries, responses)
+        else:
+            _by_steps(self.decoder, queries, responses)
+        return responses.rollouts(rows, queries)
+
+
+def _uniforms(
+    rows: list[Row], queries: list[list[int]], room: int, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """Numbers in [0, 1) that decide every token, drawn ahead, so that no row depends on when others end. [B, R]."""
+    uniforms = torch.rand((len(queries), room), generator=generator, device=device)
+    for index, seed in enumerate(row_seeds(rows, queries, "response")):
+        if seed is not None:  # on the CPU, so that every device draws alike
+            uniforms[index] = torch.rand(room, generator=torch.Generator().manual_seed(seed)).to(device)
+    return uniforms
+
+
+# ------------------------------------------------------------------------------------------------ choosing tokens
+
+
+class _Responses:
+    """The responses to B prompts as they grow, with room for R tokens: chooses tokens, notes what is known of them."""
+
+    def __init__(
+        self, sampler: CausalSampler, queries: list[list[int]], settings: SamplingConfig, uniforms: Tensor
+    ) -> None:
+        (count, self.room), device = uniforms.shape, uniforms.device
+        self.sampler, self.settings, self.uniforms = sampler, settings, uniforms
+        self.eos = torch.tensor(eos_ids(sampler.model, sampler.tokenizer), device=device)
+        self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
+        self.logprobs = torch.zeros((count, self.room), device=device)
+        self.entropy = torch.zeros((count, self.room), device=device)
+        self.hidden: Tensor | None = None  # [B, R, D], if it is asked for
+        self.lengths = torch.zeros(count, dtype=torch.long, device=device)  # the terminating token included
+        self.alive = torch.ones(count, dtype=torch.bool, device=device)
+        self.seen: Tensor | None = None  # bool [B, V], tokens that have occurred, if they are penalised
+        if settings.repetition_penalty != 1:
+            self.seen = torch.zeros((count, _vocabulary(sampler.model)), dtype=torch.bool)
+            for row, query in zip(self.seen, queries, strict=True):
+                row[query] = True
+            self.seen = self.seen.to(device)
+
+    def extend(self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> Tensor:
+        """Choose the next token of ``rows`` [b] and write it down at column ``step``; what is written behind the end
+        of a response does not count.
+
+        Args:
+            step: tokens that the responses have already.
+            rows: which of the B rows these are.
+            previous: the tokens [b] before.
+            logits: the model's [b, V], in float32.
+            hidden: the states [b, D] they come from.
+
+        Returns:
+            The tokens [b].
+        """
+        plain = _Odds(self._scale(logits, previous))
+        tokens = self._restrict(plain, rows, previous, logits).draw(self.uniforms[rows, step], self.settings)
+        self.tokens[rows, step] = tokens
+        self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
+        if hidden is not None:
+            if self.hidden is None:
+                self.hidden = hidden.new_zeros((len(self.alive), self.room, hidden.size(-1)))
+            self.hidden[rows, step] = hidden
+        if self.seen is not None:
+            self.seen[rows, tokens] = True
+        alive = self.alive[rows]
+        self.lengths[rows] += alive
+        self.alive[rows] = alive & ~self._ended(step, rows, tokens)
+        return tokens
+
+    def _scale(self, logits: Tensor, previous: Tensor) -> Tensor:
+        return allow_logits(logits / (self.settings.temperature or 1.0), previous, self.sampler.logit_mask)
+
+    def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor) -> _Odds:
+        """The distribution that is drawn from: ``plain``, without what the settings make rare or leave out."""
+        scores, settings = plain.scores, self.settings
+        if self.seen is not None:
+            penalised = penalise_repetition(logits, self.seen[rows], settings.repetition_penalty)
+            scores = self._scale(penalised, previous)
+        scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
+        return plain if scores is plain.scores else _Odds(scores)
+
+    def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
+        """bool [b]: the rows that their last token ended, by being EOS or by completing a stop string."""
+        ended, stops = torch.isin(tokens, self.eos), self.settings.stop_sequences
+        if stops:
+            so_far = self.tokens[rows, : step + 1]
+            texts = decode(self.sampler.tokenizer, so_far, self.sampler.skip_special_tokens)
+            ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=ended.device)
+        return ended
+
+    def rollouts(self, rows: list[Row], queries: list[list[int]]) -> Rollouts:
+        """What was sampled, with all that is known of it."""
+        lengths = self.lengths.tolist()
+        taken = torch.arange(self.room, device=self.lengths.device) < self.lengths.unsqueeze(1)
+        known = not self.sampler.fault
+        return assemble(
+            self.sampler.tokenizer,
+            rows,
+            queries,
+            [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)],
+            terminated=~self.alive,
+            logprobs=self.logprobs[taken] if known else None,
+            entropy=self.entropy[taken] if known else None,
+            hidden=None if self.hidden is None else self.hidden[taken],
+            stops=self.settings.stop_sequences,
+            skip_special_tokens=self.sampler.skip_special_tokens,
+        )
+
+
+class _Odds:
+    """The distributions softmax(``scores``) [b, V], of which the exponentials are taken once."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+        self.largest, self.likeliest = scores.max(-1, keepdim=True)  # [b, 1] each
+        self.weights = (scores - self.largest).exp_()  # [b, V], the largest 1
+        self.total = self.weights.sum(-1, keepdim=True)  # [b, 1]
+
+    def draw(self, uniforms: Tensor, settings: SamplingConfig) -> Tensor:
+        """One token per row, by inverting the distribution at ``uniforms`` [b]; the likeliest at temperature 0. [b]."""
+        if settings.temperature == 0:
+            return self.likeliest.squeeze(-1)
+        mass = self.weights.cumsum(-1)
+        token = torch.searchsorted(mass, uniforms.unsqueeze(-1) * mass[:, -1:], right=True).clamp_(
+            max=mass.size(-1) - 1
+        )
+        possible = self.weights.gather(-1, token) > 0  # rounding may reach a token without mass
+        return torch.where(possible, token, self.likeliest).squeeze(-1)
+
+    def logprobs(self, tokens: Tensor) -> Tensor:
+        """log softmax(scores)[token]. [b] -> [b]."""
+        chosen = self.scores.gather(-1, tokens.unsqueeze(-1))
+        return (chosen - self.largest - self.total.log()).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        """H = log Σ exp(z) − Σ softmax(z)·z. [b]."""
+        finite = (self.scores - self.largest).clamp_(min=-1e4)  # 0 * -inf is NaN
+        mean: Tensor = torch.linalg.vecdot(self.weights, finite).unsqueeze(-1) / self.total
+        return (self.total.log() - mean).squeeze(-1)
+
+
+# -------------------------------------------------------------------------------------------- running the model
 
 
 class _Preallocated(DynamicLayer):
@@ -36,6 +254,7 @@ class _Preallocated(DynamicLayer):
     def __init__(self, room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.room, self.length = room, 0
+        self.buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
@@ -50,12 +269,14 @@ class _Preallocated(DynamicLayer):
             buffer[:, :, start : self.length] = states
         return self._view()
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep, repeat or drop rows; what is not yet written is not copied."""
+        if not self.is_initialized:
+            return
         chosen = []
         for buffer in self.buffers:
-            kept = buffer.new_empty((len(indices), *buffer.shape[1:]))
-            kept[:, :, : self.length] = buffer[indices, :, : self.length]
+            kept = buffer.new_empty((len(beam_idx), *buffer.shape[1:]))
+            kept[:, :, : self.length] = buffer[beam_idx, :, : self.length]
             chosen.append(kept)
         self.buffers = chosen
         self._view()
@@ -70,178 +291,197 @@ class _Active:
     """The rows that are still being sampled: b of the B rows, all tensors on the model's device."""
 
     rows: Tensor  # [b] which of the B rows each is
-    alive: Tensor  # bool [b]; rows that have ended stay until enough have
-    attention_mask: Tensor  # bool [b, P + tokens so far], left-padded
+    lengths: Tensor  # [b] real tokens so far
+    real: Tensor  # bool [b, P + room], left-padded; True for all that is still to come
+    padded: bool  # whether any row is
+    width: int  # tokens so far, padding included
     last: Tensor  # [b] the token before the one to be chosen
     cache: DynamicCache
 
     def keep(self, at: Tensor) -> None:
         """Go on with the rows at the indices ``at`` alone."""
-        self.rows, self.alive, self.last = self.rows[at], self.alive[at], self.last[at]
-        self.attention_mask = self.attention_mask[at]
-        self.cache.batch_select_indices(at)
+        self.rows, self.lengths, self.real, self.last = self.rows[at], self.lengths[at], self.real[at], self.last[at]
+        self.padded = not bool(self.real.all())
+        self.cache.reorder_cache(at)  # type: ignore[arg-type]
 
 
 @dataclass
-class _Sampled:
-    """What has been sampled of all B rows, with room for R tokens."""
+class _Decoder:
+    """A model that is run step by step with a cache."""
 
-    tokens: Tensor  # [B, R]
-    logprobs: Tensor  # [B, R]
-    lengths: Tensor  # [B] tokens, the terminating one included
-    terminated: Tensor  # bool [B]
+    model: PreTrainedModel
+    fill: int
+    """What padding is filled with."""
+    head_alone: bool
+    hidden: bool
 
-    @classmethod
-    def empty(cls, count: int, room: int, device: torch.device) -> _Sampled:
-        """Nothing yet."""
-        return cls(
-            torch.zeros((count, room), dtype=torch.long, device=device),
-            torch.zeros((count, room), device=device),
-            torch.zeros(count, dtype=torch.long, device=device),
-            torch.zeros(count, dtype=torch.bool, device=device),
-        )
+    def prefill(self, queries: list[list[int]], room: int) -> tuple[_Active, Tensor, Tensor | None]:
+        """The state after every prompt has been read, and as `next` the logits and states of the first token.
 
-
-class CausalSampler:
-    """Samples from a causal language model with a key-value cache, one token a step for the whole batch.
-
-    A prompt that occurs several times runs once; the cache is allocated once; rows that have ended leave the batch.
-    The randomness of a row does not depend on when others end.
-
-    The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
-    and under the logit mask, before ``top_k`` and ``top_p`` cut it (F-02).
-
-    Args:
-        model: the language model, unwrapped.
-        tokenizer: turns tokens into the text that stop strings and reward functions read.
-        logit_mask: bool [V] or [V, V], True = allowed.
-        skip_special_tokens: leave special tokens out of the text.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        logit_mask: Tensor | None = None,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.logit_mask = check_logit_mask(logit_mask, model)
-        self.skip_special_tokens = skip_special_tokens
-
-    @torch.no_grad()
-    def __call__(
-        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
-    ) -> Rollouts:
-        """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
-        room, device = settings.max_new_tokens, self.model.device
-        # numbers in [0, 1) that decide every token, drawn ahead, so that no row depends on when others end
-        uniforms = torch.rand((len(queries), room), generator=generator, device=device)
-        eos = torch.tensor(eos_ids(self.model, self.tokenizer), device=device)
-        sampled = _Sampled.empty(len(queries), room, device)
-        active, logits = self._prefill(queries, room)
-        for step in range(room):
-            self._choose(active, logits, settings, uniforms[active.rows, step], sampled, step)
-            self._end_rows(active, sampled, eos, settings.stop_sequences)
-            left = int(active.alive.sum())
-            if left == 0 or step == room - 1:
-                break
-            if left <= len(active.rows) * SHRINK_AT:
-                active.keep(active.alive.nonzero().squeeze(-1))
-            logits = self._next_logits(active)
-        return self._finish(sampled, rows, queries, settings.stop_sequences)
-
-    def _prefill(self, queries: list[list[int]], room: int) -> tuple[_Active, Tensor]:
-        """The state after every prompt has been read, and the logits of the first token [B, V]."""
+        A prompt that occurs several times is read once.
+        """
         device = self.model.device
-        distinct = {tuple(query): i for i, query in reversed(list(enumerate(dict.fromkeys(map(tuple, queries)))))}
-        unique = sorted(distinct, key=distinct.__getitem__)
+        distinct = {query: index for index, query in enumerate(dict.fromkeys(map(tuple, queries)))}
         use = torch.tensor([distinct[tuple(query)] for query in queries], device=device)
-        width = max(len(query) for query in unique)
-        fill = pad_id(self.tokenizer)
-        ids = torch.tensor([[fill] * (width - len(query)) + list(query) for query in unique], device=device)
-        lengths = torch.tensor([[len(query)] for query in unique], device=device)
-        mask = torch.arange(width, device=device) >= width - lengths
-        cache = _cache(self.model, width + room)
-        logits = self._forward(ids, mask, cache)
-        if len(unique) < len(queries):
-            cache.batch_select_indices(use)
-            logits, mask, ids = logits[use], mask[use], ids[use]
-        everyone = torch.arange(len(queries), device=device)
-        return _Active(everyone, torch.ones_like(use, dtype=torch.bool), mask, ids[:, -1], cache), logits
-
-    def _next_logits(self, active: _Active) -> Tensor:
-        active.attention_mask = torch.cat([active.attention_mask, active.alive.unsqueeze(1)], dim=1)
-        return self._forward(active.last.unsqueeze(1), active.attention_mask, active.cache)
-
-    def _forward(self, ids: Tensor, attention_mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits of the next token [b, V] in float32, feeding ``ids`` [b, S] into the cache."""
-        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.size(1) :]
-        outputs = self.model(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+        width = max(map(len, distinct))
+        ids = torch.tensor([[self.fill] * (width - len(query)) + list(query) for query in distinct], device=device)
+        lengths = torch.tensor([len(query) for query in distinct], device=device)
+        real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
+        active = _Active(
+            use, lengths, real, min(map(len, distinct)) < width, width, ids[:, -1], self._cache(width + room)
         )
-        logits: Tensor = outputs.logits[:, -1].float()
-        return logits
+        positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
+        logits, hidden = self._forward(ids, real[:, :width], positions, active.cache)
+        if len(distinct) < len(queries):
+            active.keep(use)
+            logits, hidden = logits[use], None if hidden is None else hidden[use]
+        active.rows = torch.arange(len(queries), device=device)
+        return active, logits, hidden
 
-    def _choose(
-        self, active: _Active, logits: Tensor, settings: SamplingConfig, uniforms: Tensor, sampled: _Sampled, step: int
-    ) -> None:
-        """Choose a token for every active row and write it down."""
-        scores = allow_logits(logits / (settings.temperature or 1.0), active.last, self.logit_mask)
-        token = _draw(scores, settings, uniforms)
-        rows = active.rows[active.alive]
-        sampled.tokens[rows, step] = token[active.alive]
-        sampled.logprobs[rows, step] = token_logprobs(scores, token)[active.alive]
-        sampled.lengths[rows] = step + 1
-        active.last = token
+    def next(self, active: _Active) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next token [b, V] in float32, and the states [b, D] they come from if asked for."""
+        positions = active.lengths.unsqueeze(1)
+        active.lengths = active.lengths + 1
+        active.width += 1
+        real = active.real[:, : active.width] if active.padded else None
+        return self._forward(active.last.unsqueeze(1), real, positions, active.cache)
 
-    def _end_rows(self, active: _Active, sampled: _Sampled, eos: Tensor, stops: list[str]) -> None:
-        """Mark the rows that their last token ended: by EOS, or by completing a stop string."""
-        ended = torch.isin(active.last, eos)
-        if stops:
-            so_far = [sampled.tokens[row, : sampled.lengths[row]] for row in active.rows]
-            texts = decode(self.tokenizer, so_far, self.skip_special_tokens)
-            ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=ended.device)
-        sampled.terminated[active.rows[ended & active.alive]] = True
-        active.alive = active.alive & ~ended
+    def _forward(
+        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `next`, feeding ``ids`` [b, S] into the cache. Without padding no mask is made, which is quicker."""
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": real,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self.head_alone:
+            state = self.model.base_model(**inputs).last_hidden_state[:, -1]
+            return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
+        outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
+        return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
 
-    def _finish(self, sampled: _Sampled, rows: list[Row], queries: list[list[int]], stops: list[str]) -> Rollouts:
-        tokens, lengths = sampled.tokens.tolist(), sampled.lengths.tolist()
-        taken = torch.arange(sampled.tokens.size(1), device=sampled.lengths.device) < sampled.lengths.unsqueeze(1)
-        return assemble(
-            self.tokenizer,
-            rows,
-            queries,
-            [row[:length] for row, length in zip(tokens, lengths, strict=True)],
-            terminated=sampled.terminated,
-            logprobs=sampled.logprobs[taken],
-            stops=stops,
-            skip_special_tokens=self.skip_special_tokens,
-        )
-
-
-def _cache(model: PreTrainedModel, room: int) -> DynamicCache:
-    """The model's cache, its plain layers preallocated; sliding and recurrent layers stay transformers' own."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+    def _cache(self, room: int) -> DynamicCache:
+        """The model's cache, its plain layers preallocated; sliding and recurrent layers stay transformers' own."""
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
 
 
-def _draw(scores: Tensor, settings: SamplingConfig, uniforms: Tensor) -> Tensor:
-    """One token per row from logits [b, V], by inverting the distribution at ``uniforms`` [b]."""
-    if settings.temperature == 0:
-        return scores.argmax(-1)
-    kept = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p)
-    mass = kept.softmax(-1).cumsum(-1)
-    chosen = (mass <= (uniforms * mass[:, -1]).unsqueeze(-1)).sum(-1)
-    last = (mass < mass[:, -1:]).sum(-1)  # the last token with any mass, should rounding reach past it
-    return torch.minimum(chosen, last)
+def _by_steps(decoder: _Decoder, queries: list[list[int]], responses: _Responses) -> None:
+    """Sample all responses with a cache of keys and values."""
+    active, logits, hidden = decoder.prefill(queries, responses.room)
+    for step in range(responses.room):
+        active.last = responses.extend(step, active.rows, active.last, logits, hidden)
+        alive = responses.alive[active.rows]
+        left = int(alive.sum())
+        if left == 0 or step == responses.room - 1:
+            break
+        if left <= len(active.rows) * SHRINK_AT:
+            active.keep(alive.nonzero().squeeze(-1))
+        logits, hidden = decoder.next(active)
+
+
+@torch.no_grad()
+def _stepping_fault(decoder: _Decoder) -> str:
+    """Why `_by_steps` would not sample from this model; empty if it does.
+
+    Two prompts of unlike length go a few steps, while rows are repeated, change places and leave; whole forward passes
+    of each row alone must give the same logits.
+    """
+    model, vocabulary = decoder.model, _vocabulary(decoder.model)
+    rows, training = [[1, 2, 3], [4, 5, 6, 7, 8]], model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            active, logits, _ = decoder.prefill([[token % vocabulary for token in row] for row in rows], 4)
+            found = [_difference(model, rows, logits)]
+            for keep in ([1, 0, 1], [2, 1], [0]):  # the last one goes on without padding
+                active.keep(torch.tensor(keep, device=model.device))
+                rows = [[*rows[at], 9 + at] for at in keep]
+                active.last = torch.tensor([row[-1] % vocabulary for row in rows], device=model.device)
+                found.append(_difference(model, rows, decoder.next(active)[0]))
+    except Exception as error:  # whatever a model's code raises that does not know this cache
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.train(training)
+    allowed = torch.finfo(model.dtype).eps ** 0.5
+    return "" if max(found) <= allowed else f"cached steps differ from whole passes by {max(found):.1%}"
+
+
+def _difference(model: PreTrainedModel, rows: list[list[int]], logits: Tensor) -> float:
+    """How far ``logits`` [b, V] are from those of whole forward passes of each row, relative to their spread."""
+    ids = [torch.tensor([row], device=model.device) % _vocabulary(model) for row in rows]
+    whole = torch.cat([model(input_ids=row, use_cache=False).logits[:, -1] for row in ids]).float()
+    found = (logits - whole).norm() / (whole - whole.mean(-1, keepdim=True)).norm()
+    return float(found.nan_to_num(torch.inf))
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+# --------------------------------------------------------------------------------- models that run only themselves
+
+
+def _by_generate(model: PreTrainedModel, queries: list[list[int]], responses: _Responses) -> None:
+    """Sample all responses with the model's own ``generate``, prompts of one length together: nothing is padded."""
+    groups: dict[int, list[int]] = {}
+    for row, query in enumerate(queries):
+        groups.setdefault(len(query), []).append(row)
+    settings = GenerationConfig(
+        max_new_tokens=responses.room, do_sample=False, pad_token_id=0, use_cache=True, disable_compile=True
+    )
+    for width, members in groups.items():
+        rows = torch.tensor(members, device=model.device)
+        ids = torch.tensor([queries[row] for row in members], device=model.device)
+        with _no_settings(model):
+            model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([_Chooser(responses, rows, width)]),
+                stopping_criteria=StoppingCriteriaList([_Ended(responses, rows)]),
+            )
+
+
+@contextmanager
+def _no_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model has no generation settings of its own, which would fill in what we leave out."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _Chooser(LogitsProcessor):
+    """Leaves ``generate`` one token to choose: the one that we have drawn."""
+
+    def __init__(self, responses: _Responses, rows: Tensor, width: int) -> None:
+        self.responses, self.rows, self.width = responses, rows, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits [b, V] that are −inf but for the token drawn from ``scores`` [b, V]."""
+        step = input_ids.size(1) - self.width
+        tokens = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), None)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(-1), 0.0)
+
+
+class _Ended(StoppingCriteria):
+    """Tells ``generate`` which responses have ended, by our rules."""
+
+    def __init__(self, responses: _Responses, rows: Tensor) -> None:
+        self.responses, self.rows = responses, rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """bool [b]."""
+        return ~self.responses.alive[self.rows]
+
+
+# ---------------------------------------------------------------------------------------------------- ids and text
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -259,6 +499,8 @@ def assemble(
     *,
     terminated: Tensor,
     logprobs: Tensor | None,
+    entropy: Tensor | None = None,
+    hidden: Tensor | None = None,
     stops: list[str],
     skip_special_tokens: bool,
 ) -> Rollouts:
@@ -271,13 +513,12 @@ def assemble(
         responses: response ids, the terminating token included.
         terminated: bool [B].
         logprobs: sampling log-probabilities of all response tokens, row after row [N]; None if unknown.
+        entropy: entropies of what they were chosen from [N]; None if unknown.
+        hidden: states that they were chosen in [N, D]; None if unknown.
         stops: strings at which text is cut.
         skip_special_tokens: leave special tokens out of the text.
     """
     sequences = Sequences.from_lists(queries, responses, pad_id(tokenizer)).to(terminated.device)
-    mask, aligned = sequences.response_mask, None
-    if logprobs is not None:
-        aligned = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, logprobs)
     texts = [row["prompt"] if isinstance(row.get("prompt"), str) else None for row in rows]
     decoded = decode(
         tokenizer, [q for q, text in zip(queries, texts, strict=True) if text is None], skip_special_tokens
@@ -286,11 +527,22 @@ def assemble(
     return Rollouts(
         rows=rows,
         sequences=sequences,
-        logprobs=aligned,
+        logprobs=_at(sequences, logprobs),
+        entropy=_at(sequences, entropy),
+        hidden=_at(sequences, hidden),
         terminated=terminated,
         prompts=[next(unknown) if text is None else text for text in texts],
         outputs=[cut_at_stop(text, stops) for text in decode(tokenizer, responses, skip_special_tokens)],
     )
+
+
+def _at(sequences: Sequences, values: Tensor | None) -> Tensor | None:
+    """Values of the response tokens [N, *] at these tokens, 0 elsewhere. -> [B, T, *]."""
+    if values is None:
+        return None
+    placed = values.new_zeros((*sequences.response_mask.shape, *values.shape[1:]))
+    placed[sequences.response_mask] = values
+    return placed
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Any, skip_special_tokens: bool) -> list[str]:

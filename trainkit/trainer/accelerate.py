@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from trainkit.plugins import discover, hook_manager
 from trainkit.registry import get_trainer
 from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
-from trainkit.seeding import generator, global_rng
+from trainkit.seeding import Seen, generator, global_rng, row_seeds
 from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.evaluation import evaluate, sweep
@@ -138,6 +139,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.run_dir: Path | None = None
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
+        self._seen: Seen = Counter()
         self._clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -230,12 +232,16 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
-        made: Sampler | None = self.hooks.hook.make_sampler(trainer=self)
-        return made or CausalSampler(
+        made: Any = self.hooks.hook.make_sampler(trainer=self)
+        if made is not None:
+            return generation.checked_sampler(made)
+        return CausalSampler(
             self.unwrapped.model,
             self.tokenizer,
             logit_mask=self.logit_mask,
             skip_special_tokens=self.config.rollout.skip_special_tokens,
+            head_alone=getattr(self.unwrapped, "head_alone", False),
+            hidden=getattr(self.unwrapped, "value_head", None) is not None,
         )
 
     # -------------------------------------------------------------------------------------------------------- data
@@ -355,7 +361,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
-        self._rollouts = []
+        self._rollouts, self._seen = [], Counter()
         size = self.config.rollout.batch_size
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
@@ -449,7 +455,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         """One sampled response per row, at the rollout's settings; the randomness is the training's own."""
         key = self.progress.sampled
         self.progress.sampled += 1
-        rollouts = self._sample(rows, [self.encode(row["prompt"]) for row in rows], self.settings(), "sample", key)
+        queries, rank = [self.encode(row["prompt"]) for row in rows], self.accelerator.process_index
+        seeds = row_seeds(rows, queries, "sample", self.progress.collection, rank, seen=self._seen)
+        rollouts = self._sample(rows, queries, self.settings(), "sample", key, seeds)
         self._rollouts.append(replace(rollouts, hidden=None))  # for the hooks, which outlive the experience
         return rollouts
 
@@ -550,7 +558,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)
         key = self.progress.generated
         self.progress.generated += 1
-        return self._sample(rows, queries, settings, "generate", key)
+        return self._sample(rows, queries, settings, "generate", key, row_seeds(rows, queries, "generate"))
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""
@@ -558,8 +566,15 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         return self.generate(prompts, **{**first, **overrides})
 
     def _sample(
-        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, purpose: str, key: int
+        self,
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        purpose: str,
+        key: int,
+        seeds: list[int | None],
     ) -> Rollouts:
+        """Rollouts drawn for one purpose at one place; ``seeds`` are those of the rows that have one."""
         longest = max(len(query) for query in queries)
         if self.limit is not None and longest + settings.max_new_tokens > self.limit:
             raise DataError(
@@ -569,9 +584,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             )
         sampler, rank = self.sampler, self.accelerator.process_index
         draws = generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device)
+        seeded = [row if seed is None else {**row, "seed": seed} for row, seed in zip(rows, seeds, strict=True)]
         self.unwrapped.eval()
         with self.accelerator.autocast():
-            return sampler(rows, queries, settings, draws)
+            return replace(sampler(seeded, queries, settings, draws), rows=rows)
 
     def decode(
         self,

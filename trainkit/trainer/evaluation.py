@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 
 from trainkit.errors import RewardError
 from trainkit.rewards import metrics, score
+from trainkit.seeding import row_seeds
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -45,15 +46,19 @@ def sweep(eval_kwargs: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Sample]]:
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
-    mine = trainer.eval_rows[accelerator.process_index :: accelerator.num_processes]
+    queries = [trainer.encode(row["prompt"]) for row in trainer.eval_rows]
+    seeds = row_seeds(trainer.eval_rows, queries, "generate")  # over all processes' rows, so that none repeats
+    shard = slice(accelerator.process_index, None, accelerator.num_processes)
+    mine = list(zip(trainer.eval_rows[shard], queries[shard], seeds[shard], strict=True))
     settings = trainer.settings(**overrides)
     records: list[Sample] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
     for start in range(0, len(mine), size):
-        rows = mine[start : start + size]
-        queries = [trainer.encode(row["prompt"]) for row in rows]
+        part = mine[start : start + size]
         key = (trainer.progress.step * 1000 + index) * 100_000 + start
-        rollouts = trainer._sample(rows, queries, settings, "evaluate", key)
+        rollouts = trainer._sample(
+            [row for row, _, _ in part], [q for _, q, _ in part], settings, "evaluate", key, [s for _, _, s in part]
+        )
         whole, each = _measure(trainer, rollouts)
         records += each
         aggregates.append((len(rollouts), whole))

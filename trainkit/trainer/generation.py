@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainkit.config import RolloutConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
-from trainkit.errors import ConfigError, DataError, describe
+from trainkit.errors import ConfigError, DataError, PluginError, describe
 from trainkit.pipeline import as_ids
-from trainkit.sampling import assemble, cut_at_stop, decode, eos_ids
+from trainkit.sampling import Sampler, assemble, cut_at_stop, decode, eos_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,51 @@ def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tens
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")
     return rows
+
+
+def checked_sampler(made: Any) -> Sampler:
+    """What a hook's ``make_sampler`` returned as a sampler whose rollouts are checked.
+
+    Raises:
+        PluginError: it cannot be called; later, when it is called, that its rollouts are not what was asked for.
+    """
+    if not callable(made):
+        raise PluginError(
+            f"make_sampler returned {describe(made)}, which cannot be called; return a function (rows, queries, "
+            "settings, generator) -> Rollouts, or None to leave sampling to trainkit"
+        )
+
+    def sampler(
+        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+    ) -> Rollouts:
+        rollouts: Rollouts = made(rows, queries, settings, generator)
+        if fault := _fault(rollouts, queries):
+            raise PluginError(
+                f"the sampler {describe(made)} of a make_sampler hook was asked for {len(queries)} responses, and "
+                f"{fault}; trainkit.sampling.assemble makes rollouts from token ids"
+            )
+        return rollouts
+
+    return sampler
+
+
+def _fault(rollouts: Any, queries: list[list[int]]) -> str:
+    """What is wrong with rollouts for ``queries``; empty if nothing is."""
+    if not isinstance(rollouts, Rollouts):
+        return f"returned {describe(rollouts)} instead of Rollouts"
+    if [query.tolist() for query in rollouts.queries] != queries:
+        return f"returned {len(rollouts.sequences)} whose prompts are not those that were asked for, in their order"
+    if not bool(rollouts.sequences.response_mask.any(1).all()):
+        return "returned one without a single token"
+    for name in ("terminated", "prompts", "outputs"):
+        if len(column := getattr(rollouts, name)) != len(queries):
+            return f"returned {len(column)} in the field {name!r}"
+    shape = rollouts.sequences.response_mask.shape
+    for name in ("logprobs", "entropy", "hidden"):
+        tensor = getattr(rollouts, name)
+        if tensor is not None and tensor.shape[:2] != shape:
+            return f"returned {name!r} of shape {tuple(tensor.shape)} for sequences of shape {tuple(shape)}"
+    return ""
 
 
 def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
