@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 SHAPES = ((256, 512, 1024), (32, 1024, 256))
-"""(rows, summed over, columns) of the products that are compared: those of a training batch and of one sampled token."""
+"""(rows, summed over, columns) of the products that are compared: of many tokens, and of one sampled token."""
 
 TOLERANCE = 8.0
-"""How much larger the largest error may be. Another order of summation gives 1 to 4 times, TF32 over 500, bfloat16 over 5,000."""
+"""How many times larger the largest error may be. Another order of summation makes it 1 to 4 times as large, TF32
+over 500, bfloat16 over 5,000."""
 
 
 def use_fast_exact_matmul(device: torch.device) -> bool:
