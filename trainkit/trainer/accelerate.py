@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
+from trainkit.backend import use_fast_exact_matmul
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, NonFiniteError
@@ -111,6 +112,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         super().__init__(config, **kwargs)
         config = self.config
         self.accelerator = _accelerator(config.train.mixed_precision)
+        use_fast_exact_matmul(self.accelerator.device)
         self._check_split()
         if config.train.save_best and not self.online:
             raise ConfigError(

@@ -1,0 +1,68 @@
+"""The matrix-product backend: fast where that is exact, and untouched everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit import backend
+from trainkit.backend import TOLERANCE, use_fast_exact_matmul
+from trainkit.testing.trainers import tiny_trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_products_stay_float32_whatever_is_chosen() -> None:
+    before = list(backend._errors())
+    chosen = use_fast_exact_matmul(CPU)
+    assert torch.get_float32_matmul_precision() == ("medium" if chosen else "highest")
+    assert all(now <= TOLERANCE * old for now, old in zip(backend._errors(), before, strict=True))
+
+
+def test_rounded_factors_are_caught_in_every_kind_of_product() -> None:
+    exact = list(backend._errors())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = list(backend._errors())
+    assert all(after > 100 * TOLERANCE * before for after, before in zip(rounded, exact, strict=True))
+
+
+def test_a_backend_that_rounds_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([[1.0, 1.0], [2.0, 500.0]])
+    monkeypatch.setattr(backend, "_errors", lambda: iter(next(errors)))
+    assert not use_fast_exact_matmul(CPU)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_choice_is_the_same_every_time_and_draws_nothing() -> None:
+    state = torch.get_rng_state()
+    choices = []
+    for _ in range(2):
+        torch.set_float32_matmul_precision("highest")
+        choices.append(use_fast_exact_matmul(CPU))
+    assert choices[0] == choices[1]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cuda", "highest"), ("mps", "highest"), ("cpu", "high")])
+def test_other_devices_and_a_users_choice_are_left_alone(device: str, precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    assert not use_fast_exact_matmul(torch.device(device))
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_a_trainer_chooses_at_construction(tmp_path: Path) -> None:
+    expected = use_fast_exact_matmul(CPU)
+    torch.set_float32_matmul_precision("highest")
+    tiny_trainer("sft", tmp_path)
+    assert torch.get_float32_matmul_precision() == ("medium" if expected else "highest")
