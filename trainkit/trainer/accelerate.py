@@ -503,15 +503,15 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         the first collection shows, for which the policy is run: cached keys and values may round differently, by a
         little in float32 and by too much below.
         """
-        seen = _as_sampled(rollouts, self.unwrapped)
-        if self.progress.sampler_exact and self.progress.step > 0 and seen is not None:
+        at, seen = self.progress, _as_sampled(rollouts, self.unwrapped)
+        if at.sampler_exact and at.step > 0 and seen is not None:
             return seen
         outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
-        if self.progress.sampler_exact is None and seen is not None:
+        if at.sampler_exact is not False and seen is not None:
             off = (seen.logprobs - outputs.logprobs).abs().max() > SAMPLER_TOLERANCE
-            self.progress.sampler_exact = not bool(self.reduce(off.float()))
-            if not self.progress.sampler_exact:
-                log.info("the sampler's log-probabilities are not exactly the policy's; the policy is run once more")
+            at.sampler_exact = not bool(self.reduce(off.float()))
+            if not at.sampler_exact:
+                log.info("the sampler's log-probabilities are not quite the policy's, which is therefore run again")
         return outputs
 
     def record(self, metrics: m.Metrics) -> None:

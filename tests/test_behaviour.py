@@ -1,0 +1,96 @@
+"""The old policy: what the sampler saw, where that is what the policy says; else one pass of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit
+from trainkit.data import Rollouts
+from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.testing.trainers import tiny_trainer
+
+TRAINERS = trainkit.available_trainers()
+ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+
+
+def passes(trainer: Any) -> list[int]:
+    """Counts, from now on, the rows that the policy is asked about outside of updates."""
+    seen: list[int] = []
+
+    def count(module: Any, inputs: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            seen.append(len(inputs[0]))
+
+    trainer.unwrapped.register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+def two_collections(trainer: Any) -> list[int]:
+    """The rows that the policy was asked about while the second collection was made."""
+    trainer.collect()
+    for batch in trainer.store.batches(8, torch.Generator()):
+        trainer.update(batch)
+    trainer.store.clear()
+    trainer.progress.collection += 1
+    seen = passes(trainer)
+    trainer.collect()
+    return seen
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("model", [tiny_gpt2(10), tiny_llama(10)])
+def test_after_the_first_collection_the_policy_is_not_run_again(
+    name: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, model=model, rollout__temperature=0.7, rollout__top_k=4)
+    assert trainer.progress.sampler_exact is None
+    assert two_collections(trainer) == []
+    assert trainer.progress.sampler_exact is True
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path, rollout__temperature=0.7, optimizer__lr=0.01)
+    two_collections(trainer)
+    rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
+    rollouts = replace(rollouts, hidden=None)
+    whole = trainer.unwrapped(rollouts.sequences, entropy=True)
+    fresh = trainer._sample(rollouts.rows, [trainer.encode(r["prompt"]) for r in rollouts.rows], trainer.settings(),
+                            "sample", trainer.progress.sampled - 1, [None] * 3)  # fmt: skip
+    said = trainer.behaviour(fresh)
+    assert torch.equal(fresh.sequences.input_ids, rollouts.sequences.input_ids)
+    for one, two in zip(said, whole, strict=True):
+        if two is not None:
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_model_that_samples_by_generate_asks_the_policy(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path, model=MAMBA)
+    assert sum(two_collections(trainer)) == 16
+    assert trainer.progress.sampler_exact is None, "there was nothing to compare"
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
+    class Off:
+        @trainkit.hookimpl
+        def make_sampler(self, trainer: Any) -> Any:
+            def sample(*arguments: Any) -> Rollouts:
+                rollouts = own(*arguments)
+                return replace(rollouts, logprobs=rollouts.logprobs - 1e-3)
+
+            return sample
+
+    honest = tiny_trainer(name, tmp_path / "honest")
+    trainer = tiny_trainer(name, tmp_path / "off", callbacks=[Off()])
+    own = honest.sampler
+    honest.unwrapped.load_state_dict(trainer.unwrapped.state_dict())
+    assert sum(two_collections(trainer)) == 16
+    assert trainer.progress.sampler_exact is False
