@@ -451,6 +451,19 @@ def test_states_are_kept_only_if_asked_for() -> None:
     assert sample(CausalSampler(make_model(), tokenizer()), RAGGED, max_new_tokens=2).hidden is None
 
 
+@pytest.mark.parametrize("model", [tiny_gpt2(10), GEMMA | {"model_type": "gemma2"}], ids=["head alone", "whole model"])
+@pytest.mark.parametrize(("name", "critic"), [("ppo", True), ("rloo", False)])
+def test_a_trainers_rollouts_hold_states_if_its_policy_has_a_value_head(
+    name: str, critic: bool, model: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, model=model)
+    found = trainer.sample([{"prompt": "a"}, {"prompt": "bcd"}])
+    expected = trainer.unwrapped(found.sequences, entropy=True)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-5)
+    assert (found.hidden is not None) == critic
+
+
 # ----------------------------------------------------------------------------------------------------- logit masks
 
 
@@ -737,7 +750,7 @@ def test_greedy_responses_of_recurrent_models_are_those_of_whole_forward_passes(
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_recurrent_models_draw_with_the_probabilities_that_the_settings_name(settings: dict[str, Any]) -> None:
     """What the model's own generation config says does not count."""
-    model, query = make_model(RECURRENT["mamba"], spread=0.08), ids_of(*"abc")
+    model, query = make_model(RECURRENT["mamba"], spread=0.05), ids_of(*"abc")
     model.generation_config.update(do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[1, 2])
     probs = expected_probs(model, query, **settings)
     assert sum(p > 0 for p in probs) > 2
@@ -756,6 +769,20 @@ def test_recurrent_models_stop_and_obey_masks_and_seeds_as_others_do() -> None:
     free = CausalSampler(model, tokenizer())
     (alone,) = drawn_with(free, seeded(("ab", 5)))
     assert drawn_with(free, seeded(("ab", None), ("cd", 5), ("ab", 5)), generator_seed=2)[2] == alone
+
+
+def test_a_recurrent_model_is_trained_and_resumed_as_others_are(tmp_path: Path) -> None:
+    """Law 7, where the model's own generate samples."""
+    run = {"model": RECURRENT["mamba"], "train__total_steps": 6, "train__save_interval": 3}
+    whole = tiny_trainer("rloo", tmp_path / "whole", **run)
+    whole.learn()
+    first = tiny_trainer("rloo", tmp_path / "parts", **{**run, "train__total_steps": 3})
+    first.learn()
+    second = tiny_trainer("rloo", tmp_path / "parts", train__resume="auto", **run)
+    second.learn()
+    assert second.progress.step == 6
+    for name, weight in whole.unwrapped.state_dict().items():
+        assert torch.equal(weight, second.unwrapped.state_dict()[name]), name
 
 
 def test_recurrent_models_leave_the_global_generators_alone_and_repeat_by_their_seed() -> None:
