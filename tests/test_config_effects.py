@@ -39,6 +39,8 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.temperature": (0.5, {}),
     "rollout.top_k": (2, {}),
     "rollout.top_p": (0.3, {}),
+    "rollout.min_p": (0.9, {}),
+    "rollout.repetition_penalty": (3.0, {}),
     "rollout.stop_sequences": (["a"], {}),
     "rollout.num_rollouts": (8, {}),
     "rollout.batch_size": (4, {}),

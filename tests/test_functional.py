@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from trainkit.functional import (
     clipped_surrogate,
@@ -25,6 +26,7 @@ from trainkit.functional import (
     masked_mean,
     masked_sum,
     nll,
+    penalise_repetition,
     place_scores,
     token_logprobs,
     truncate_logits,
@@ -569,4 +571,22 @@ def test_likeliest_token_survives_the_smallest_nucleus(case, top_p):
 
 def test_truncation_leaves_forbidden_tokens_forbidden():
     logits = torch.tensor([[1.0, -math.inf, 0.5]])
-    exactly(truncate_logits(logits, top_k=2, top_p=0.99), logits)
+    exactly(truncate_logits(logits, top_k=2, top_p=0.99, min_p=0.1), logits)
+
+
+def test_min_p_keeps_what_has_that_share_of_the_likeliest():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
+    for min_p, size in ((0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (0.59, 2), (0.61, 1), (1.0, 1)):
+        assert truncate_logits(logits, min_p=min_p).isfinite().sum() == size
+        warper = MinPLogitsWarper(min_p)
+        exactly(truncate_logits(logits, min_p=min_p), warper(torch.zeros(1, 1, dtype=torch.long), logits))
+
+
+def test_penalised_logits_shrink_if_positive_and_grow_if_negative_where_they_were_seen():
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, -math.inf, 0.0]])
+    seen = torch.tensor([[True, True, False, False, True, True]])
+    expected = torch.tensor([[1.0, -4.0, 2.0, -2.0, -math.inf, 0.0]])
+    exactly(penalise_repetition(logits, seen, 2.0), expected)
+    processor = RepetitionPenaltyLogitsProcessor(2.0)
+    exactly(penalise_repetition(logits, seen, 2.0), processor(torch.tensor([[0, 1, 4, 5, 0]]), logits))
+    exactly(penalise_repetition(logits, seen, 1.0), logits)

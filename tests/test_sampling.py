@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 import trainkit
 from trainkit.config import SamplingConfig
-from trainkit.data import Rollouts, Row
-from trainkit.errors import ConfigError
+from trainkit.data import Rollouts, Row, Sequences
+from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.models.policy import CausalPolicy
-from trainkit.sampling import CausalSampler, cut_at_stop
-from trainkit.seeding import generator
+from trainkit.sampling import CausalSampler, assemble, cut_at_stop
+from trainkit.seeding import generator, row_seeds
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 
@@ -66,6 +68,15 @@ def on_rails(*ways: str, **kwargs: Any) -> CausalSampler:
     special = {name: kwargs.pop(name) for name in ("pad_token", "bos_token") if name in kwargs}
     return CausalSampler(make_model(), tokenizer(**special), logit_mask=rail(*ways), **kwargs)
 
+
+def random_mask(*shape: int) -> Tensor:
+    """About half is allowed; EOS always, so that no row is empty."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
+    mask[..., TOKENS.index(EOS)] = True
+    return mask
+
+
+MASKS = {"[V]": random_mask(10), "[V, V]": random_mask(10, 10)}
 
 both_pads = pytest.mark.parametrize("pad", [PAD, EOS])
 
@@ -216,15 +227,31 @@ def test_text_ends_before_the_first_stop_string_without_blanks(text: str, stops:
 # ------------------------------------------------------------------------------------------------------ greedy
 
 SHARED = {"vocab_size": 10, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GEMMA = {**tiny_llama(10), "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": tiny_gpt2(10),
     "llama": tiny_llama(10),
     "qwen2": {**tiny_llama(10), "model_type": "qwen2"},
+    "qwen3": {**GEMMA, "model_type": "qwen3"},
     "gpt_neox": {
         **SHARED, "model_type": "gpt_neox", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32,
         "intermediate_size": 64, "max_position_embeddings": 64,
     },
+    "mistral, every layer sliding": {**tiny_llama(10), "model_type": "mistral", "sliding_window": 4},
+    "gemma": {**GEMMA, "model_type": "gemma"},
+    "gemma2, sliding and capped": {
+        **GEMMA, "model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3, sliding and full": {
+        **GEMMA, "model_type": "gemma3_text", "sliding_window": 4, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "lfm2, convolution and attention": {
+        **tiny_llama(10), "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+every_family = pytest.mark.parametrize("family", FAMILIES)
 RAGGED = [ids_of("a"), ids_of(*"bcd"), ids_of(*"efghab"), ids_of(*"gf")]
 
 
@@ -242,7 +269,7 @@ def generated(model: PreTrainedModel, eos: int | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_greedy_responses_are_those_of_transformers_token_by_token(family: str, seed: int) -> None:
     """Ragged prompts, some rows ended by EOS while others go on."""
     model = make_model(FAMILIES[family], seed)
@@ -255,7 +282,7 @@ def test_greedy_responses_are_those_of_transformers_token_by_token(family: str, 
     assert len(set(map(len, expected))) > 1, "rows that end at different times are what is hard"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_a_row_is_sampled_as_if_it_were_alone(family: str) -> None:
     sampler = CausalSampler(make_model(FAMILIES[family]), tokenizer())
     together = sample(sampler, RAGGED, max_new_tokens=8, temperature=0)
@@ -268,6 +295,20 @@ def test_a_row_is_sampled_as_if_it_were_alone(family: str) -> None:
             rtol=0,
             atol=1e-5,
         )
+
+
+@every_family
+def test_greedy_responses_under_a_repetition_penalty_are_those_of_transformers(family: str) -> None:
+    """One by one, because transformers penalises padding too."""
+    model = make_model(FAMILIES[family])
+    found = sample(CausalSampler(model, tokenizer()), RAGGED, max_new_tokens=8, temperature=0, repetition_penalty=1.3)
+    arguments = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 9, "eos_token_id": TOKENS.index(EOS)}
+    for query, response in zip(RAGGED, found.responses, strict=True):
+        prompt = torch.tensor([query])
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), repetition_penalty=1.3, **arguments
+        ).tolist()[0]
+        assert response.tolist() == whole[len(query) :]
 
 
 # -------------------------------------------------------------------------------------------- the distribution
@@ -285,8 +326,13 @@ def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
     return [mass / sum(masses) for mass in masses]
 
 
-def truncated(probs: list[float], top_k: int = 0, top_p: float = 1.0) -> list[float]:
-    """The k likeliest, then the fewest of these whose share reaches p; written down anew."""
+def penalised(logits: list[float], query: list[int], penalty: float) -> list[float]:
+    """Tokens of the prompt made rarer (or likelier); written down anew."""
+    return [z if i not in query else z * penalty if z < 0 else z / penalty for i, z in enumerate(logits)]
+
+
+def truncated(probs: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+    """The k likeliest, of these the fewest whose share reaches p, of these those near the likeliest; anew."""
     order = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
     share, total = 0.0, sum(probs[i] for i in order)
     kept = []
@@ -294,7 +340,17 @@ def truncated(probs: list[float], top_k: int = 0, top_p: float = 1.0) -> list[fl
         if share < top_p:
             kept.append(i)
         share += probs[i] / total
+    kept = [i for i in kept if probs[i] >= min_p * probs[order[0]]]
     return [probs[i] / sum(probs[j] for j in kept) if i in kept else 0.0 for i in range(len(probs))]
+
+
+def expected_probs(
+    model: PreTrainedModel, query: list[int], temperature: float = 1.0, repetition_penalty: float = 1.0, **cuts: Any
+) -> list[float]:
+    """The distribution of the first token under sampling settings."""
+    probs = truncated(softmax(penalised(first_logits(model, query), query, repetition_penalty), temperature), **cuts)
+    assert min(DRAWS * p for p in probs if p) >= 5, "the test needs five draws of each"
+    return probs
 
 
 def first_tokens(model: PreTrainedModel, query: list[int], **settings: Any) -> list[int]:
@@ -323,21 +379,34 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 2.0},
     "top-k": {"top_k": 4},
     "top-p": {"top_p": 0.8},
-    "all three": {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
+    "min-p": {"min_p": 0.3},
+    "penalty": {"repetition_penalty": 2.0},
+    "all": {"temperature": 0.7, "top_k": 6, "top_p": 0.9, "min_p": 0.25, "repetition_penalty": 1.2},
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings: dict[str, Any]) -> None:
     model, query = make_model(spread=0.12), ids_of(*"abc")
-    plain = softmax(first_logits(model, query))
-    cuts = {k: v for k, v in settings.items() if k != "temperature"}
-    probs = truncated(softmax(first_logits(model, query), settings.get("temperature", 1.0)), **cuts)
-    assert min(DRAWS * p for p in probs if p) >= 5, "the test needs five draws of each"
+    plain, probs = softmax(first_logits(model, query)), expected_probs(model, query, **settings)
     tokens = first_tokens(model, query, **settings)
     assert chi_square(tokens, probs) < critical(probs)
     if settings:
         assert chi_square(tokens, plain) > 2 * critical(plain), "and it would notice if the settings were ignored"
+
+
+@every_family
+def test_tokens_after_cached_steps_are_drawn_as_whole_forward_passes_say(family: str) -> None:
+    """After c comes d by the mask, and what follows is free; one prompt is padded and one is longer than a window."""
+    model = make_model(FAMILIES[family], spread=0.12)
+    mask = torch.ones(10, 10, dtype=torch.bool)
+    mask[TOKENS.index("c")] = torch.arange(10) == TOKENS.index("d")
+    queries = [ids_of(*"bc"), ids_of(*"efghabc")]
+    found = sample(CausalSampler(model, tokenizer(), logit_mask=mask), queries * DRAWS, max_new_tokens=2)
+    for row, query in enumerate(queries):
+        responses = [r.tolist() for r in found.responses[row::2]]
+        probs = softmax(first_logits(model, [*query, TOKENS.index("d")]))
+        assert chi_square([second for _, second in responses], probs) < critical(probs)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
@@ -345,24 +414,59 @@ def test_logprobs_are_those_at_the_temperature_before_anything_is_cut(temperatur
     """S-08, F-02."""
     model, query = make_model(), ids_of(*"abc")
     whole = softmax(first_logits(model, query), temperature)
-    settings = {"temperature": temperature, "top_k": 3, "top_p": 0.9, "max_new_tokens": 1}
+    cuts = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+    settings = {"temperature": temperature, "max_new_tokens": 1, **cuts}
     found = sample(CausalSampler(model, tokenizer()), [query] * 20, **settings)
     expected = [math.log(whole[int(r[0])]) for r in found.responses]
     assert found.logprobs is not None
     assert found.logprobs[:, -1].tolist() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
+@pytest.mark.parametrize("head_alone", [False, True], ids=["whole model", "head alone"])
+@every_family
+def test_logprobs_entropies_and_states_are_those_of_the_policy(family: str, head_alone: bool, masked: bool) -> None:
+    """What a trainer would ask its policy for again is what the sampler has seen: the value of a state too."""
+    model, mask = make_model(FAMILIES[family]), MASKS["[V, V]"] if masked else None
+    policy = CausalPolicy(model, temperature=0.7, logit_mask=mask, value_head=True)
+    assert policy.value_head is not None
+    torch.nn.init.normal_(policy.value_head.out.weight)
+    sampler = CausalSampler(
+        model, tokenizer(), logit_mask=mask, head_alone=head_alone and policy.head_alone, hidden=True
+    )
+    cuts = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
+    found = sample(sampler, RAGGED * 2, max_new_tokens=7, temperature=0.7, **cuts)
+    real = found.sequences.response_mask
+    assert found.hidden is not None
+    assert (found.hidden.shape[:2], found.entropy.shape) == (real.shape, real.shape)
+    assert (found.hidden[~real].abs().sum(), found.entropy[~real].abs().sum()) == (0, 0)
+    expected = policy(found.sequences, entropy=True)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-5)
+    values = torch.zeros_like(found.logprobs).masked_scatter(real, policy.value_head(found.hidden[real]))
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=1e-5)
+
+
+def test_states_are_kept_only_if_asked_for() -> None:
+    assert sample(CausalSampler(make_model(), tokenizer()), RAGGED, max_new_tokens=2).hidden is None
+
+
+@pytest.mark.parametrize("model", [tiny_gpt2(10), GEMMA | {"model_type": "gemma2"}], ids=["head alone", "whole model"])
+@pytest.mark.parametrize(("name", "critic"), [("ppo", True), ("rloo", False)])
+def test_a_trainers_rollouts_hold_states_if_its_policy_has_a_value_head(
+    name: str, critic: bool, model: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, model=model)
+    found = trainer.sample([{"prompt": "a"}, {"prompt": "bcd"}])
+    expected = trainer.unwrapped(found.sequences, entropy=True)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-5)
+    assert (found.hidden is not None) == critic
+
+
 # ----------------------------------------------------------------------------------------------------- logit masks
 
 
-def random_mask(*shape: int) -> Tensor:
-    """About half is allowed; EOS always, so that no row is empty."""
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
-    mask[..., TOKENS.index(EOS)] = True
-    return mask
-
-
-MASKS = {"[V]": random_mask(10), "[V, V]": random_mask(10, 10)}
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
@@ -473,6 +577,328 @@ def test_every_call_of_generate_draws_anew_and_a_second_trainer_draws_the_same(t
     calls = [first.generate(["ab", "c"]).outputs for _ in range(3)]
     assert len(set(map(tuple, calls))) > 1
     assert calls == [second.generate(["ab", "c"]).outputs for _ in range(3)]
+
+
+# ------------------------------------------------------------------------------------------------ seeds of prompts
+
+
+def seeded(*rows: tuple[str, int | None]) -> list[Row]:
+    return [{"prompt": prompt} if seed is None else {"prompt": prompt, "seed": seed} for prompt, seed in rows]
+
+
+def unending() -> CausalSampler:
+    """A sampler of eight letters, each about as likely: two responses are alike only if they were drawn alike."""
+    return CausalSampler(make_model(spread=0.1), tokenizer(), logit_mask=torch.arange(10) < len(LETTERS))
+
+
+def drawn_with(sampler: CausalSampler, rows: list[Row], generator_seed: int = 1) -> list[list[int]]:
+    queries = [ids_of(*row["prompt"]) for row in rows]
+    return [r.tolist() for r in sample(sampler, queries, generator_seed, rows, max_new_tokens=8).responses]
+
+
+def test_a_seeded_row_is_drawn_alike_whatever_stands_around_it() -> None:
+    sampler = unending()
+    (alone,) = drawn_with(sampler, seeded(("ab", 5)), generator_seed=1)
+    among = drawn_with(sampler, seeded(("c", None), ("ab", 6), ("gfe", 5), ("ab", None), ("ab", 5)), generator_seed=2)
+    assert among[4] == alone
+    assert alone not in (among[1], among[3])
+
+
+def test_rows_without_a_seed_are_drawn_as_if_no_row_had_one() -> None:
+    sampler = unending()
+    plain = drawn_with(sampler, seeded(("ab", None), ("c", None)))
+    assert drawn_with(sampler, seeded(("ab", None), ("c", 3)))[0] == plain[0]
+
+
+def test_several_rows_of_one_prompt_and_seed_differ_and_are_told_apart_by_their_order() -> None:
+    sampler = unending()
+    several = drawn_with(sampler, seeded(*[("ab", 5)] * 6))
+    assert len(set(map(tuple, several))) == 6
+    mixed = drawn_with(sampler, seeded(("c", 5), ("ab", 5), ("c", 6), ("ab", 5)))
+    assert [mixed[1], mixed[3]] == several[:2]
+
+
+def test_generating_with_a_seed_again_gives_the_same_and_evaluation_gives_it_too(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, rollout__batch_size=2)
+    rows = seeded(("ab", 5), ("c", None), ("ab", 5), ("ab", 5))
+    first, second = trainer.generate(rows), trainer.generate(rows)
+    own = [0, 2, 3]
+    assert [first.outputs[i] for i in own] == [second.outputs[i] for i in own]
+    assert first.outputs[1] != second.outputs[1]
+    assert first.rows == rows, "reward functions see the seeds that were given"
+    trainer.add_eval_pipeline(rows)
+    seen: list[list[str]] = []
+
+    class Watch:
+        @trainkit.hookimpl
+        def on_evaluate(self, samples: list[dict[str, Any]]) -> None:
+            seen.append([s["output"] for s in samples])
+
+    trainer.hooks.register(Watch())
+    trainer.evaluate()
+    trainer.evaluate()
+    for outputs in seen:
+        assert [outputs[i] for i in own] == [first.outputs[i] for i in own], "counted over batches of two"
+
+
+class Collections:
+    """What was sampled in each collection: (prompt, response)s."""
+
+    def __init__(self) -> None:
+        self.found: list[list[tuple[str, str]]] = []
+
+    @trainkit.hookimpl
+    def on_experience(self, rollouts: list[Rollouts]) -> None:
+        self.found.append([pair for r in rollouts for pair in zip(r.prompts, r.outputs, strict=True)])
+
+
+def collected(tmp_path: Path, **changes: Any) -> list[list[tuple[str, str]]]:
+    """Two collections of eight prompts, each twice and with a seed, by a model that does not move."""
+    watch = Collections()
+    trainer = tiny_trainer(
+        "ppo", tmp_path, callbacks=[watch], optimizer__lr=1e-30, train__total_steps=16, rollout__max_new_tokens=12,
+        **changes,
+    )  # fmt: skip
+    trainer.add_prompt_pipeline([{"prompt": p, "seed": 7} for p in ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")])
+    trainer.learn()
+    return watch.found[:2]
+
+
+def test_in_training_a_seeded_prompt_is_drawn_anew_in_every_collection_and_every_time_within(tmp_path: Path) -> None:
+    """Within a collection the seed decides, however it is divided into batches, and whatever the run's own seed is."""
+    found = collected(tmp_path / "a")
+    of_a = [output for collection in found for prompt, output in collection if prompt == "a"]
+    assert len(of_a) == len(set(of_a)) == 4
+    divided = collected(tmp_path / "b", rollout__batch_size=2, train__seed=1)
+    assert [sorted(c) for c in divided] == [sorted(c) for c in found]
+
+
+def test_processes_do_not_draw_alike_in_training(tmp_path: Path) -> None:
+    rows, queries = seeded(("ab", 5), ("ab", 5)), [[0, 1]] * 2
+    by_rank = [row_seeds(rows, queries, "sample", 0, rank) for rank in range(2)]
+    assert len({seed for seeds in by_rank for seed in seeds}) == 4
+
+
+BAD_SEEDS = [1.5, "1", True, -1, [1], math.nan]
+
+
+@pytest.mark.parametrize("seed", BAD_SEEDS, ids=str)
+def test_a_seed_that_is_no_integer_is_refused_where_prompts_are_given(seed: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    rows = [{"prompt": "a"}, {"prompt": "b", "seed": seed}]
+    for give in (trainer.add_prompt_pipeline, trainer.add_eval_pipeline, trainer.generate):
+        with pytest.raises(DataError, match=r"prompt 1 has the seed .*should be an integer from 0 on"):
+            give(rows)
+
+
+def test_a_seed_of_numpy_is_an_integer_and_none_is_no_seed() -> None:
+    sampler = CausalSampler(make_model(), tokenizer())
+    assert drawn_with(sampler, [{"prompt": "ab", "seed": np.int64(5)}]) == drawn_with(sampler, seeded(("ab", 5)))
+    assert drawn_with(sampler, [{"prompt": "ab", "seed": None}]) == drawn_with(sampler, seeded(("ab", None)))
+
+
+# ------------------------------------------------------------------------- models that only their generate can run
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {**SHARED, "model_type": "mamba", "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
+    "mamba2": {
+        **SHARED, "model_type": "mamba2", "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "num_heads": 4,
+        "head_dim": 16, "n_groups": 1,
+    },
+    "recurrent_gemma": {
+        **GEMMA, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "attention_window_size": 4, "lru_width": 32,
+    },
+    "rwkv": {
+        **SHARED, "model_type": "rwkv", "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2,
+        "context_length": 64,
+    },
+}  # fmt: skip
+every_recurrent = pytest.mark.parametrize("family", RECURRENT)
+
+
+@every_recurrent
+def test_models_without_a_cache_of_keys_and_values_generate_themselves_and_it_is_said(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(RECURRENT[family])
+    sampler = CausalSampler(model, tokenizer(), hidden=True)
+    found = sample(sampler, RAGGED, max_new_tokens=4)
+    sample(sampler, RAGGED, max_new_tokens=4)
+    said = [record.message for record in caplog.records if record.name == "trainkit.sampling"]
+    assert len(said) == 1
+    assert said[0].startswith(f"{type(model).__name__} cannot be sampled from with a cache")
+    assert (found.logprobs, found.entropy, found.hidden) == (None, None, None)
+
+
+@every_family
+def test_models_with_a_cache_of_keys_and_values_are_run_step_by_step(family: str) -> None:
+    assert CausalSampler(make_model(FAMILIES[family]), tokenizer()).fault == ""
+
+
+@every_recurrent
+def test_greedy_responses_of_recurrent_models_are_those_of_whole_forward_passes(family: str) -> None:
+    model = make_model(RECURRENT[family])
+    found = sample(CausalSampler(model, tokenizer()), RAGGED, max_new_tokens=8, temperature=0)
+    for query, response in zip(RAGGED, found.responses, strict=True):
+        expected: list[int] = []
+        while len(expected) < 8 and EOS not in [TOKENS[t] for t in expected]:
+            logits = first_logits(model, [*query, *expected])
+            expected.append(max(range(10), key=logits.__getitem__))
+        assert response.tolist() == expected
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_recurrent_models_draw_with_the_probabilities_that_the_settings_name(settings: dict[str, Any]) -> None:
+    """What the model's own generation config says does not count."""
+    model, query = make_model(RECURRENT["mamba"], spread=0.05), ids_of(*"abc")
+    model.generation_config.update(do_sample=True, top_k=2, repetition_penalty=3.0, suppress_tokens=[1, 2])
+    probs = expected_probs(model, query, **settings)
+    assert sum(p > 0 for p in probs) > 2
+    assert chi_square(first_tokens(model, query, **settings), probs) < critical(probs)
+    assert model.generation_config.top_k == 2
+
+
+def test_recurrent_models_stop_and_obey_masks_and_seeds_as_others_do() -> None:
+    model = make_model(RECURRENT["mamba"])
+    sampler = CausalSampler(model, tokenizer(), logit_mask=rail("abcdef", "gg"))
+    queries = [ids_of("a"), ids_of(*"hb"), ids_of("g"), ids_of(*"ce")]
+    found = sample(sampler, queries, max_new_tokens=4, stop_sequences=["cd"])
+    assert found.outputs == ["b", "", "gggg", "f"]
+    assert found.terminated.tolist() == [True, True, False, True]
+    assert [q.tolist() for q in found.queries] == queries
+    free = CausalSampler(model, tokenizer())
+    (alone,) = drawn_with(free, seeded(("ab", 5)))
+    assert drawn_with(free, seeded(("ab", None), ("cd", 5), ("ab", 5)), generator_seed=2)[2] == alone
+
+
+def test_a_recurrent_model_is_trained_and_resumed_as_others_are(tmp_path: Path) -> None:
+    """Law 7, where the model's own generate samples."""
+    run = {"model": RECURRENT["mamba"], "train__total_steps": 6, "train__save_interval": 3}
+    whole = tiny_trainer("rloo", tmp_path / "whole", **run)
+    whole.learn()
+    first = tiny_trainer("rloo", tmp_path / "parts", **{**run, "train__total_steps": 3})
+    first.learn()
+    second = tiny_trainer("rloo", tmp_path / "parts", train__resume="auto", **run)
+    second.learn()
+    assert second.progress.step == 6
+    for name, weight in whole.unwrapped.state_dict().items():
+        assert torch.equal(weight, second.unwrapped.state_dict()[name]), name
+
+
+def test_recurrent_models_leave_the_global_generators_alone_and_repeat_by_their_seed() -> None:
+    sampler = CausalSampler(make_model(RECURRENT["mamba"]), tokenizer())
+    found = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append([r.tolist() for r in sample(sampler, RAGGED, max_new_tokens=8).responses])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
+
+
+# ------------------------------------------------------------------------------------------- samplers of others
+
+
+class Provides:
+    """A hook that provides ``sampler``."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    @trainkit.hookimpl
+    def make_sampler(self, trainer: Any) -> Any:
+        return self.sampler(trainer) if isinstance(self.sampler, type(lambda: 0)) else self.sampler
+
+
+def always(trainer: Any) -> Any:
+    """A sampler whose every response is b, then EOS."""
+
+    def sampler(rows: Any, queries: Any, settings: SamplingConfig, generator: torch.Generator) -> Rollouts:
+        return assemble(
+            trainer.tokenizer,
+            rows,
+            queries,
+            [ids_of("b", EOS)] * len(rows),
+            terminated=torch.ones(len(rows), dtype=torch.bool),
+            logprobs=None,
+            stops=settings.stop_sequences,
+            skip_special_tokens=True,
+        )
+
+    return sampler
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_a_hooks_sampler_takes_the_place_of_the_cores_and_its_responses_are_trained(name: str, tmp_path: Path) -> None:
+    watch, trained = Collections(), []
+    trainer = tiny_trainer(name, tmp_path, callbacks=[Provides(always), watch])
+    honest = trainer.loss
+
+    def loss(batch: Any) -> Any:
+        trained.extend(r.tolist() for r in batch.sequences.responses)
+        return honest(batch)
+
+    trainer.loss = loss  # type: ignore[method-assign]
+    trainer.learn()
+    assert {output for collection in watch.found for _, output in collection} == {"b"}
+    assert trained == [ids_of("b", EOS)] * len(trained)
+    assert len(trained) == 6 * 8
+
+
+def spoiled(change: Any) -> Any:
+    return lambda trainer: lambda *args: change(always(trainer)(*args))
+
+
+def fewer(rollouts: Rollouts) -> Rollouts:
+    rows = torch.arange(len(rollouts) - 1)
+    return replace(rollouts, rows=rollouts.rows[:-1], sequences=rollouts.sequences.select(rows))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no function": (3, r"make_sampler returned 3 \(int\), which cannot be called; return a function"),
+    "no rollouts": (spoiled(lambda rollouts: None), r"asked for 2 responses, and returned None \(NoneType\)"),
+    "a row less": (spoiled(fewer), "returned 1 whose prompts are not those that were asked for"),
+    "another order": (
+        spoiled(lambda r: replace(r, sequences=r.sequences.select(torch.tensor([1, 0])))), "in their order"
+    ),
+    "no tokens": (
+        spoiled(lambda r: replace(r, sequences=Sequences.from_lists(r.queries, [[], [1]]))), "without a single token"
+    ),
+    "a text less": (spoiled(lambda r: replace(r, outputs=r.outputs[1:])), "returned 1 in the field 'outputs'"),
+    "logprobs of the responses alone": (
+        spoiled(lambda r: replace(r, logprobs=torch.zeros(2, 1))), r"'logprobs' of shape \(2, 1\) for sequences"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sampler", "said"), WRONG.values(), ids=WRONG)
+def test_a_hooks_sampler_that_returns_something_else_is_refused(sampler: Any, said: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, callbacks=[Provides(sampler)])
+    with pytest.raises(PluginError, match=said):
+        trainer.generate(["ab", "c"])
+
+
+# ---------------------------------------------------------------------------------------------------- bad settings
+
+OUT_OF_RANGE: dict[str, tuple[float, str]] = {
+    "min_p": (1.5, "less than or equal to 1"),
+    "repetition_penalty": (0, "greater than 0"),
+    "top_p": (0, "greater than 0"),
+    "top_k": (-1, "greater than or equal to 0"),
+    "temperature": (-0.1, "greater than or equal to 0"),
+    "max_new_tokens": (0, "greater than or equal to 1"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), [(k, *v) for k, v in OUT_OF_RANGE.items()])
+def test_a_setting_out_of_range_is_refused_in_configs_and_calls(
+    name: str, value: float, allowed: str, tmp_path: Path
+) -> None:
+    said = rf"{name}: .*{allowed} \(given {value} "
+    with pytest.raises(ConfigError, match=f"rollout.{said}"):
+        tiny_trainer("ppo", tmp_path, **{f"rollout__{name}": value})
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("ppo", tmp_path).generate("a", **{name: value})
 
 
 # ------------------------------------------------------------------------------------------------------------ text

@@ -35,6 +35,10 @@ SHRINK_AT = 0.75
 """Rows that have ended leave the batch once no more than this share is left: fewer rows against a copy of the cache."""
 
 
+UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
+"""What a model's code may raise when it is given a cache that it does not know."""
+
+
 class Sampler(Protocol):
     """What `make_sampler` may return: samples one response per prompt."""
 
@@ -327,15 +331,14 @@ class _Decoder:
         ids = torch.tensor([[self.fill] * (width - len(query)) + list(query) for query in distinct], device=device)
         lengths = torch.tensor([len(query) for query in distinct], device=device)
         real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
-        active = _Active(
-            use, lengths, real, min(map(len, distinct)) < width, width, ids[:, -1], self._cache(width + room)
-        )
+        rows, padded = torch.arange(len(queries), device=device), min(map(len, distinct)) < width
+        active = _Active(rows, lengths, real, padded, width, ids[:, -1], self._cache(width + room))
         positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
         logits, hidden = self._forward(ids, real[:, :width], positions, active.cache)
         if len(distinct) < len(queries):
             active.keep(use)
             logits, hidden = logits[use], None if hidden is None else hidden[use]
-        active.rows = torch.arange(len(queries), device=device)
+        active.rows = rows
         return active, logits, hidden
 
     def next(self, active: _Active) -> tuple[Tensor, Tensor | None]:
@@ -403,7 +406,7 @@ def _stepping_fault(decoder: _Decoder) -> str:
                 rows = [[*rows[at], 9 + at] for at in keep]
                 active.last = torch.tensor([row[-1] % vocabulary for row in rows], device=model.device)
                 found.append(_difference(model, rows, decoder.next(active)[0]))
-    except Exception as error:  # whatever a model's code raises that does not know this cache
+    except UNFIT as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)

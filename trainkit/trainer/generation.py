@@ -31,7 +31,10 @@ def settings(config: RolloutConfig, overrides: Mapping[str, Any]) -> SamplingCon
     try:
         return SamplingConfig(**{**given, **overrides})
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
+        faults = "; ".join(
+            f"{'.'.join(map(str, f['loc']))}: {f['msg'].removeprefix('Input ')} (given {describe(f['input'])})"
+            for f in error.errors()
+        )
         raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}") from error
 
 
