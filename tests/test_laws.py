@@ -303,7 +303,12 @@ def test_global_random_generators_are_left_as_they_were(name: str, tmp_path: Pat
 def test_non_finite_loss_is_an_error_before_the_weights_move(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path)
     honest = trainer.loss
-    trainer.loss = lambda batch: (honest(batch)[0] * float("inf"), {})
+
+    def infinite(batch: Any) -> Any:
+        loss, found = honest(batch)
+        return loss * float("inf"), found
+
+    trainer.loss = infinite
     before = weights(trainer)
     with pytest.raises(NonFiniteError, match=r"step 1.*weights have not moved"):
         trainer.update(trainer.store.experience)
