@@ -234,7 +234,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         }
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
-        """No step where the policy has moved too far from the old one: above 1.5·`target_kl`, or the mean ratio's bound.
+        """No step where the policy has moved too far: above 1.5·`target_kl`, or above the bound of the mean ratio.
 
         The rule for the divergence is that of Schulman's code (Spinning Up), the guard of the ratio TRL's (S-21).
         """

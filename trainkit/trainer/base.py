@@ -139,7 +139,7 @@ class BaseRLTrainer(ABC, Generic[M]):
         return cast(Batch, experience)
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
-        """Whether the optimizer makes a step; ``metrics`` are those of its `loss`, over all micro-batches and processes."""
+        """Whether to make a step; ``metrics`` are those of its `loss`, over all micro-batches and processes."""
         return Verdict.STEP
 
     def after_step(self) -> None:
