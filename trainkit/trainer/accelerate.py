@@ -425,7 +425,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     @property
     def _judges(self) -> bool:
-        return type(self).judge is not BaseRLTrainer.judge
+        return getattr(self.judge, "__func__", None) is not BaseRLTrainer.judge
 
     def _make_step(self, found: m.Metrics) -> m.Metrics:
         """Clip the gradient and step; ``train/skipped`` where a step can be left out, by `judge` or fp16's scaler."""
