@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainkit.testing import character_tokenizer, tiny_gpt2
-from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 LETTERS = "abcdefgh"
 
@@ -51,7 +50,9 @@ class Bandit:
     def arguments(self) -> dict[str, Any]:
         """What `trainkit.train` takes besides the configuration; EOS and padding are never sampled."""
         return {
-            "model": tiny_gpt2(len(self.tokenizer), initializer_range=0.2),  # so that the reference prefers something
+            "model_path": tiny_gpt2(
+                len(self.tokenizer), initializer_range=0.2
+            ),  # so that the reference prefers something
             "tokenizer": self.tokenizer,
             "reward_fn": self.reward,
             "prompts": list(self.prompts),
@@ -69,9 +70,9 @@ class Bandit:
         shaped: Tensor = chosen.view(len(self.prompts), len(self.responses)).cpu()
         return shaped
 
-    def divergences(self, trainer: AccelerateRLTrainer[Any], beta: float) -> tuple[float, float]:
+    def divergences(self, model: PreTrainedModel, reference: PreTrainedModel, beta: float) -> tuple[float, float]:
         """KL(π‖π*) and KL(π*‖π) in nats, means over prompts, with π* ∝ π_ref · exp(reward / β)."""
-        policy = self.logprobs(trainer.unwrapped.model)
-        optimum = (self.logprobs(trainer.reference.policy.model) + self.rewards / beta).log_softmax(-1)
+        policy = self.logprobs(model)
+        optimum = (self.logprobs(reference) + self.rewards / beta).log_softmax(-1)
         forward, backward = policy.exp() * (policy - optimum), optimum.exp() * (optimum - policy)
         return float(forward.sum(-1).mean()), float(backward.sum(-1).mean())

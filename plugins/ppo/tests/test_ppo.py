@@ -18,6 +18,7 @@ from trainkit.errors import NonFiniteError
 from trainkit.functional import gae, whiten
 from trainkit.models import TokenOutputs
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ppo import KLController, PPOBatch
 
@@ -319,6 +320,24 @@ def test_kl_penalty_is_paid_at_the_token_where_it_arises(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------------------------- learning
+
+
+def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path: Path) -> None:
+    """π* ∝ π_ref · exp(reward / β), enumerated; `benchmarks/learning.py --bandit` asks for more."""
+    bandit = Bandit()
+    trainer = trainkit.train(
+        config={
+            "method": {"name": "ppo", "init_kl_coef": 0.25, "lam": 1.0, "ppo_epochs": 2},
+            "optimizer": {"lr": 3e-3},
+            "scheduler": {"name": "linear"},
+            "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
+            "train": {"batch_size": 128, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
+        },
+        **bandit.arguments,
+    )
+    reference = trainer.reference.policy.model
+    assert bandit.divergences(reference, reference, 0.25)[0] > 0.2
+    assert max(bandit.divergences(trainer.unwrapped.model, reference, 0.25)) < 0.02
 
 
 def test_it_learns_a_bandit(tmp_path: Path) -> None:
