@@ -1,9 +1,10 @@
-"""Does it learn? The random walks of the example, seed by seed: SFT, then PPO, with the example's own settings.
+"""Does it learn? The random walks of the example, seed by seed: SFT, then PPO or RLOO, with the example's own settings.
 
 ``python benchmarks/learning.py`` prints every seed's curve of mean optimality (sampled walks, all start nodes), PPO's
 wall time and samples per second, and whether each seed reaches 0.95 of the maximum, which is 1, and stays there.
-``--constant-reward`` gives every walk the same reward instead, at PPO's default price of divergence and without the
-entropy bonus, which is a force of its own: nothing may change beyond noise.
+``--method rloo`` does so for RLOO. ``--constant-reward`` gives every walk the same reward instead, at the default price
+of divergence and without an entropy bonus, which is a force of its own: nothing may change beyond noise. ``--bandit``
+leaves the walks for a problem that can be enumerated: the policy must end at π* ∝ π_ref · exp(reward / β).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +27,16 @@ from rich.table import Table
 
 import trainkit
 from trainkit import TRLConfig
+from trainkit.testing.bandit import Bandit
 
+CONSTANT = {"ppo": {"init_kl_coef": 0.05, "ent_coef": 0.0}, "rloo": {"kl_coef": 0.05}}
+"""What is another setting when every walk is worth the same."""
+BETA, NEAR = 0.25, 0.02
+"""The bandit's price of divergence, and the divergence from its optimum, in nats, that counts as having arrived."""
+BANDIT: dict[str, dict[str, Any]] = {
+    "ppo": {"name": "ppo", "init_kl_coef": BETA, "lam": 1.0, "ppo_epochs": 2},
+    "rloo": {"name": "rloo", "kl_coef": BETA},
+}
 EXAMPLE = Path(__file__).parents[1] / "examples" / "randomwalks"
 GOAL = 0.95
 console = Console(highlight=False, soft_wrap=True)
@@ -80,26 +91,26 @@ def fine_tune(task: ModuleType, seed: int, out: Path) -> str:
 
 
 def reinforce(
-    task: ModuleType, seed: int, out: Path, model: str, *, method: dict[str, Any] | None = None, **replaced: Any
+    name: str, task: ModuleType, seed: int, out: Path, *, method: dict[str, Any] | None = None, **replaced: Any
 ) -> tuple[Curve, Divergence, Any]:
-    """PPO from an export; its curve, its divergence and its trainer."""
+    """SFT, and the method from its export; the method's curve, its divergence and its trainer."""
     curve, divergence = Curve(), Divergence()
     changes = {
         "train.seed": seed,
-        "train.run_dir": str(out / f"ppo-{seed}"),
-        "model.model_path": model,
+        "train.run_dir": str(out / f"{name}-{seed}"),
+        "model.model_path": fine_tune(task, seed, out),
         "train.trackers": [],
     }
-    config = TRLConfig.load_yaml(EXAMPLE / "ppo.yaml").update(changes).evolve(method=method or {})
+    config = TRLConfig.load_yaml(EXAMPLE / f"{name}.yaml").update(changes).evolve(method=method or {})
     trainer = trainkit.train(config=config, callbacks=[curve, divergence], **{**task.ppo(seed), **replaced})
     return curve, divergence, trainer
 
 
-def learning(seeds: list[int], out: Path) -> bool:
+def learning(name: str, seeds: list[int], out: Path) -> bool:
     """Every seed's curve and a closing table; whether all reach the goal and stay."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
-        curve, _, trainer = reinforce(task, seed, out, fine_tune(task, seed, out))
+        curve, _, trainer = reinforce(name, task, seed, out)
         console.print(f"seed {seed}: " + "  ".join(f"{step}:{value:.3f}" for step, value in curve.points))
         good = curve.settled() >= GOAL
         passed += good
@@ -116,21 +127,21 @@ def learning(seeds: list[int], out: Path) -> bool:
             ]
         )
     stayed = f">= {GOAL} and stayed"
-    show(["seed", "after SFT", "end", "lowest, last quarter", "PPO s", "samples/s", stayed], rows)
-    console.print(f"optimality >= {GOAL} of the maximum, to the end: {passed} of {len(seeds)} seeds")
+    show(["seed", "after SFT", "end", "lowest, last quarter", f"{name.upper()} s", "samples/s", stayed], rows)
+    console.print(f"{name}: optimality >= {GOAL} of the maximum, to the end: {passed} of {len(seeds)} seeds")
     return passed == len(seeds)
 
 
-def constant_reward(seeds: list[int], out: Path) -> bool:
-    """The same PPO, every walk worth 1: mean optimality must not move by more than three standard errors."""
+def constant_reward(name: str, seeds: list[int], out: Path) -> bool:
+    """The same, every walk worth 1: mean optimality must not move by more than three standard errors."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
         curve, divergence, _ = reinforce(
+            name,
             task,
             seed,
             out,
-            fine_tune(task, seed, out),
-            method={"init_kl_coef": 0.05, "ent_coef": 0.0},
+            method=CONSTANT[name],
             reward_fn=lambda samples, **_: [1.0] * len(samples),
         )
         values = [torch.tensor([s["optimality"] for s in samples]) for samples in curve.samples]
@@ -151,8 +162,40 @@ def constant_reward(seeds: list[int], out: Path) -> bool:
     show(
         ["seed", "before", "after", "change ± standard error", "KL at the end (nats)", "within 3 standard errors"], rows
     )
-    console.print(f"no drift under a constant reward: {passed} of {len(seeds)} seeds")
+    console.print(f"{name}: no drift under a constant reward: {passed} of {len(seeds)} seeds")
     return passed == len(seeds)
+
+
+def bandit(name: str, seeds: list[int], out: Path) -> bool:
+    """Responses of one and of two letters: how far from the optimum every seed begins and ends."""
+    rows, passed = [], 0
+    for length, seed in product((1, 2), seeds):
+        problem = Bandit(length, seed=seed)
+        trainer = reach_for_optimum(name, problem, seed, out)
+        reference = trainer.reference.policy.model
+        start = problem.divergences(reference, reference, BETA)[0]
+        found = problem.divergences(trainer.unwrapped.model, reference, BETA)
+        good = found[0] <= NEAR
+        passed += good
+        at = [str(length), str(seed), f"{start:.3f}", *(f"{kl:.5f}" for kl in found)]
+        rows.append([*at, f"{trainer.progress.seconds:.1f}", "yes" if good else "NO"])
+    show(["letters", "seed", "KL(π_ref‖π*)", "KL(π‖π*)", "KL(π*‖π)", f"{name.upper()} s", f"<= {NEAR} nats"], rows)
+    console.print(f"{name}: within {NEAR} nats of the optimum at β = {BETA}: {passed} of {len(rows)} runs")
+    return passed == len(rows)
+
+
+def reach_for_optimum(name: str, problem: Bandit, seed: int, out: Path) -> Any:
+    """The method on a bandit; its trainer."""
+    config = {
+        "method": BANDIT[name],
+        "optimizer": {"lr": 1e-3},
+        "scheduler": {"name": "linear"},  # so that the noise of sampling dies out
+        "rollout": {"max_new_tokens": problem.length, "num_rollouts": 512, "batch_size": 512},
+        "train": {"batch_size": 512, "total_steps": 300, "eval_interval": 0, "save_interval": 0, "seed": seed},
+    }
+    run_dir = str(out / f"bandit-{name}-{problem.length}-{seed}")
+    changes = {"train.run_dir": run_dir, "train.trackers": []}
+    return trainkit.train(config=TRLConfig.from_dict(config).update(changes), **problem.arguments)
 
 
 def show(columns: list[str], rows: list[list[str]]) -> None:
@@ -166,19 +209,20 @@ def show(columns: list[str], rows: list[list[str]]) -> None:
 def main() -> int:
     """Run what was asked for; 1 if it fell short."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=["ppo", "rloo"], default="ppo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where runs go (default: a temporary directory)")
-    parser.add_argument(
-        "--constant-reward", action="store_true", help="every walk is worth 1: show that nothing drifts"
-    )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--constant-reward", action="store_true", help="every walk is worth 1: show that nothing drifts")
+    other.add_argument("--bandit", action="store_true", help="show that the optimum known in closed form is reached")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     versions = ", ".join(f"{name} {version(name)}" for name in ("trainkit", "torch", "transformers"))
     console.print(f"{versions}; {options.threads} threads")
     with tempfile.TemporaryDirectory() as temporary:
-        run = constant_reward if options.constant_reward else learning
-        return 0 if run(options.seeds, options.out or Path(temporary)) else 1
+        run = constant_reward if options.constant_reward else bandit if options.bandit else learning
+        return 0 if run(options.method, options.seeds, options.out or Path(temporary)) else 1
 
 
 if __name__ == "__main__":

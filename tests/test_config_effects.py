@@ -69,6 +69,8 @@ METHOD_CONTEXT: dict[str, dict[str, Any]] = {
     "ppo.cliprange": {"method.cliprange": 1e-4},
     "ppo.cliprange_value": {"method.cliprange_value": 1e-3},
     "ppo.cliprange_reward": {"method.cliprange_reward": 0.5},
+    "ppo.target_kl": {"optimizer.lr": 0.03},
+    "ppo.ratio_threshold": {"method.ratio_threshold": 2.1, "optimizer.lr": 0.1},
 }
 
 

@@ -27,6 +27,7 @@ from trainkit.functional import (
     masked_sum,
     nll,
     penalise_repetition,
+    penalise_cut,
     place_scores,
     token_logprobs,
     truncate_logits,
@@ -377,6 +378,26 @@ def test_gae_gives_the_known_numbers():
 def test_discounted_gae_gives_the_known_numbers():
     advantages, _ = gae(VALUES, REWARDS, MASK, gamma=0.99, lam=0.9)
     close(advantages, [[0.459944, 0.5207, 0.7], [0.1653, 0.3, 0.0]], rtol=0, atol=1e-6)
+
+
+def test_gae_goes_on_with_the_value_of_the_state_that_a_cut_response_ends_in():
+    """F-05, γ = .9, λ = .5: δ = .5 + .9·.4 − .5 = .36 and 1 + .9·2 − .4 = 2.4, so A = .36 + .45·2.4 = 1.44 and 2.4.
+
+    The second row ended by itself: δ = 1 − .4 = .6 at its last token, A = .36 + .45·.6 = .63 and .6.
+    """
+    values, rewards = torch.tensor([[0.5, 0.4], [0.5, 0.4]]), torch.tensor([[0.5, 1.0], [0.5, 1.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    advantages, returns = gae(values, rewards, mask, gamma=0.9, lam=0.5, bootstrap=torch.tensor([2.0, 0.0]))
+    close(advantages, [[1.44, 2.4], [0.63, 0.6]], rtol=0, atol=1e-6)
+    close(returns, [[1.94, 2.8], [1.13, 1.0]], rtol=0, atol=1e-6)
+
+
+def test_the_penalty_for_a_cut_response_is_at_its_last_token():
+    rewards, mask = (
+        torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 9.0]]),
+        torch.tensor([[False, True, True], [True, True, False]]),
+    )
+    close(penalise_cut(rewards, torch.tensor([True, False]), mask, 0.5), [[0.0, 1.0, 2.0], [0.0, 2.5, 9.0]])
 
 
 def gae_of_row(values, rewards, gamma, lam):

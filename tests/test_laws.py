@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import trainkit
+from trainkit import Verdict
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.errors import NonFiniteError
 from trainkit.models import CausalPolicy, load_model
@@ -227,6 +228,105 @@ def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, tmp_pa
     assert_same_weights(weights(straight), weights(resumed))
 
 
+# ------------------------------------------------------------------------------ steps that are left out
+
+
+def judged(trainer: Any, verdicts: dict[int, Verdict]) -> Any:
+    """The trainer, judging its steps (from 1) so, and all others to be made."""
+    trainer.judge = lambda metrics: verdicts.get(trainer.progress.step + 1, Verdict.STEP)
+    return trainer
+
+
+def remembered(trainer: Any) -> list[Tensor]:
+    """All that the optimizer keeps: Adam's step counts and moments."""
+    return [value.clone() for state in trainer.optimizer.state.values() for value in state.values()]
+
+
+@all_trainers
+@pytest.mark.parametrize("verdict", [Verdict.SKIP, Verdict.STOP])
+def test_a_step_that_is_left_out_counts_and_moves_nothing(name: str, verdict: Verdict, tmp_path: Path) -> None:
+    """S-21: neither weights, Adam's moments nor weight decay, and no gradient stays behind; the schedule goes on."""
+    trainer = collected(name, tmp_path, scheduler__name="linear", optimizer__weight_decay=0.5, optimizer__lr=0.6)
+    judged(trainer, {1: verdict, 3: verdict})
+    batch = trainer.store.experience
+    start = weights(trainer)
+    assert trainer.update(batch)["train/skipped"].compute() == 1
+    assert_same_weights(start, weights(trainer))
+    assert not trainer.optimizer.state
+    assert trainer.update(batch)["train/skipped"].compute() == 0
+    moved, moments = weights(trainer), remembered(trainer)
+    assert any(not torch.equal(start[key], moved[key]) for key in start)
+    trainer.update(batch)
+    assert_same_weights(moved, weights(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(moments, remembered(trainer), strict=True))
+    assert all(p.grad is None for p in trainer.unwrapped.parameters())
+    assert trainer.progress.step == 3
+    assert trainer._lr == pytest.approx(0.3), "three of six steps of a linear schedule"
+
+
+@all_trainers
+def test_metrics_are_only_reduced_for_a_trainer_that_judges(name: str, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path)
+    found = trainer.update(trainer.store.experience)
+    assert ("train/skipped" in found) == (type(trainer).judge is not trainkit.BaseRLTrainer.judge)
+
+
+@all_trainers
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_run_resumed_around_an_early_stop_ends_as_if_it_had_not_been(name: str, at: int, tmp_path: Path) -> None:
+    """Before the step that stops a collection in its first pass, right after it, and in the next collection."""
+    verdicts = {2: Verdict.STOP, 4: Verdict.SKIP}
+    changes = {"train__batch_size": 6, "train__save_interval": 1}
+    straight = judged(tiny_trainer(name, tmp_path / "straight", **changes), verdicts)
+    straight.learn()
+    judged(tiny_trainer(name, tmp_path / "stopped", **changes, train__total_steps=at), verdicts).learn()
+    resumed = judged(tiny_trainer(name, tmp_path / "stopped", **changes, train__resume="auto"), verdicts)
+    resumed.learn()
+    here, there = asdict(straight.progress), asdict(resumed.progress)
+    assert {k: v for k, v in here.items() if k != "seconds"} == {k: v for k, v in there.items() if k != "seconds"}
+    assert_same_weights(weights(straight), weights(resumed))
+    assert all(torch.equal(a, b) for a, b in zip(remembered(straight), remembered(resumed), strict=True))
+    assert straight.progress.step == (6 if name in ONLINE else 2), "offline, a collection is all there is"
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, tmp_path: Path) -> None:
+    """Eight prompts, twice, are as many responses: the steps that were left out are not made on further prompts."""
+    seen: list[str] = []
+
+    class Seen:
+        @trainkit.hookimpl
+        def on_evaluate(self, step: int) -> None:
+            seen.append(f"evaluate {step}")
+
+        @trainkit.hookimpl
+        def on_save(self, step: int) -> None:
+            seen.append(f"save {step}")
+
+    trainer = tiny_trainer(
+        name, tmp_path, callbacks=[Seen()], train__epochs=4, train__total_steps=None, train__eval_interval=100,
+        train__save_interval=100,
+    )  # fmt: skip
+    collections = 4 * 8 * trainer.samples_per_prompt // 16
+    planned = collections * trainer.passes * 2
+    assert trainer.total_steps == planned
+    judged(trainer, {1: Verdict.STOP})
+    trainer.learn()
+    left_out = trainer.passes * 2 - 1
+    assert trainer.progress.step == planned - left_out
+    assert trainer.progress.samples == collections * 16
+    assert seen == ["evaluate 0", f"evaluate {planned - left_out}", f"save {planned - left_out}"]
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_loop_of_ones_own_leaves_the_rest_of_a_stopped_collection_out(name: str, tmp_path: Path) -> None:
+    trainer = judged(tiny_trainer(name, tmp_path, train__batch_size=4), {1: Verdict.STOP})
+    for steps in (1, 1 + trainer.passes * 2):
+        rollouts = trainer.generate(["ab"] * 8)
+        trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
+        assert trainer.progress.step == steps
+
+
 # --------------------------------------------------------------------------------------- how long a run is
 
 
@@ -303,7 +403,12 @@ def test_global_random_generators_are_left_as_they_were(name: str, tmp_path: Pat
 def test_non_finite_loss_is_an_error_before_the_weights_move(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path)
     honest = trainer.loss
-    trainer.loss = lambda batch: (honest(batch)[0] * float("inf"), {})
+
+    def infinite(batch: Any) -> Any:
+        loss, found = honest(batch)
+        return loss * float("inf"), found
+
+    trainer.loss = infinite
     before = weights(trainer)
     with pytest.raises(NonFiniteError, match=r"step 1.*weights have not moved"):
         trainer.update(trainer.store.experience)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,40 @@ for name in sys.argv[2:]:
     save_file({n: v.clone() for n, v in trainer.unwrapped.state_dict().items()}, out / name / f"weights-{rank}")
     texts = [text for rollouts in trainer._rollouts for text in rollouts.outputs]
     (out / name / f"sampled-{rank}").write_text(repr(texts))
+torch.distributed.destroy_process_group()
+"""
+
+
+GUARD = """
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+trainer = tiny_trainer("ppo", out / "run", method__scale_reward="running", optimizer__weight_decay=0.5)
+rank, said = trainer.accelerator.process_index, {}
+
+def scaled(*shards):
+    return trainer.scaled(torch.tensor(shards[rank]).unsqueeze(1)).squeeze(1).tolist()
+
+said["first"], said["second"] = scaled([1.0, 2.0], [3.0]), scaled([10.0], [20.0])
+
+trainer.collect()
+batch = trainer.store.experience.select(torch.arange(4))
+trainer.update(batch)
+before = [p.clone() for p in trainer.unwrapped.parameters()]
+bad = replace(batch, old_logprobs=batch.old_logprobs - 1000 * rank)
+found = trainer.update(bad)
+said["finite here"] = found["policy/ratio"].compute() < float("inf")
+said["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, trainer.unwrapped.parameters()))
+trainer.update(batch)
+said["sum"] = float(sum(p.double().sum() for p in trainer.unwrapped.parameters()))
+said["moved"] = not all(torch.equal(a, b) for a, b in zip(before, trainer.unwrapped.parameters()))
+(out / f"said-{rank}.json").write_text(json.dumps(said))
 torch.distributed.destroy_process_group()
 """
 
@@ -121,3 +158,27 @@ def test_two_processes_end_bit_equal_and_save_once(name: str, learnt: Path) -> N
 def test_two_processes_sample_differently(name: str, learnt: Path) -> None:
     first, second = ((learnt / name / f"sampled-{rank}").read_text() for rank in (0, 1))
     assert first != second
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes saw of scaled scores, and of a step whose ratio is infinite in the second only."""
+    out = tmp_path_factory.mktemp("guard")
+    launch(GUARD, 2, str(out))
+    return [json.loads((out / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_ratio_that_is_infinite_in_one_process_leaves_the_weights_of_both_alone(
+    guarded: list[dict[str, Any]],
+) -> None:
+    """S-21: one decision, on numbers of all processes; the step after it is made by both, and alike."""
+    assert [said["finite here"] for said in guarded] == [True, False]
+    assert all(said["unchanged"] and said["moved"] for said in guarded)
+    assert guarded[0]["sum"] == guarded[1]["sum"]
+    assert math.isfinite(guarded[0]["sum"])
+
+
+def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -> None:
+    """S-16, golden 10.7: the std of [1, 2, 3] is 1, with [10, 20] it is 7.981228, whoever holds which of them."""
+    assert [said["first"] for said in guarded] == [[1.0, 2.0], [3.0]]
+    assert [said["second"] for said in guarded] == [[pytest.approx(10 / 7.981228)], [pytest.approx(20 / 7.981228)]]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainkit.hookspecs import hookimpl
     from trainkit.registry import available_trainers, get_trainer, register_trainer
     from trainkit.trainer.accelerate import AccelerateRLTrainer
-    from trainkit.trainer.base import BaseRLTrainer
+    from trainkit.trainer.base import BaseRLTrainer, Verdict
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ _HOMES = {
     "Sequences": "trainkit.data",
     "TRLConfig": "trainkit.config",
     "TokenBatch": "trainkit.data",
+    "Verdict": "trainkit.trainer.base",
     "available_trainers": "trainkit.registry",
     "default_config": "trainkit.config",
     "get_trainer": "trainkit.registry",
@@ -46,6 +47,7 @@ __all__ = [
     "Sequences",
     "TRLConfig",
     "TokenBatch",
+    "Verdict",
     "available_trainers",
     "default_config",
     "functional",

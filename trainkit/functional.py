@@ -116,6 +116,11 @@ def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(scores, mask)
 
 
+def penalise_cut(rewards: Tensor, terminated: Tensor, mask: Tensor, penalty: float) -> Tensor:
+    """r_t − penalty at the last response token of responses that did not terminate. [B, T], [B], [B, T] -> [B, T]."""
+    return rewards - penalty * (last_token(mask) & ~terminated.unsqueeze(-1))
+
+
 def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """r_t = score_t − β·(log π − log π_ref)_t, a terminal score on the last response token (F-07).
 
@@ -125,14 +130,16 @@ def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, ma
     return place_scores(scores, mask) - kl_coef * zero_masked(kl_k1(logprobs, ref_logprobs), mask)
 
 
-def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; returns = A + V. [B, T] ×3 -> ([B, T], [B, T]).
 
-    The successor of a token is the *next selected* token of its row; after the last one V and A are 0
-    (F-05). Both results are 0 off the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
+    The successor of a token is the *next selected* token of its row; after the last one A is 0 and V is ``bootstrap``
+    [B], or 0 (F-05). Both results are 0 off the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
     """
     values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)
-    next_value = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
     next_advantage = torch.zeros_like(next_value)
     columns = []
     for t in range(values.size(1) - 1, -1, -1):  # over columns, all rows at once: the recursion is sequential in t

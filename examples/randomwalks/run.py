@@ -1,4 +1,4 @@
-"""Random walks: a small model learns walks by SFT from random weights, then PPO teaches it the short ones.
+"""Random walks: a small model learns walks by SFT from random weights, then PPO or RLOO teaches it the short ones.
 
 Run as ``trainkit examples run randomwalks``, or ``python examples/randomwalks/run.py``.
 """
@@ -47,27 +47,28 @@ def main(argv: list[str] | None = None) -> None:
 
     reinforcement: dict[str, Any] = {
         "train.seed": options.seed,
-        "train.run_dir": str(run_dir / "ppo"),
+        "train.run_dir": str(run_dir / options.method),
         "model.model_path": str(run_dir / "sft" / "model"),
     }
     if options.steps is not None:
         reinforcement["train.total_steps"] = options.steps
     evaluations = Evaluations()
     trainer = trainkit.train(
-        config=TRLConfig.load_yaml(HERE / "ppo.yaml").update(reinforcement),
+        config=TRLConfig.load_yaml(HERE / f"{options.method}.yaml").update(reinforcement),
         callbacks=[evaluations],
         **task.ppo(options.seed),
     )
-    _summarise(evaluations, trainer.progress, run_dir)
+    _summarise(options.method.upper(), evaluations, trainer.progress, run_dir)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="trainkit examples run randomwalks", description=(__doc__ or "").split("\n")[0]
     )
+    parser.add_argument("--method", choices=["ppo", "rloo"], default="ppo", help="what follows SFT (default: ppo)")
     parser.add_argument("--seed", type=int, default=1, help="draws the graph, and seeds both runs (default: 1)")
     parser.add_argument("--run-dir", help="where both runs go (default: runs/randomwalks-<date>-<time>)")
-    parser.add_argument("--steps", type=_positive, help="PPO steps, instead of what ppo.yaml says")
+    parser.add_argument("--steps", type=_positive, help="steps after SFT, instead of what the method's YAML file says")
     parser.add_argument("--sft-epochs", type=_positive, help="SFT epochs, instead of what sft.yaml says")
     return parser.parse_args(argv)
 
@@ -79,10 +80,10 @@ def _positive(text: str) -> int:
     return value
 
 
-def _summarise(evaluations: Evaluations, progress: Any, run_dir: Path) -> None:
-    """Print the first and the last evaluation of PPO side by side, its speed, and where everything is."""
+def _summarise(method: str, evaluations: Evaluations, progress: Any, run_dir: Path) -> None:
+    """Print the method's first and last evaluation side by side, its speed, and where everything is."""
     console = Console(highlight=False, soft_wrap=True)
-    table = Table("", "before PPO", "after PPO", title="random walks")
+    table = Table("", f"before {method}", f"after {method}", title="random walks")
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     for name in (name for name in after if name.startswith(METRIC)):
         table.add_row(f"mean {name.removeprefix('eval/')}", f"{before[name]:.3f}", f"{after[name]:.3f}")
@@ -91,7 +92,7 @@ def _summarise(evaluations: Evaluations, progress: Any, run_dir: Path) -> None:
         table.add_row(f"a walk from {start}", _shown(first[start]), _shown(last[start]))
     console.print(table)
     console.print(
-        f"PPO: {progress.step} steps in {progress.seconds:.1f} s, "
+        f"{method}: {progress.step} steps in {progress.seconds:.1f} s, "
         f"{progress.samples / progress.seconds:.0f} samples per second, evaluations included"
     )
     console.print(Text(f"runs: {run_dir}\nlook: tensorboard --logdir {run_dir}"))

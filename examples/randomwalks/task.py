@@ -104,3 +104,7 @@ def ppo(seed: int = 1) -> dict[str, Any]:
         "metric_fn": task.metric,
         "tokenizer": character_tokenizer(LETTERS),
     }
+
+
+rloo = ppo
+"""Another algorithm, the same task."""

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
+from trainkit import (
+    AccelerateRLTrainer,
+    MethodConfig,
+    Rollouts,
+    Sequences,
+    TokenBatch,
+    TRLConfig,
+    Verdict,
+    register_trainer,
+)
 from trainkit.functional import (
     clipped_surrogate,
     clipped_value_loss,
@@ -23,6 +33,7 @@ from trainkit.functional import (
     kl_shaped_rewards,
     masked_mean,
     masked_sum,
+    penalise_cut,
     place_scores,
     whiten,
     zero_masked,
@@ -65,6 +76,14 @@ class PPOConfig(MethodConfig):
     """Divide scores by the standard deviation of all so far (`running`) or of the first collection (`ref`)."""
     cliprange_reward: float | None = Field(10.0, gt=0)
     """Scores are clipped to ± this, after scaling. None: not clipped."""
+    missing_eos_penalty: float | None = Field(None, gt=0)
+    """Taken off the score of a response that the length limit cut, before scaling. None: nothing is."""
+    bootstrap_truncated: bool = False
+    """Whether a response that the length limit cut is worth what the critic expects of its end, and not 0."""
+    target_kl: float | None = Field(None, gt=0)
+    """Divergence from the old policy above 1.5 times which a step is left out, with the rest on its collection."""
+    ratio_threshold: float | None = Field(10.0, gt=1)
+    """A step whose mean ratio is above this is left out; TRL's guard. None: none is."""
 
     @model_validator(mode="after")
     def _target_can_be_steered_to(self) -> Self:
@@ -75,13 +94,15 @@ class PPOConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class PPORollouts(TokenBatch):
-    """What is known of rollouts before their collection is complete; all [B, T] like ``sequences``."""
+    """What is known of rollouts before their collection is complete; [B, T] like ``sequences`` unless it is said."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
     entropy: Tensor
     scores: Tensor
+    bootstrap: Tensor
+    """[B]: V after the last token, which is 0 unless the response was cut and `bootstrap_truncated` is set."""
 
 
 @dataclass(frozen=True)
@@ -138,20 +159,33 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
+        placed = place_scores(scores, sequences.response_mask)
+        if self.method.missing_eos_penalty is not None:
+            placed = penalise_cut(placed, rollouts.terminated, sequences.response_mask, self.method.missing_eos_penalty)
         return PPORollouts(
             sequences,
             logprobs=policy.logprobs,
             ref_logprobs=self.reference(sequences).logprobs,
             values=policy.values,
             entropy=policy.entropy,
-            scores=place_scores(scores, sequences.response_mask),
+            scores=placed,
+            bootstrap=self.bootstrap(rollouts),
         )
+
+    @torch.no_grad()
+    def bootstrap(self, rollouts: Rollouts) -> Tensor:
+        """V after the last token of responses that were cut, 0 after others, or everywhere if not asked for. -> [B]."""
+        cut = ~rollouts.terminated
+        if not self.method.bootstrap_truncated or not cut.any():
+            return torch.zeros(cut.shape, device=cut.device)
+        return zero_masked(self.unwrapped(followed(rollouts.sequences)).values.sum(1), cut)
 
     def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
         """Shaped rewards, returns, and advantages whitened over the collection; β is steered once (F-06, F-10)."""
         x, mask = experience, experience.sequences.response_mask
         rewards = kl_shaped_rewards(self.scaled(x.scores), x.logprobs, x.ref_logprobs, mask, self.kl.coef)
-        advantages, returns = gae(x.values, rewards, mask, gamma=self.method.gamma, lam=self.method.lam)
+        gamma, lam = self.method.gamma, self.method.lam
+        advantages, returns = gae(x.values, rewards, mask, gamma=gamma, lam=lam, bootstrap=x.bootstrap)
         kl = Mean.of(masked_sum(kl_k1(x.logprobs, x.ref_logprobs), mask, dim=1))
         self.record(
             {
@@ -199,6 +233,18 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
         }
 
+    def judge(self, metrics: Mapping[str, float]) -> Verdict:
+        """No step where the policy has moved too far: above 1.5·`target_kl`, or above the bound of the mean ratio.
+
+        The rule for the divergence is that of Schulman's code (Spinning Up), the guard of the ratio TRL's (S-21).
+        """
+        target, threshold = self.method.target_kl, self.method.ratio_threshold
+        if target is not None and metrics["policy/approx_kl"] > 1.5 * target:
+            return Verdict.STOP
+        if threshold is not None and metrics["policy/ratio"] > threshold:
+            return Verdict.SKIP
+        return Verdict.STEP
+
     def state_dict(self) -> dict[str, Any]:
         """β, the running moments and the first collection's standard deviation."""
         return {"kl_coef": self.kl.coef, "moments": self.moments.state_dict(), "ref_std": self.ref_std}
@@ -207,3 +253,14 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """Take over what `state_dict` gave."""
         self.kl.coef, self.ref_std = state["kl_coef"], state["ref_std"]
         self.moments.load_state_dict(state["moments"])
+
+
+def followed(sequences: Sequences) -> Sequences:
+    """One more token after each row, and no other, for the policy to speak about: its value is V of the row's end.
+
+    The token is chosen and not real: nothing attends to it, and it needs no room in the model's context. [B, T + 1].
+    """
+    real = sequences.attention_mask
+    return Sequences(
+        F.pad(sequences.input_ids, (0, 1)), F.pad(real, (0, 1)), F.pad(real, (1, 0)) & ~F.pad(real, (0, 1))
+    )

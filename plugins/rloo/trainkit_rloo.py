@@ -12,16 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
-from trainkit.functional import (
-    clipped_surrogate,
-    kl_k1,
-    kl_k3,
-    leave_one_out,
-    masked_mean,
-    masked_sum,
-    place_scores,
-    zero_masked,
-)
+from trainkit.functional import clipped_surrogate, kl_k1, kl_k3, leave_one_out, masked_mean, place_scores, zero_masked
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import CausalPolicy, load_model
 
@@ -112,15 +103,15 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
         """A = R − mean of the prompt's other R; with ``kl_level="token"`` R counts the divergence from a token on."""
         x, mask = experience, experience.sequences.response_mask
-        k1 = kl_k1(x.logprobs, x.ref_logprobs)
-        penalty = zero_masked(-self.method.kl_coef * k1, mask)
+        k1 = zero_masked(kl_k1(x.logprobs, x.ref_logprobs), mask)
+        penalty = -self.method.kl_coef * k1
         scores = x.scores.sum(1, keepdim=True)
         rewards = scores + penalty.sum(1, keepdim=True)
         baselines = rewards - leave_one_out(rewards.squeeze(1), self.method.rloo_k).unsqueeze(1)
         returns = scores + penalty.flip(1).cumsum(1).flip(1) if self.method.kl_level == "token" else rewards
         self.record(
             {
-                "policy/kl": Mean.of(masked_sum(k1, mask, dim=1)),
+                "policy/kl": Mean.of(k1.sum(1)),
                 "policy/kl_per_token": Mean.of(kl_k3(x.logprobs, x.ref_logprobs), mask),
                 "policy/entropy": Mean.of(x.entropy, mask),
             }

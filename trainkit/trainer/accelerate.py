@@ -36,7 +36,7 @@ from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
 from trainkit.seeding import Seen, generator, global_rng, row_seeds
 from trainkit.trainer import generation, optim, run
-from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, sweep
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Progress:
     """Where a run stands: all of the loop's own state, in plain numbers."""
 
     step: int = 0
-    """Optimizer steps made."""
+    """Optimizer steps made, or left out by `judge`."""
     collection: int = 0
     """Collections finished."""
     cursor: int = 0
@@ -61,6 +61,8 @@ class Progress:
     """Passes made over the present collection."""
     position: int = 0
     """Minibatches made in the present pass."""
+    stopped: bool = False
+    """`judge` has left out what remains of the present collection."""
     sampled: int = 0
     """Calls of the sampler for training, which key its randomness."""
     generated: int = 0
@@ -281,20 +283,35 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     @cached_property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        train = self.config.train
-        if self.pipeline is None:
+        """Optimizer steps of the whole run, if none are left out by `Verdict.STOP`."""
+        train, collections = self.config.train, self.collections
+        if collections is None or self.passes is None:
             return train.total_steps or 0
-        rows = self.collection_rows
-        per_pass = math.ceil(rows * self.samples_per_prompt / train.batch_size)
-        if self.epochs is None:
-            return train.total_steps or 0
-        collections = math.ceil(self.epochs * len(self.pipeline) / rows) if self.online else 1
-        steps = collections * (self.passes or 1) * per_pass
+        steps = collections * self.passes * math.ceil(self.collection_rows * self.samples_per_prompt / train.batch_size)
         return steps if train.total_steps is None else min(steps, train.total_steps)
 
+    @property
+    def collections(self) -> int | None:
+        """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
+        if self.pipeline is None:
+            return None
+        if not self.online:
+            return 1
+        return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run's steps are made, or its epochs are used up: with early stopping they are in fewer steps."""
+        at, collections = self.progress, self.collections
+        used_up = collections is not None and at.collection + self._collection_used >= collections
+        return used_up or at.step >= self.total_steps
+
+    @property
+    def _collection_used(self) -> bool:
+        return self.progress.stopped or (self.passes is not None and self.progress.epoch >= self.passes)
+
     def learn(self) -> None:
-        """Train until `total_steps`, from a checkpoint if the config says so.
+        """Train until `done`, from a checkpoint if the config says so.
 
         Raises:
             DataError: there is nothing to learn from.
@@ -313,32 +330,38 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 self._evaluate_if(self.total_steps > 0)
             for batch in self._minibatches():
                 self._train_on(batch)
-                done = self.progress.step >= self.total_steps
-                self._evaluate_if(done or _due(self.progress.step, self.config.train.eval_interval))
-                run.save_if_due(self, done)
-                if done:
+                self._evaluate_if(self.done or _due(self.progress.step, self.config.train.eval_interval))
+                run.save_if_due(self, self.done)
+                if self.done:
                     break
             run.export(self)
 
     def _minibatches(self) -> Iterator[Batch]:
         """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""
         at = self.progress
-        while at.step < self.total_steps:
+        while not self.done:
             if not len(self.store):
                 self.collect()
-            while self.passes is None or at.epoch < self.passes:
+            while not self._collection_used:
                 yield from self._one_pass()
-                at.epoch, at.position = at.epoch + 1, 0
-            self.store.clear()
             at.cursor += self.collection_rows
-            at.collection, at.epoch = at.collection + 1, 0
+            self._next_collection()
+
+    def _next_collection(self) -> None:
+        at = self.progress
+        self.store.clear()
+        at.collection, at.epoch, at.position, at.stopped = at.collection + 1, 0, 0, False
 
     def _one_pass(self) -> Iterator[Batch]:
         at, seed = self.progress, self.config.train.seed
         size = self.config.train.batch_size // self.accelerator.num_processes
         order = generator(seed, "order", at.collection, at.epoch)
         for batch in self.store.batches(size, order, start=at.position):
+            if at.stopped:
+                return
             at.position += 1
+            if at.position * size >= len(self.store):
+                at.epoch, at.position = at.epoch + 1, 0
             yield batch
 
     @property
@@ -382,39 +405,53 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     def update(self, batch: Batch) -> m.Metrics:
         """One optimizer step on ``batch``: the whole of it, for every algorithm.
 
-        The gradient is that of the mean over the batches of all processes, however they are split (law 3).
+        The gradient is that of the mean over the batches of all processes, however they are split (law 3). A step that
+        `judge` leaves out is left out on all of them; it counts, and the schedule moves on.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
         """
-        policy, scheduler = self.policy.train(), self.scheduler  # the schedule must exist before the optimizer steps
-        device, step = self.accelerator.device, self.progress.step
+        at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
+        self.policy.train()
+        device = self.accelerator.device
         weight = self.reduce(batch.weight.to(device))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         rank = self.accelerator.process_index
         micros = batch.split(self.config.train.microbatch_size)
-        with global_rng(self.config.train.seed, "dropout", step, rank, device=device):
+        with global_rng(self.config.train.seed, "dropout", at.step, rank, device=device):
             for index, micro in enumerate(micros):
                 with self._synchronised(last=index == len(micros) - 1):
                     found = m.merge(found, self._backward(micro.to(device), share))
-        norm = self._clip(policy)
+        verdict = self._judged(found)
+        found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
+        self.optimizer.zero_grad()
+        optim.advance(scheduler)
+        self.unwrapped.eval()
+        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
+        self.after_step()
+        return {**found, "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))}
+
+    def _judged(self, found: m.Metrics) -> Verdict:
+        """`judge`'s verdict on metrics of all processes, so that all hear the same; who does not judge pays nothing."""
+        if not self._judges:
+            return Verdict.STEP
+        return self.judge(m.compute(found, self.reduce))
+
+    @property
+    def _judges(self) -> bool:
+        return getattr(self.judge, "__func__", None) is not BaseRLTrainer.judge
+
+    def _make_step(self, found: m.Metrics) -> m.Metrics:
+        """Clip the gradient and step; ``train/skipped`` where a step can be left out, by `judge` or fp16's scaler."""
+        norm = self._clip(self.policy)
         self._refuse_non_finite(found, norm)
         self.optimizer.step()
-        skipped = self.accelerator.optimizer_step_was_skipped  # by the scaler of fp16, on overflow
-        if not skipped:
-            scheduler.step()
-        if self.accelerator.scaler is not None:
-            found["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
-        self.optimizer.zero_grad()
-        self.unwrapped.eval()
-        self.progress.step += 1
-        self.progress.tokens += int(weight)
-        self.after_step()
-        return m.merge(
-            found,
-            {"train/grad_norm": m.Mean.of(norm), "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))},
-        )
+        made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
+        if self._judges or self.accelerator.scaler is not None:
+            skipped = self.accelerator.optimizer_step_was_skipped  # by the scaler, on overflow
+            made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
+        return made
 
     def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
         weight = micro.weight.to(share.device)
@@ -630,7 +667,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
         run.begin(self)
         self.store.clear()
-        self._rollouts, self.progress.epoch, self.progress.position = [rollouts], 0, 0
+        self._rollouts = [rollouts]
+        self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
             self.store.push(self._experience(rollouts, checked))
@@ -641,9 +679,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             for batch in self._one_pass():
                 self.record(self.update(batch))
                 self.hooks.hook.on_step(trainer=self, step=self.progress.step)
-            self.progress.epoch, self.progress.position = self.progress.epoch + 1, 0
-        self.store.clear()
-        self.progress.collection, self.progress.epoch = self.progress.collection + 1, 0
+        self._next_collection()
         return self._log()
 
     # ------------------------------------------------------------------------------------- evaluating and logging

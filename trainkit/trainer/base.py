@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
 from torch import Tensor, nn
@@ -18,12 +19,23 @@ from trainkit.store import RolloutStore
 M = TypeVar("M", bound=MethodConfig)
 
 
+class Verdict(Enum):
+    """What becomes of a step whose gradient is there; a step that is not made is counted, and moves nothing."""
+
+    STEP = "step"
+    """Make it."""
+    SKIP = "skip"
+    """Leave it out."""
+    STOP = "stop"
+    """Leave it out, and all others on this collection."""
+
+
 class BaseRLTrainer(ABC, Generic[M]):
     """What an algorithm must say, and may say. `AccelerateRLTrainer` does everything else.
 
     The arrows: `get_arch` (config → model), `make_experience` (rows → experience, no gradient) and `loss`
     (experience → loss and metrics). An algorithm that learns from scored samples of its own writes `experience`
-    instead of `make_experience`. The pockets: `prepare_experience`, `after_step`, `state_dict`.
+    instead of `make_experience`. The pockets: `prepare_experience`, `judge`, `after_step`, `state_dict`.
 
     Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``; the argument tells which class validates the
     section ``method``.
@@ -126,8 +138,12 @@ class BaseRLTrainer(ABC, Generic[M]):
         """One whole collection, before the first pass over it: whitening, controllers, statistics."""
         return cast(Batch, experience)
 
+    def judge(self, metrics: Mapping[str, float]) -> Verdict:
+        """Whether to make a step; ``metrics`` are those of its `loss`, over all micro-batches and processes."""
+        return Verdict.STEP
+
     def after_step(self) -> None:
-        """Called after every optimizer step: target networks and the like."""
+        """Called after every step, also after one that was left out: target networks and the like."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm must remember beyond the model: plain data and tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,13 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, to
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scheduler.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
     return cast(LRScheduler, schedule)
+
+
+def advance(scheduler: LRScheduler) -> None:
+    """Move the schedule on by one step, also past one that was left out, which torch takes for a mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()
 
 
 def check(config: TRLConfig[Any]) -> None:

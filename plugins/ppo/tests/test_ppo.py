@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 import trainkit
+from trainkit import Verdict
 from trainkit.data import Rollouts, Sequences
+from trainkit.errors import NonFiniteError
 from trainkit.functional import gae, whiten
 from trainkit.models import TokenOutputs
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ppo import KLController, PPOBatch
 
@@ -87,11 +91,15 @@ def test_controller_moves_once_per_collection(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- rewards to advantages
 
 
+def rollouts_of(responses: list[list[int]], terminated: list[bool] | None = None) -> Rollouts:
+    """Responses to the prompt b, all of them terminated unless it is said."""
+    count = len(responses)
+    sequences, ended = Sequences.from_lists([[1]] * count, responses), torch.tensor(terminated or [True] * count)
+    return Rollouts([{"prompt": "b"}] * count, sequences, None, ended, ["b"] * count, [""] * count)
+
+
 def experience_of(trainer: Any, scores: torch.Tensor, responses: list[list[int]]) -> PPOBatch:
-    sequences = Sequences.from_lists([[1]] * len(responses), responses)
-    ended = torch.ones(len(responses), dtype=torch.bool)
-    rollouts = Rollouts([{"prompt": "b"}] * len(responses), sequences, None, ended, ["b"] * len(responses), [""] * 2)
-    return trainer.prepare_experience(trainer.experience(rollouts, scores))
+    return trainer.prepare_experience(trainer.experience(rollouts_of(responses), scores))
 
 
 def test_score_lands_on_last_response_token(tmp_path: Path) -> None:
@@ -160,6 +168,133 @@ def test_rows_sampled_at_a_time_do_not_change_how_scores_are_scaled(scale: str, 
     assert stds[0] == stds[1]
 
 
+def test_what_was_scaled_so_far_is_part_of_a_resumed_run(tmp_path: Path) -> None:
+    """S-16, S-20: the next collection is scaled as if the run had not stopped, to the bit."""
+    later = {}
+    for scale in ("running", "ref"):
+        changes = {"method__scale_reward": scale, "train__save_interval": 8}
+        straight = tiny_trainer("ppo", tmp_path / scale, **changes, train__total_steps=8)
+        straight.learn()
+        resumed = tiny_trainer("ppo", tmp_path / scale, **changes, train__total_steps=8, train__resume="auto")
+        resumed.learn()
+        later[scale] = [trainer.scaled(rows(1.0, 7.0)) for trainer in (straight, resumed)]
+        assert torch.equal(*later[scale])
+    assert not torch.equal(later["running"][0], later["ref"][0])
+
+
+def test_a_cut_response_pays_the_penalty_before_scores_are_scaled(tmp_path: Path) -> None:
+    """TRL's meaning: [3, 1] become [3, 0.5] where the second was cut, the std of which is 2.5/√2."""
+    trainer = tiny_trainer("ppo", tmp_path, method__missing_eos_penalty=0.5, method__scale_reward="running")
+    experience = rollouts_of([[1, 2], [3, 4]], terminated=[True, False])
+    scores = trainer.experience(experience, torch.tensor([3.0, 1.0])).scores
+    assert scores.tolist() == [[0, 0, 3.0], [0, 0, 0.5]]
+    assert trainer.scaled(scores).sum(1).tolist() == pytest.approx([3 * 2**0.5 / 2.5, 0.5 * 2**0.5 / 2.5])
+
+
+# --------------------------------------------------------------------------------------- what comes after a cut
+
+
+def with_a_critic(trainer: Any) -> Any:
+    """The trainer with a value head that says something."""
+    torch.manual_seed(0)
+    for parameter in trainer.unwrapped.value_head.parameters():
+        torch.nn.init.normal_(parameter)
+    return trainer
+
+
+def test_a_cut_response_goes_on_with_the_value_of_the_state_it_ends_in(tmp_path: Path) -> None:
+    """F-05. What that value is, longer responses tell: it is that of the state in which their next token is chosen."""
+    trainer = with_a_critic(tiny_trainer("ppo", tmp_path, method__bootstrap_truncated=True))
+    found = trainer.bootstrap(rollouts_of([[1, 2, 3], [4], [5, 6]], terminated=[False, False, True]))
+    longer = trainer.behaviour(rollouts_of([[1, 2, 3, 7], [4, 8], [5, 6, 7]])).values
+    torch.testing.assert_close(found, torch.stack([longer[0, 4], longer[1, 2], torch.tensor(0.0)]))
+
+
+def test_a_response_that_fills_the_models_context_goes_on_too(tmp_path: Path) -> None:
+    """There is no room for one more token, and none is needed."""
+    trainer = with_a_critic(
+        tiny_trainer("ppo", tmp_path, model=tiny_gpt2(10, n_positions=10), method__bootstrap_truncated=True)
+    )
+    full = rollouts_of([[1] * 9], terminated=[False])
+    states = trainer.unwrapped.model.base_model(full.sequences.input_ids).last_hidden_state
+    torch.testing.assert_close(trainer.bootstrap(full), trainer.unwrapped.value_head(states[:, -1]))
+
+
+def test_one_token_and_a_cut_is_worth_its_reward_and_what_comes_after(tmp_path: Path) -> None:
+    """S-12: return = r + γ·V(after), and r where the response ended by itself, or nothing is bootstrapped."""
+    for on in (True, False):
+        trainer = with_a_critic(
+            tiny_trainer("ppo", tmp_path / str(on), method__bootstrap_truncated=on, method__gamma=0.5)
+        )
+        rollouts = rollouts_of([[1], [2]], terminated=[False, True])
+        batch = trainer.prepare_experience(trainer.experience(rollouts, torch.tensor([1.0, 2.0])))
+        after = trainer.behaviour(rollouts_of([[1, 3], [2, 3]])).values[0, 2].item()
+        assert batch.returns[:, 1].tolist() == pytest.approx([1.0 + 0.5 * after * on, 2.0])
+
+
+# ----------------------------------------------------------------------------------------- when a step is left out
+
+
+@pytest.mark.parametrize(
+    ("kl", "ratio", "verdict"),
+    [
+        (0.3, 1.0, Verdict.STEP),  # 1.5 · 0.2 is not above it
+        (0.31, 1.0, Verdict.STOP),
+        (0.0, 10.1, Verdict.SKIP),
+        (float("inf"), float("inf"), Verdict.STOP),
+        (float("nan"), float("nan"), Verdict.STEP),  # what is no number is refused, not passed over
+    ],
+)
+def test_divergence_stops_a_collection_and_the_ratio_skips_a_step(
+    kl: float, ratio: float, verdict: Verdict, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, method__target_kl=0.2)
+    assert trainer.judge({"policy/approx_kl": kl, "policy/ratio": ratio}) is verdict
+
+
+def with_an_infinite_ratio(batch: PPOBatch) -> PPOBatch:
+    old = batch.old_logprobs.clone()
+    old[0] = -1000.0
+    return replace(batch, old_logprobs=old)
+
+
+def test_an_infinite_ratio_leaves_the_weights_alone(tmp_path: Path) -> None:
+    """S-21: inf · 0 is NaN, so the step is not scaled down but not made."""
+    trainer = tiny_trainer("ppo", tmp_path, optimizer__weight_decay=0.5, train__microbatch_size=3)
+    trainer.collect()
+    batch = trainer.store.experience
+    trainer.update(batch)
+    before = {k: v.clone() for k, v in trainer.unwrapped.state_dict().items()}
+    found = trainer.update(with_an_infinite_ratio(batch))
+    assert found["policy/ratio"].compute() == float("inf")
+    assert found["train/skipped"].compute() == 1
+    assert all(torch.equal(before[k], v) for k, v in trainer.unwrapped.state_dict().items())
+    trainer.update(batch)
+    assert all(v.isfinite().all() for v in trainer.unwrapped.state_dict().values())
+
+
+def test_without_the_guard_an_infinite_loss_is_an_error(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, method__ratio_threshold=None)
+    trainer.collect()
+    with pytest.raises(NonFiniteError, match="weights have not moved"):
+        trainer.update(with_an_infinite_ratio(trainer.store.experience))
+
+
+def test_large_steps_are_stopped_early_and_the_run_ends(tmp_path: Path) -> None:
+    run = {"optimizer__lr": 0.03, "train__total_steps": 12, "train__save_interval": 0}
+    trainer = tiny_trainer("ppo", tmp_path, method__target_kl=0.01, **run)
+    trainer.learn()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    stopped = [line["policy/approx_kl"] > 0.015 for line in lines]
+    assert [line["train/skipped"] for line in lines] == [float(s) for s in stopped]
+    assert any(stopped)
+    assert trainer.progress.step == 12
+    assert trainer.progress.samples == 16 * (1 + sum(stopped[:-1])), "every stop is followed by a new collection"
+
+
+# ------------------------------------------------------------------------------------------------------- whitening
+
+
 def test_advantages_are_whitened_over_the_collection_not_the_minibatch(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path)
     trainer.collect()
@@ -185,6 +320,24 @@ def test_kl_penalty_is_paid_at_the_token_where_it_arises(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------------------------- learning
+
+
+def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path: Path) -> None:
+    """π* ∝ π_ref · exp(reward / β), enumerated; `benchmarks/learning.py --bandit` asks for more."""
+    bandit = Bandit()
+    trainer = trainkit.train(
+        config={
+            "method": {"name": "ppo", "init_kl_coef": 0.25, "lam": 1.0, "ppo_epochs": 2},
+            "optimizer": {"lr": 3e-3},
+            "scheduler": {"name": "linear"},
+            "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
+            "train": {"batch_size": 128, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
+        },
+        **bandit.arguments,
+    )
+    reference = trainer.reference.policy.model
+    assert bandit.divergences(reference, reference, 0.25)[0] > 0.2
+    assert max(bandit.divergences(trainer.unwrapped.model, reference, 0.25)) < 0.02
 
 
 def test_it_learns_a_bandit(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import leave_one_out
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
 
@@ -96,6 +97,24 @@ def test_step_takes_whole_groups(tmp_path: Path) -> None:
     assert trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])["reward/mean"] == 2.5
     with pytest.raises(DataError, match="4 responses of each prompt"):
         trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
+
+
+def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path: Path) -> None:
+    """π* ∝ π_ref · exp(reward / β), enumerated; `benchmarks/learning.py --bandit` asks for more."""
+    bandit = Bandit()
+    trainer = trainkit.train(
+        config={
+            "method": {"name": "rloo", "kl_coef": 0.25},
+            "optimizer": {"lr": 3e-3},
+            "scheduler": {"name": "linear"},
+            "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
+            "train": {"batch_size": 128, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
+        },
+        **bandit.arguments,
+    )
+    reference = trainer.reference.policy.model
+    assert bandit.divergences(reference, reference, 0.25)[0] > 0.2
+    assert max(bandit.divergences(trainer.unwrapped.model, reference, 0.25)) < 0.02
 
 
 def test_it_learns_a_bandit(tmp_path: Path) -> None:
