@@ -36,6 +36,7 @@ from trainkit.seeding import generator, global_rng
 from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.evaluation import evaluate, sweep
+from trainkit.trainer.lock import RunLock
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             training where the algorithm learns from what it sampled.
         stop_sequences: strings that end a response, over those of the config.
         callbacks: objects with ``@hookimpl`` methods.
+        allow_drift: resume also where settings differ on which the course of training depends.
 
     Raises:
         ConfigError, DataError, PluginError: at the door, before a model is loaded.
@@ -100,6 +102,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         callbacks: Iterable[object] = (),
+        allow_drift: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, **kwargs)
@@ -130,6 +133,10 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.pipeline: Pipeline | None = None
         self.eval_rows: list[Row] = []
         self.run_dir: Path | None = None
+        self.allow_drift = allow_drift
+        self.resumed: list[str] = []
+        """What to tell people about the checkpoint that the run goes on from."""
+        self._lock: RunLock | None = None
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
         self._clock = time.perf_counter()
@@ -286,6 +293,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             NonFiniteError: a loss or gradient is not finite; the weights have not moved.
             RewardError: the reward function failed.
             CheckpointError: a checkpoint cannot be written, or resumed from with this config.
+            SystemExit: 143, after SIGTERM and a checkpoint.
         """
         missing = [] if self.pipeline is not None else [self.inputs[-1]]
         missing += ["reward_fn"] if self.online and self.reward_fn is None else []
@@ -293,7 +301,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
-        with run.running(self):
+        with run.running(self) as stop:
+            if run.finished(self):
+                return
             if self.progress.step == 0:
                 self._evaluate_if(self.total_steps > 0)
             for batch in self._minibatches():
@@ -303,6 +313,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 run.save_if_due(self, done)
                 if done:
                     break
+                run.stop_if_asked(self, stop)
             run.export(self)
 
     def _minibatches(self) -> Iterator[Batch]:
@@ -671,8 +682,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Take over what `loop_state` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        optim.load(self.optimizer, self.scheduler, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])

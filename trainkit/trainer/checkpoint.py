@@ -158,12 +158,16 @@ def commit(building: Path, step: int, keep: int) -> Path:
     return target
 
 
-def move_in(building: Path, target: Path) -> None:
-    """Move a finished directory's files into another, each in the place of the one of its name."""
+def move_in(building: Path, target: Path, last: str) -> None:
+    """Move a finished directory's files into another, each in the place of the one of its name.
+
+    The file ``last`` is gone while they are being moved, so it says that all of them belong together.
+    """
     if not target.exists():
         building.rename(target)
         return
-    for path in sorted(building.iterdir()):
+    (target / last).unlink(missing_ok=True)
+    for path in sorted(building.iterdir(), key=lambda path: (path.name == last, path.name)):
         path.replace(target / path.name)
     building.rmdir()
 
