@@ -151,11 +151,16 @@ def commit(building: Path, step: int, keep: int) -> Path:
     others = [path for path in checkpoints(root) if path != target]
     kept = [path for path in reversed(others) if path.suffix != OLD][: keep - 1]
     for path in others:
-        if path not in kept:
-            shutil.rmtree(path)
+        if path not in kept:  # in one move, so that the name is never seen on what is half removed either
+            path.rename(root / f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+    remove_leftovers(root)
+    return target
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what was being built or removed under ``root`` when a process was killed."""
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
-    return target
 
 
 def move_in(building: Path, target: Path, last: str) -> None:

@@ -150,11 +150,11 @@ def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
 
 
 def _tidy(trainer: Trainer, run_dir: Path) -> None:
-    """Write the configuration, and remove what exports that were killed have left."""
+    """Write the configuration, and remove what killed processes have left."""
     if not finished(trainer):
         trainer.config.save_yaml(run_dir / "config.yaml")
-    for leftover in run_dir.glob(".tmp-*"):
-        shutil.rmtree(leftover)
+    for root in (run_dir, run_dir / "checkpoints"):
+        checkpoint.remove_leftovers(root)
 
 
 def finished(trainer: Trainer) -> bool:
