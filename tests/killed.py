@@ -36,6 +36,7 @@ CHANGES: dict[str, Any] = {
     "train__batch_size": 6,
     "train__microbatch_size": 4,
     "train__save_interval": 1,
+    "train__keep_checkpoints": 1,
     "train__eval_interval": 2,
     "train__resume": "auto",
 }

@@ -188,7 +188,7 @@ def killed(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "steps", "first", "stride", "kills"),
-    [("ppo", 3, 3, 1, 55), ("sft", 2, 0, 6, 12), ("rloo", 2, 0, 8, 11)],
+    [("ppo", 2, 2, 1, 55), ("sft", 2, 0, 6, 12), ("rloo", 2, 0, 8, 11)],
     ids=["ppo, all of the last save and the export", "sft, all of a run", "rloo, all of a run"],
 )
 def test_killed_at_a_change_of_a_file_a_run_goes_on_by_itself_to_the_same_bits(
@@ -589,3 +589,24 @@ def test_trackers_of_a_loop_that_the_user_drives_are_closed_with_it(tmp_path: Pa
     del trainer, rollouts
     gc.collect()
     assert closed
+
+
+# ---------------------------------------------------------------------------------------------------- launching
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "told to use FSDP, which divides the model"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "told to use DeepSpeed"),
+        ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, "starts one process, however many"),
+        ({"WORLD_SIZE": "2"}, "2 processes were launched"),
+    ],
+)
+def test_a_launch_that_would_not_train_as_it_says_is_refused(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("sft", tmp_path)
