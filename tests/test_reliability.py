@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -333,6 +332,16 @@ def test_allowed_drift_is_told_and_takes_effect(a_run: Path, capsys: pytest.Capt
     assert trainkit.TRLConfig.load_yaml(a_run / "config.yaml").optimizer.lr == 0.5
 
 
+def test_a_fixed_price_of_divergence_follows_the_configuration_and_a_steered_one_the_checkpoint(a_run: Path) -> None:
+    fixed = drifted(a_run, method__init_kl_coef=0.5)
+    fixed.generate("a")
+    assert fixed.kl.coef == 0.5
+    del fixed
+    steered = drifted(a_run, method__init_kl_coef=0.5, method__target=6.0)
+    steered.generate("a")
+    assert steered.kl.coef != 0.5
+
+
 def test_the_optimizer_keeps_its_memory_when_its_rate_changes(a_run: Path) -> None:
     trainer = drifted(a_run, optimizer__lr=0.5)
     trainer.generate("a")
@@ -534,15 +543,43 @@ def test_sigterm_saves_at_the_step_and_the_run_resumes_to_the_same_bits(name: st
     assert steps_logged(tmp_path / "run") == [*range(1, 13)]
 
 
-def test_without_checkpoints_sigterm_ends_a_run_at_once(tmp_path: Path) -> None:
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(HERE)!r})
-        from pathlib import Path
-        from test_reliability import Terminates, full
-        full("sft", Path({str(tmp_path / "run")!r}), train__save_interval=0, callbacks=[Terminates(2)]).learn()
-    """
-    assert python("-c", dedent(script)).returncode == -signal.SIGTERM
+@pytest.mark.parametrize("at_call", [1, 3])
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_sigterm_while_sampling_saves_what_was_before_the_collection(name: str, at_call: int, tmp_path: Path) -> None:
+    """B11: a collection is sampled and scored in two parts; the second is not waited for."""
+    straight = full(name, tmp_path / "straight")
+    straight.learn()
+    calls: list[int] = []
+
+    def judge(**given: Any) -> list[float]:
+        calls.append(len(calls))
+        if len(calls) == at_call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return count_first_letters(**given)
+
+    stopped = full(name, tmp_path / "run", train__save_interval=1000)
+    stopped.reward_fn = judge
+    with pytest.raises(SystemExit):
+        stopped.learn()
+    assert len(calls) == at_call
+    step = 0 if at_call == 1 else 6 if name == "ppo" else 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
+    resumed = full(name, tmp_path / "run", train__save_interval=1000, train__resume="auto")
+    resumed.learn()
+    assert_same(state(resumed), state(straight))
+
+
+def test_without_checkpoints_sigterm_does_what_it_did_before(tmp_path: Path) -> None:
+    """It ends the process at once: there is nothing to wait for."""
+
+    class Looks:
+        @trainkit.hookimpl
+        def on_step(self) -> None:
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen: list[Any] = []
+    full("sft", tmp_path, train__save_interval=0, train__total_steps=1, callbacks=[Looks()]).learn()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
 # --------------------------------------------------------------------------------------- one directory, one run

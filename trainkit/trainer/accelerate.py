@@ -38,6 +38,7 @@ from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.evaluation import evaluate, sweep
 from trainkit.trainer.lock import RunLock
+from trainkit.trainer.stopping import Stop
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.resumed: list[str] = []
         """What to tell people about the checkpoint that the run goes on from."""
         self._lock: RunLock | None = None
+        self._stop = Stop()
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
         self._clock = time.perf_counter()
@@ -310,7 +312,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
-        with run.running(self) as stop:
+        with run.running(self):
             if run.finished(self):
                 return
             if self.progress.step == 0:
@@ -322,7 +324,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 run.save_if_due(self, done)
                 if done:
                     break
-                run.stop_if_asked(self, stop)
+                if run.asked_to_stop(self):
+                    run.stop(self)
             run.export(self)
 
     def _minibatches(self) -> Iterator[Batch]:
@@ -369,10 +372,14 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self._rollouts = []
-        size = self.config.rollout.batch_size
+        size, sampled = self.config.rollout.batch_size, self.progress.sampled
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             for start in range(0, len(rows), size):
+                if run.asked_to_stop(self):  # the collection is made again when the run is resumed
+                    self.store.clear()
+                    self.progress.sampled = sampled
+                    run.stop(self)
                 self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(self.store) * world

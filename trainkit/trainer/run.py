@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +37,7 @@ from trainkit.models.policy import HEADS
 from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
 from trainkit.trainer.lock import RunLock
-from trainkit.trainer.stopping import EXIT_CODE, Stop, sigterm_noted
+from trainkit.trainer.stopping import EXIT_CODE, sigterm_noted
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -64,33 +64,37 @@ def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
 
 
 @contextmanager
-def running(trainer: Trainer) -> Iterator[Stop]:
+def running(trainer: Trainer) -> Iterator[None]:
     """A run: its directory is there and locked, and the hooks are told of its beginning and its end.
 
-    SIGTERM is noted for `stop_if_asked` in runs that save checkpoints, and ends others at once.
+    SIGTERM is noted for `asked_to_stop` in runs that save checkpoints, and ends others at once.
     """
     begin(trainer)
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # a run before this one of the same trainer has let go of it
     trainer._clock = time.perf_counter()
     try:
-        with without_progress_bars(), sigterm_noted(bool(trainer.config.train.save_interval)) as stop:
-            yield stop
+        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
+            yield
     finally:
         trainer.hooks.hook.on_train_end(trainer=trainer)
         _unlock(trainer)
 
 
-def stop_if_asked(trainer: Trainer, stop: Stop) -> None:
-    """Save and end the process if SIGTERM came, to any of the processes.
+def asked_to_stop(trainer: Trainer) -> bool:
+    """Whether SIGTERM came, to any of the processes."""
+    return bool(trainer.reduce(torch.tensor(float(trainer._stop.asked))))
+
+
+def stop(trainer: Trainer) -> NoReturn:
+    """Save and end the process.
 
     Raises:
         SystemExit: with code 143, when the checkpoint is written.
     """
-    if trainer.reduce(torch.tensor(float(stop.asked))):
-        path = save(trainer)
-        log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
-        raise SystemExit(EXIT_CODE)
+    path = save(trainer)
+    log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
+    raise SystemExit(EXIT_CODE)
 
 
 def begin(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM: what schedulers send before they kill. A run saves at the next step, and ends with exit code 143."""
+"""SIGTERM: what schedulers send before they kill. A run saves as soon as it can, and ends with exit code 143."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Stop:
 
 
 @contextmanager
-def sigterm_noted(wanted: bool) -> Iterator[Stop]:
-    """Within, SIGTERM is noted and does nothing else, if ``wanted``; only a main thread can arrange that."""
-    stop = Stop()
+def sigterm_noted(stop: Stop, wanted: bool) -> Iterator[None]:
+    """Within, SIGTERM is noted in ``stop`` and does nothing else, if ``wanted``; only a main thread can do that."""
+    stop.asked = False
     if not wanted or threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     before = signal.signal(signal.SIGTERM, stop._ask)
     try:
-        yield stop
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
