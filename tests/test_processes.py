@@ -1,12 +1,15 @@
-"""Law 3 across processes: two of them take the step that one takes, end bit-equal, and sample differently."""
+"""Two processes, started by accelerate: they take the step that one takes, end bit-equal, sample differently, fail
+together."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import trainkit
+from trainkit.trainer.checkpoint import newest_whole
 
 TRAINERS = trainkit.available_trainers()
 
@@ -97,18 +101,68 @@ said["moved"] = not all(torch.equal(a, b) for a, b in zip(before, trainer.unwrap
 torch.distributed.destroy_process_group()
 """
 
+FAIL = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import trainkit
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import checkpoint
 
-def launch(script: str, processes: int, *arguments: str) -> None:
+torch.set_num_threads(1)
+out, what = Path(sys.argv[1]), sys.argv[2]
+trainer = tiny_trainer("ppo", out / "run", train__save_interval=1)
+rank, honest_loss, honest_write = trainer.accelerator.process_index, trainer.loss, checkpoint.write_state
+
+def now(): (out / "since").write_text(str(time.time()))
+
+def judge(**given):
+    now()
+    raise TimeoutError("the judge is away")
+
+def loss(batch):
+    value, found = honest_loss(batch)
+    if trainer.progress.step == 2:
+        now()
+        value = value * torch.nan
+    return value, found
+
+def write(directory, name, state):
+    if trainer.progress.step == 2:
+        now()
+        raise OSError(28, "No space left on device")
+    honest_write(directory, name, state)
+
+class Signals:
+    @trainkit.hookimpl
+    def on_step(self, step):
+        if step == 3:
+            now()
+            os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}[what])
+
+if rank == 1 and what == "reward": trainer.reward_fn = judge
+if rank == 1 and what == "nan": trainer.loss = loss
+if rank == 1 and what == "disk": checkpoint.write_state = write
+if rank == 1 and what in ("killed", "terminated"): trainer.hooks.register(Signals())
+trainer.learn()
+"""
+
+
+def launch(script: str, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in one process, or in several that talk through gloo."""
     command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    if processes > 1:  # on CPUs accelerate starts several only if told that they were GPUs
+        command += ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}"]
+        command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     path = Path(arguments[0]) / "script.py"
     path.write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [*command, str(path), *arguments], env=environment, capture_output=True, text=True, timeout=240
-    )
+    command += [str(path), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def succeed(script: str, processes: int, *arguments: str) -> None:
+    done = launch(script, processes, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -124,7 +178,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (out / name).mkdir(exist_ok=True)
         torch.save(trainer.store.experience, out / name / "batch.pt")
     for processes in (1, 2):
-        launch(STEP, processes, str(out), *TRAINERS)
+        succeed(STEP, processes, str(out), *TRAINERS)
     return out
 
 
@@ -132,7 +186,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run by two processes."""
     out = tmp_path_factory.mktemp("learn")
-    launch(LEARN, 2, str(out), *TRAINERS)
+    succeed(LEARN, 2, str(out), *TRAINERS)
     return out
 
 
@@ -182,3 +236,25 @@ def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -
     """S-16, golden 10.7: the std of [1, 2, 3] is 1, with [10, 20] it is 7.981228, whoever holds which of them."""
     assert [said["first"] for said in guarded] == [[1.0, 2.0], [3.0]]
     assert [said["second"] for said in guarded] == [[pytest.approx(10 / 7.981228)], [pytest.approx(20 / 7.981228)]]
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "checkpoints"),
+    [
+        ("reward", "RewardError: judge .* raised TimeoutError: the judge is away", 0),
+        ("nan", "NonFiniteError: step 3: the loss is nan", 2),
+        ("disk", "CheckpointError: cannot save a checkpoint under .*No space left on device", 1),
+        ("killed", "exitcode: -9", 2),
+        ("terminated", "stopped by SIGTERM after step 3; saved .*step_00000003", 3),
+    ],
+)
+def test_what_ends_one_process_ends_both_within_30_seconds(
+    what: str, said: str, checkpoints: int, tmp_path: Path
+) -> None:
+    """The newest checkpoint is whole, also where only one process could not write its part."""
+    done = launch(FAIL, 2, str(tmp_path), what)
+    assert time.time() - float((tmp_path / "since").read_text()) < 30
+    assert done.returncode != 0
+    assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
+    newest = newest_whole(tmp_path / "run" / "checkpoints")
+    assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)

@@ -38,7 +38,13 @@ def stub_trainer(**more: Any) -> Any:
     config = SimpleNamespace(method=SimpleNamespace(name="toy"), train=train)
     progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, samples=0)
     return SimpleNamespace(
-        config=config, pipeline=object(), total_steps=10, run_dir=Path("runs/toy"), progress=progress, **more
+        config=config,
+        pipeline=object(),
+        total_steps=10,
+        run_dir=Path("runs/toy"),
+        progress=progress,
+        resumed=[],
+        **more,
     )
 
 

@@ -37,6 +37,7 @@ def train(
     *,
     method: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_drift: bool = False,
 ) -> AccelerateRLTrainer[Any]:
     """Train a language model, by reinforcement or offline, and return its trainer.
 
@@ -64,6 +65,8 @@ def train(
         callbacks: objects whose methods, marked with `trainkit.hookimpl`, observe the run.
         method: the algorithm, if ``config`` does not name it.
         tokenizer: a live tokenizer, instead of the model's own.
+        allow_drift: with ``train.resume``, go on also where settings differ on which the course of training depends;
+            the new ones hold from then on, and the run says which they are.
 
     Returns:
         The trainer, after training: ``trainer.generate(prompts)``, ``trainer.evaluate()``,
@@ -96,6 +99,7 @@ def train(
         logit_mask=logit_mask,
         stop_sequences=stop_sequences,
         callbacks=callbacks,
+        allow_drift=allow_drift,
     )
     if samples is not None:
         trainer.add_samples(samples, rewards)

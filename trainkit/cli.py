@@ -1,7 +1,7 @@
 """The command line: thin, over `trainkit.train`. Whatever is heavy is imported inside the command that needs it.
 
 Exit codes: 0 done; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
-line itself; 130 interrupted.
+line itself; 130 interrupted; 143 ended by SIGTERM, after saving if the run saves checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _message(error: TrainkitError) -> str:
 app = typer.Typer(
     cls=_ExplainedErrors,
     help="RLHF and post-training with algorithms as plugins.",
-    epilog="Exit codes: 0 done, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -108,6 +108,9 @@ def train(
     samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
     eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts of evaluations.")] = None,
     reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Resume although settings differ that training depends on.")
+    ] = False,
 ) -> None:
     """Train as a configuration says.
 
@@ -123,6 +126,8 @@ def train(
     arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
     if reward_fn is not None:
         arguments["reward_fn"] = load_function(reward_fn)
+    if allow_drift:
+        arguments["allow_drift"] = True
     run(config=settled, **arguments)
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class JsonLines:
     @hookimpl
     def on_train_begin(self, trainer: Trainer) -> None:
         """Forget what a killed run wrote after the checkpoint that this one goes on from: it will be written again."""
-        at = trainer.progress.step
+        at = trainer.progress.step or -1  # the evaluation before the first step is made again
         _keep_lines(trainer.run_dir, "metrics.jsonl", lambda line: line["step"] <= at)
         # rollouts are collected after the checkpoint of their step, evaluations before
         _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
@@ -137,38 +138,25 @@ class AccelerateTracker:
 
     def __init__(self, name: str) -> None:
         self.name, self._class = name, _tracker_class(name)
+        self._begun_at: int | None = None
         self._tracker: Any = None
+        self._close: Callable[[], object] = lambda: None
 
     @hookimpl
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Open the tracker and store the configuration."""
-        run_dir = trainer.run_dir
-        assert run_dir is not None, "it is made before the hooks are told"
-        if self._class.requires_logging_directory:
-            # TensorBoard hides the events that a killed run wrote after the checkpoint this one goes on from
-            purge = {"purge_step": trainer.progress.step + 1} if self.name == "tensorboard" else {}
-            tracker = self._class(self.name, run_dir, **purge)
-        else:
-            argument, folder = _PLACES.get(self.name, ("", ""))
-            tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
-        tracker.start()
-        self._tracker = tracker
-        config = flatten(trainer.config.to_dict())
-        if self.name == "tensorboard":
-            _write_hparams(tracker.writer, config)
-        else:
-            tracker.store_init_configuration(config)
+        """Note where the run stands. The tracker is opened for the first number: a finished run has none."""
+        self._begun_at = trainer.progress.step
 
     @hookimpl
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Log numbers at their step; outside a run there is nowhere to."""
-        if self._tracker is not None:
+        if self._opened(trainer) is not None:
             self._tracker.log(metrics, step=step)
 
     @hookimpl
-    def on_evaluate(self, step: int, samples: list[Sample]) -> None:
+    def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
         """Show a few samples on TensorBoard's text page."""
-        if self._tracker is not None and self.name == "tensorboard":
+        if self.name == "tensorboard" and self._opened(trainer) is not None:
             shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
             # an indented block is shown as it is: completions are not to be read as Markdown
             self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)
@@ -176,9 +164,30 @@ class AccelerateTracker:
     @hookimpl
     def on_train_end(self) -> None:
         """Close the tracker."""
-        tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            tracker.finish()
+        self._close()
+        self._begun_at = self._tracker = None
+
+    def _opened(self, trainer: Trainer) -> Any:
+        """The tracker, opened and told the configuration if need be; None outside a run."""
+        run_dir, begun_at = trainer.run_dir, self._begun_at
+        if self._tracker is not None or run_dir is None or begun_at is None:
+            return self._tracker
+        if self._class.requires_logging_directory:
+            # TensorBoard hides the events that a killed run wrote after the checkpoint this one goes on from
+            purge = {"purge_step": begun_at + 1 if begun_at else 0} if self.name == "tensorboard" else {}
+            tracker = self._class(self.name, run_dir, **purge)
+        else:
+            argument, folder = _PLACES.get(self.name, ("", ""))
+            tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
+        tracker.start()
+        config = flatten(trainer.config.to_dict())
+        if self.name == "tensorboard":
+            _write_hparams(tracker.writer, config)
+        else:
+            tracker.store_init_configuration(config)
+        self._tracker = tracker
+        self._close = weakref.finalize(self, tracker.finish)  # a loop that the user drives has no end
+        return tracker
 
 
 def _tracker_class(name: str) -> Any:
@@ -270,6 +279,8 @@ class Console:
             self._start_live()
         else:
             self._say(f"{trainer.config.method.name}  {total} steps  {trainer.run_dir}")
+        for line in trainer.resumed:
+            self._say(line)
 
     @hookimpl
     def on_experience(self, rollouts: list[Rollouts]) -> None:

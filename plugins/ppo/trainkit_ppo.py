@@ -251,7 +251,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        self.kl.coef, self.ref_std = state["kl_coef"], state["ref_std"]
+        if self.kl.target is not None:  # a fixed β is the configuration's
+            self.kl.coef = state["kl_coef"]
+        self.ref_std = state["ref_std"]
         self.moments.load_state_dict(state["moments"])
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import str_to_bool
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +39,8 @@ from trainkit.seeding import Seen, generator, global_rng, row_seeds
 from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, sweep
+from trainkit.trainer.lock import RunLock
+from trainkit.trainer.stopping import Stop
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,14 @@ M = TypeVar("M", bound=MethodConfig)
 
 SAMPLER_TOLERANCE = 1e-4
 """How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
+
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""Ways to launch that are refused, by the variable that accelerate's launcher sets; on CPUs it ignores them itself."""
 
 
 @dataclass
@@ -94,6 +105,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             training where the algorithm learns from what it sampled.
         stop_sequences: strings that end a response, over those of the config.
         callbacks: objects with ``@hookimpl`` methods.
+        allow_drift: resume also where settings differ on which the course of training depends.
 
     Raises:
         ConfigError, DataError, PluginError: at the door, before a model is loaded.
@@ -109,6 +121,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         callbacks: Iterable[object] = (),
+        allow_drift: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, **kwargs)
@@ -141,6 +154,11 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.pipeline: Pipeline | None = None
         self.eval_rows: list[Row] = []
         self.run_dir: Path | None = None
+        self.allow_drift = allow_drift
+        self.resumed: list[str] = []
+        """What to tell people about the checkpoint that the run goes on from."""
+        self._lock: RunLock | None = None
+        self._stop = Stop()
         self._pending: m.Metrics = {}
         self._rollouts: list[Rollouts] = []
         self._seen: Seen = Counter()
@@ -318,6 +336,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             NonFiniteError: a loss or gradient is not finite; the weights have not moved.
             RewardError: the reward function failed.
             CheckpointError: a checkpoint cannot be written, or resumed from with this config.
+            SystemExit: 143, after SIGTERM and a checkpoint.
         """
         missing = [] if self.pipeline is not None else [self.inputs[-1]]
         missing += ["reward_fn"] if self.online and self.reward_fn is None else []
@@ -326,6 +345,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
         with run.running(self):
+            if run.finished(self):
+                return
             if self.progress.step == 0:
                 self._evaluate_if(self.total_steps > 0)
             for batch in self._minibatches():
@@ -334,6 +355,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                 run.save_if_due(self, self.done)
                 if self.done:
                     break
+                if run.asked_to_stop(self):
+                    run.stop(self)
             run.export(self)
 
     def _minibatches(self) -> Iterator[Batch]:
@@ -387,10 +410,14 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self._rollouts, self._seen = [], Counter()
-        size = self.config.rollout.batch_size
+        size, sampled = self.config.rollout.batch_size, self.progress.sampled
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             for start in range(0, len(rows), size):
+                if run.asked_to_stop(self):  # the collection is made again when the run is resumed
+                    self.store.clear()
+                    self.progress.sampled = sampled
+                    run.stop(self)
                 self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(self.store) * world
@@ -747,8 +774,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Take over what `loop_state` gave."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        optim.load(self.optimizer, self.scheduler, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])
@@ -761,16 +787,17 @@ def _accelerator(mixed_precision: str) -> Accelerator:
     Raises:
         ConfigError: it was launched in a way that would not train what the configuration says.
     """
+    sharded = [name for flag, name in SHARDED.items() if str_to_bool(os.environ.get(flag, "false"))]
+    if sharded:
+        raise ConfigError(
+            f"accelerate was told to use {' and '.join(sharded)}, which divides the model among processes; sampling "
+            "and checkpoints need the whole model in each. Launch with 'accelerate launch --multi_gpu'"
+        )
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
         AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=mixed_precision)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise ConfigError(
-            f"{launched} processes were launched, and accelerate takes each for a run of its own; launch with "
-            "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
-        )
+    _check_processes(int(accelerator.num_processes))
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError(
             f"accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
@@ -791,6 +818,22 @@ def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
     return TokenOutputs(
         rollouts.logprobs, sequences.place(head(rollouts.hidden[sequences.response_mask])), rollouts.entropy
     )
+
+
+def _check_processes(used: int) -> None:
+    environment = os.environ
+    launched = int(environment.get("WORLD_SIZE", "1"))
+    if launched != used:
+        raise ConfigError(
+            f"{launched} processes were launched, and accelerate takes each for a run of its own; launch with "
+            "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
+        )
+    alone = "WORLD_SIZE" not in environment and "MASTER_ADDR" in environment and used == 1
+    if alone and str_to_bool(environment.get("ACCELERATE_USE_CPU", "false")):
+        raise ConfigError(
+            "'accelerate launch --cpu' starts one process, however many are asked for. For several on CPUs set "
+            "ACCELERATE_USE_CPU=true and launch with 'accelerate launch --multi_gpu --num_processes N'"
+        )
 
 
 def _is_installed(name: str) -> bool:

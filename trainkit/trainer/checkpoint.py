@@ -151,21 +151,30 @@ def commit(building: Path, step: int, keep: int) -> Path:
     others = [path for path in checkpoints(root) if path != target]
     kept = [path for path in reversed(others) if path.suffix != OLD][: keep - 1]
     for path in others:
-        if path not in kept:
-            shutil.rmtree(path)
-    for leftover in root.glob(".tmp-*"):
-        shutil.rmtree(leftover)
+        if path not in kept:  # in one move, so that the name is never seen on what is half removed either
+            path.rename(root / f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+    remove_leftovers(root)
     return target
 
 
-def move_in(building: Path, target: Path) -> None:
-    """Move a finished directory's files into another, each in the place of the one of its name."""
+def remove_leftovers(root: Path) -> None:
+    """Remove what was being built or removed under ``root`` when a process was killed."""
+    for leftover in root.glob(".tmp-*"):
+        shutil.rmtree(leftover)
+
+
+def move_in(building: Path, target: Path, last: str) -> None:
+    """Move a finished directory's files into another, each in the place of the one of its name.
+
+    The file ``last`` is gone while they are being moved, so it says that all of them belong together.
+    """
     if not target.exists():
         building.rename(target)
         return
-    for path in sorted(building.iterdir()):
+    (target / last).unlink(missing_ok=True)
+    for path in sorted(building.iterdir(), key=lambda path: (path.name == last, path.name)):
         if path.is_dir():
-            move_in(path, target / path.name)
+            move_in(path, target / path.name, last)
         else:
             path.replace(target / path.name)
     building.rmdir()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from trainkit.config import OptimizerConfig, SchedulerConfig, TRLConfig
@@ -64,6 +65,22 @@ def advance(scheduler: LRScheduler) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         scheduler.step()
+
+
+def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Take over the state of both; rates and other settings stay as the configuration has them.
+
+    In a run that goes on unchanged they are the same. Where a change was allowed, the new ones hold.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    schedule = cast(LambdaLR, scheduler)
+    rates = schedule.base_lrs
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["scheduler"])
+    schedule.base_lrs = rates
+    for group, setting, rate, shape in zip(optimizer.param_groups, settings, rates, schedule.lr_lambdas, strict=True):
+        group.update(setting, lr=rate * shape(schedule.last_epoch))
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def check(config: TRLConfig[Any]) -> None:

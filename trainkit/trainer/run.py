@@ -3,6 +3,7 @@
 ::
 
     <run_dir>/config.yaml           the whole configuration
+              run.lock              who is running here, while somebody is
               metrics.jsonl         one line per step or evaluation
               samples.jsonl         evaluation samples, and the first few of every collection
               tensorboard/          events, if that tracker is on
@@ -13,28 +14,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trainkit.config import TRLConfig
-from trainkit.errors import CheckpointError, ConfigError
+from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
+from trainkit.trainer.lock import RunLock
+from trainkit.trainer.stopping import EXIT_CODE, sigterm_noted
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -47,6 +52,12 @@ MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.")
 """Settings that may differ when resuming ..."""
 MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
 """... except these of the section ``train``, on which the course of training depends."""
+CANNOT_CHANGE = ("method.name", "optimizer.name")
+"""Settings that even a run which may differ cannot change: the checkpoint's state is theirs."""
+MARK = "trainkit.json"
+"""The file that says which step an export is of."""
+
+T = TypeVar("T")
 
 
 def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
@@ -56,48 +67,138 @@ def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
 
 @contextmanager
 def running(trainer: Trainer) -> Iterator[None]:
-    """A run: its directory is there, and the hooks are told of its beginning and its end."""
+    """A run: its directory is there and locked, and the hooks are told of its beginning and its end.
+
+    SIGTERM is noted for `asked_to_stop` in runs that save checkpoints, and ends others at once.
+    """
     begin(trainer)
+    assert trainer.run_dir is not None
+    _lock(trainer, trainer.run_dir)  # a run before this one of the same trainer has let go of it
     trainer._clock = time.perf_counter()
     try:
-        with without_progress_bars():
+        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
     finally:
         trainer.hooks.hook.on_train_end(trainer=trainer)
+        _unlock(trainer)
+
+
+def asked_to_stop(trainer: Trainer) -> bool:
+    """Whether SIGTERM came, to any of the processes."""
+    return bool(trainer.reduce(torch.tensor(float(trainer._stop.asked))))
+
+
+def stop(trainer: Trainer) -> NoReturn:
+    """Save and end the process.
+
+    Raises:
+        SystemExit: with code 143, when the checkpoint is written.
+    """
+    path = save(trainer)
+    log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
+    raise SystemExit(EXIT_CODE)
 
 
 def begin(trainer: Trainer) -> None:
-    """Make the run directory, resume if the config says so, tell the hooks; only the first call does anything.
+    """Make and lock the run directory, resume if the config says so, tell the hooks; only the first call does anything.
 
     Raises:
-        ConfigError: the directory holds another run and the config does not say to resume.
+        ConfigError: another process runs there, or it holds another run and the config does not say to resume.
         CheckpointError: there is nothing to resume from, or it belongs to another run; nothing has been written.
     """
     if trainer.run_dir is not None:
         return
     config = trainer.config
     name = f"{config.method.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    chosen: list[Any] = [config.train.run_dir or str(_unused(Path("runs") / name))]
-    if trainer.accelerator.num_processes > 1:
-        broadcast_object_list(chosen)
-    run_dir = Path(chosen[0])
-    if (run_dir / "config.yaml").exists() and config.train.resume is None:
+    run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
+    _lock(trainer, run_dir)
+    try:
+        _check_directory(run_dir, config)
+        with without_progress_bars():
+            resume(trainer, run_dir / "checkpoints")
+            trainer.policy  # noqa: B018  (made by all processes together, and before anything is written)
+        trainer.run_dir = run_dir
+        everywhere(trainer, lambda: _tidy(trainer, run_dir) if trainer.accelerator.is_main_process else None)
+        trainer.hooks.hook.on_train_begin(trainer=trainer)
+    except BaseException:
+        _unlock(trainer)
+        raise
+
+
+def _lock(trainer: Trainer, run_dir: Path) -> None:
+    def lock() -> None:
+        if trainer._lock is None and trainer.accelerator.is_main_process:
+            trainer._lock = RunLock(run_dir)
+
+    everywhere(trainer, lock)
+
+
+def _unlock(trainer: Trainer) -> None:
+    lock, trainer._lock = trainer._lock, None
+    if lock is not None:
+        lock.release()
+
+
+def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
+    """Refuse to write one run over another, or to mix two."""
+    resume = config.train.resume
+    if not (run_dir / "config.yaml").exists() or resume == "auto":
+        return
+    if resume is None:
         raise ConfigError(
             f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or give another train.run_dir"
         )
-    trainer.accelerator.wait_for_everyone()
-    with without_progress_bars():
-        resume(trainer, run_dir / "checkpoints")
-        trainer.policy  # noqa: B018  (made by all processes together, and before anything is written)
-    if trainer.accelerator.is_main_process:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        config.save_yaml(run_dir / "config.yaml")
-    trainer.run_dir = run_dir
-    trainer.hooks.hook.on_train_begin(trainer=trainer)
+    if run_dir.resolve() not in (Path(resume).resolve(), *Path(resume).resolve().parents):
+        raise ConfigError(
+            f"{run_dir} already holds a run, and train.resume names a checkpoint of another, {resume}; set it to "
+            "'auto' to go on with what is there, or give another train.run_dir"
+        )
+
+
+def _tidy(trainer: Trainer, run_dir: Path) -> None:
+    """Write the configuration, and remove what killed processes have left."""
+    if not finished(trainer):
+        trainer.config.save_yaml(run_dir / "config.yaml")
+    for root in (run_dir, run_dir / "checkpoints"):
+        checkpoint.remove_leftovers(root)
+
+
+def finished(trainer: Trainer) -> bool:
+    """Whether the run has made its last step and exported the model, so that nothing is left to do."""
+    assert trainer.run_dir is not None
+    step = trainer.progress.step
+    return step >= trainer.total_steps and exported_step(trainer.run_dir / "model") == step
 
 
 def _unused(path: Path) -> Path:
     return path if not path.exists() else path.with_name(f"{path.name}-{uuid.uuid4().hex[:4]}")
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
+    """Call ``function`` on every process; an error of one is raised on all, so that none waits for it."""
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = function()
+    except (OSError, SafetensorError, TrainkitError) as caught:
+        error = caught
+    if trainer.accelerator.num_processes > 1:
+        found = gather_object([error])
+        error = error or next((other for other in found if other is not None), None)
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
+    """What ``function`` returns on the main process, on every process; its error too."""
+    chosen: list[Any] = [everywhere(trainer, lambda: function() if trainer.accelerator.is_main_process else None)]
+    if trainer.accelerator.num_processes > 1:
+        broadcast_object_list(chosen)
+    return chosen[0]  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
@@ -118,32 +219,44 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
     """
     begin(trainer)
     assert trainer.run_dir is not None
-    accelerator, step = trainer.accelerator, trainer.progress.step
-    root = root or trainer.run_dir / "checkpoints"
+    step, root = trainer.progress.step, root or trainer.run_dir / "checkpoints"
     building: Path | None = None
     try:
-        chosen: list[Any] = [str(checkpoint.building_directory(root, step)) if accelerator.is_main_process else None]
-        if accelerator.num_processes > 1:
-            broadcast_object_list(chosen)
-        building = Path(chosen[0])
-        if trainer.online and len(trainer.store):
-            name = f"store-{accelerator.process_index:05d}"
-            checkpoint.write_state(building, name, {"experience": trainer.store.experience})
-        if accelerator.is_main_process:
-            checkpoint.write_state(building, "model", _trained(trainer))
-            checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
-        accelerator.wait_for_everyone()
-        target = root / f"step_{step:08d}"
-        if accelerator.is_main_process:
-            target = checkpoint.commit(building, step, trainer.config.train.keep_checkpoints)
-    except (OSError, SafetensorError) as error:  # the latter is how safetensors says that the disk is full
+        building = Path(on_main(trainer, lambda: str(checkpoint.building_directory(root, step))))
+        everywhere(trainer, lambda: _write(trainer, building))
+        keep = trainer.config.train.keep_checkpoints
+        target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
+    except (OSError, SafetensorError, TrainkitError) as error:  # the second is how safetensors says: the disk is full
         if building is not None:
             shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, TrainkitError):
+            raise
         free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
         raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({free / 1e6:.0f} MB free)") from error
-    accelerator.wait_for_everyone()
     trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
     return target
+
+
+def _write(trainer: Trainer, building: Path) -> None:
+    """This process's part of a checkpoint."""
+    accelerator = trainer.accelerator
+    if trainer.online and len(trainer.store):
+        name = f"store-{accelerator.process_index:05d}"
+        checkpoint.write_state(building, name, {"experience": trainer.store.experience})
+    if accelerator.is_main_process:
+        _refuse_non_finite(trainer)
+        checkpoint.write_state(building, "model", _trained(trainer))
+        checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
+
+
+def _refuse_non_finite(trainer: Trainer) -> None:
+    """A step that has broken the model is not what a run resumes from."""
+    broken = [name for name, p in trainer.unwrapped.named_parameters() if not p.isfinite().all()]
+    if broken:
+        raise NonFiniteError(
+            f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
+            "saved. Lower optimizer.lr, and resume from the checkpoint before"
+        )
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
@@ -176,11 +289,20 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Tensor], path: Path) -> 
 
 
 def resume(trainer: Trainer, root: Path) -> None:
-    """Go on from a checkpoint if the config says so; ``root`` is where the run's own are."""
+    """Go on from a checkpoint if the config says so; ``root`` is where the run's own are.
+
+    Raises:
+        CheckpointError: the run has saved checkpoints, and none of them is whole.
+    """
     wanted = trainer.config.train.resume
     if wanted == "auto":
-        if found := checkpoint.newest_whole(root):
+        if found := on_main(trainer, lambda: checkpoint.newest_whole(root)):
             load(trainer, found)
+        elif broken := sorted(path.name for path in root.glob("step_*")):
+            raise CheckpointError(
+                f"no checkpoint under {root} is whole ({', '.join(broken)}), so the run cannot go on; repair one, or "
+                "remove the directory to start anew"
+            )
     elif wanted is not None:
         load(trainer, Path(wanted))
 
@@ -191,42 +313,63 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: none is there, it is not whole, or it belongs to another configuration or start.
     """
-    if not (path / checkpoint.MANIFEST).exists():
-        root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        found = checkpoint.newest_whole(root)
-        if found is None:
-            raise CheckpointError(f"there is no whole checkpoint at or under {path}; look for directories step_*")
-        path = found
-    elif fault := checkpoint.find_fault(path):
-        raise CheckpointError(f"the checkpoint {path} is not whole: {fault}. Resume from another")
+    path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
-    _check_identity(trainer, state, path)
+    drift = _check_identity(trainer, state, path)
     trainer.store.clear()
     if trainer.pipeline is not None and not trainer.online:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
-    _load_trained(trainer, checkpoint.read_state(path, "model"), path)
-    trainer.load_loop_state(state)
+    try:
+        _load_trained(trainer, checkpoint.read_state(path, "model"), path)
+        trainer.load_loop_state(state)
+    except (RuntimeError, ValueError, KeyError) as error:  # how torch says that it does not fit
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    at = trainer.progress
+    at.position = at.position * state["config"]["train"]["batch_size"] // trainer.config.train.batch_size
     store = path / f"store-{trainer.accelerator.process_index:05d}.json"
     if store.exists():
         trainer.store.experience = checkpoint.read_state(path, store.stem)["experience"]
     trainer._pending = {}
-    log.info("resumed from %s at step %d", path, trainer.progress.step)
+    trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
 
 
-def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
-    drift = checkpoint.config_drift(state["config"], trainer.config.to_dict())
+def _whole_at(path: Path) -> Path:
+    """The checkpoint that ``path`` is, or the newest whole one under it."""
+    if (path / checkpoint.MANIFEST).exists():
+        if fault := checkpoint.find_fault(path):
+            raise CheckpointError(f"the checkpoint {path} is not whole: {fault}. Resume from another")
+        return path
+    found = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if found is None:
+        raise CheckpointError(f"there is no whole checkpoint at or under {path}; look for directories step_*")
+    return found
+
+
+def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
+    """The differences to the run that made a checkpoint; an error unless they may be."""
+    now = _identity(trainer)
+    if state["processes"] != now["processes"]:
+        raise CheckpointError(
+            f"{path} belongs to a run with another number of processes: {state['processes']} there, "
+            f"{now['processes']} here"
+        )
+    drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
-    if fixed:
+    if fixed and not trainer.allow_drift:
         raise CheckpointError(
             f"{path} was made with another configuration; resuming would not continue that run:\n  "
             + "\n  ".join(fixed)
-            + "\nSet these back, or start a new run from its export"
+            + "\nSet these back, start a new run from its export, or allow it (--allow-drift, allow_drift=True)"
         )
-    now = _identity(trainer)
-    for key, what in (("processes", "number of processes"), ("reference", "initial model")):
-        if state[key] != now[key]:
-            raise CheckpointError(f"{path} belongs to a run with another {what}: {state[key]} there, {now[key]} here")
+    if never := [line for line in fixed if line.startswith(CANNOT_CHANGE)]:
+        raise CheckpointError(f"{path} is of another kind: {'; '.join(never)}. Set that back, or start a new run")
+    if state["reference"] != now["reference"]:
+        line = f"initial model: {state['reference']} there, {now['reference']} here"
+        if not trainer.allow_drift:
+            raise CheckpointError(f"{path} belongs to a run with another {line}")
+        fixed.append(line)
+    return fixed
 
 
 # ------------------------------------------------------------------------------------------------------- exports
@@ -244,20 +387,36 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
     begin(trainer)
     assert trainer.run_dir is not None
     target = (Path(directory) if directory else trainer.run_dir / "model").resolve()
-    if trainer.accelerator.is_main_process:
+
+    def build() -> None:
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
         try:
-            save_model(trainer.unwrapped.model, building, target)
-            trainer.tokenizer.save_pretrained(building)
-            state = trainer.unwrapped.state_dict()
-            if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
-                save_file(heads, building / HEADS)
-            checkpoint.move_in(building, target)
+            _write_export(trainer, building, target)
+            checkpoint.move_in(building, target, last=MARK)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
             raise CheckpointError(f"cannot export the model to {target}: {error}") from error
-    trainer.accelerator.wait_for_everyone()
+
+    on_main(trainer, build)
     return target
+
+
+def _write_export(trainer: Trainer, building: Path, target: Path) -> None:
+    save_model(trainer.unwrapped.model, building, target)
+    trainer.tokenizer.save_pretrained(building)
+    state = trainer.unwrapped.state_dict()
+    if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
+        save_file(heads, building / HEADS)
+    mark = {"method": trainer.config.method.name, "step": trainer.progress.step}
+    (building / MARK).write_text(json.dumps(mark), encoding="utf-8")
+
+
+def exported_step(directory: Path) -> int | None:
+    """The step that an export is of; None where there is no whole one."""
+    try:
+        return int(json.loads((directory / MARK).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:

@@ -1,0 +1,116 @@
+"""The lock on a run's directory: one process at a time writes there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import socket
+import weakref
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+NAME = "run.lock"
+
+
+class RunLock:
+    """Holds ``run_dir``, which is made if need be, until it is released or nothing refers to it any more.
+
+    The kernel keeps the lock for this process, so it ends with the process, however that ends; a file left behind by
+    a killed one locks nothing. Processes forked from this one do not hold it.
+
+    Raises:
+        ConfigError: it is held already; says by whom.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        made = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._handle = _acquire(run_dir)
+        self.release = weakref.finalize(self, _release, self._handle, run_dir / NAME, made)
+        """Let go and remove the file, and the directories that were made if they are still empty."""
+        _held.add(self)
+
+    def _abandon(self) -> None:
+        self.release.detach()
+        os.close(self._handle)
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked process: the lock is the parent's, and must not outlive it here."""
+    for lock in list(_held):
+        if lock.release.alive:
+            lock._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _acquire(run_dir: Path) -> int:
+    path = run_dir / NAME
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _lock(handle, path):
+            holder = _holder(handle)
+            os.close(handle)
+            if holder.get("pid") == os.getpid() and gc.collect() and not path.exists():
+                continue  # an earlier trainer of this process held it, and nobody uses that one any more
+            raise ConfigError(_in_use(run_dir, holder))
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            break
+        os.close(handle)  # the holder removed it between the two lines above: it locks nothing
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+    os.ftruncate(handle, 0)
+    os.write(handle, json.dumps(me).encode())
+    return handle
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Whether the lock is ours now; where the system or the disk knows no locks, it is, with a warning."""
+    try:
+        if fcntl is None:
+            raise OSError("this system has no fcntl")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("%s cannot be locked (%s); see to it that no other process uses the directory", path, error)
+    return True
+
+
+def _holder(handle: int) -> dict[str, Any]:
+    try:
+        return dict(json.loads(os.read(handle, 4096)))
+    except (ValueError, TypeError):  # it is about to be written
+        return {}
+
+
+def _in_use(run_dir: Path, holder: dict[str, Any]) -> str:
+    said = "process {pid} on {host} since {since}".format_map({"pid": "?", "host": "?", "since": "?", **holder})
+    own = " (this process, another trainer)" if holder.get("pid") == os.getpid() else ""
+    return f"{run_dir} is in use by {said}{own}; wait for it, end it, or give another train.run_dir"
+
+
+def _release(handle: int, path: Path, made: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # the directory may be gone, or not be empty
+        path.unlink()
+    os.close(handle)
+    with contextlib.suppress(OSError):
+        for place in made:
+            place.rmdir()
