@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainkit import backend
-from trainkit.backend import TOLERANCE, use_fast_exact_matmul
+from trainkit.backend import TOLERANCE, by_default_library, use_fast_exact_matmul
 from trainkit.testing.trainers import tiny_trainer
 
 CPU = torch.device("cpu")
@@ -52,6 +52,34 @@ def test_the_choice_is_the_same_every_time_and_draws_nothing() -> None:
         choices.append(use_fast_exact_matmul(CPU))
     assert choices[0] == choices[1]
     assert torch.equal(state, torch.get_rng_state())
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    seen.append(torch.get_float32_matmul_precision())
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+seen: list[str] = []
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_attention_is_bit_equal_to_that_of_the_default_library_and_the_precision_comes_back(trained: bool) -> None:
+    def run(guarded: bool) -> list[torch.Tensor]:
+        tensors = [torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        tensors = [tensor.requires_grad_(trained) for tensor in tensors]
+        out = by_default_library(attend, *tensors) if guarded else attend(*tensors)
+        assert torch.get_float32_matmul_precision() == ("medium" if guarded else "highest")
+        if trained:
+            out.square().sum().backward()
+        return [out, *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+    plain = run(guarded=False)
+    torch.set_float32_matmul_precision("medium")
+    guarded = run(guarded=True)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert seen[-2:] == ["highest", "highest"]
+    assert len(plain) == len(guarded) == (4 if trained else 1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cuda", "highest"), ("mps", "highest"), ("cpu", "high")])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 SHAPES = ((256, 512, 1024), (32, 1024, 256))
 """(rows, summed over, columns) of the products that are compared: of many tokens, and of one sampled token."""
@@ -20,17 +24,63 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     torch hands products to oneDNN where `torch.get_float32_matmul_precision` is "medium", which also allows it to
     round the factors to bfloat16. CPUs without matrix units for bfloat16 do not round, and many (AMD's above all)
     are about twice as fast as with the default library; so "medium" is tried out, and kept where it rounds nothing.
-    Nothing is changed on other devices, where "medium" does round, nor if the precision has been set already. The
+    Attention, whose many small products oneDNN makes slower, then stays with the default library.
+
+    Nothing is changed on other devices, where "medium" does round, nor if another precision has been set. The
     setting is the process's, and depends on the CPU and torch's build alone.
     """
-    if device.type != "cpu" or torch.get_float32_matmul_precision() != "highest":
+    chosen = torch.get_float32_matmul_precision()
+    if device.type != "cpu" or chosen == "high":
         return False
+    torch.set_float32_matmul_precision("highest")
     before = list(_errors())
     torch.set_float32_matmul_precision("medium")
     exact = all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
-    if not exact:
-        torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("medium" if exact else chosen)
+    if exact:
+        AttentionInterface.register("sdpa", _attention)
     return exact
+
+
+def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``function(*tensors)`` as if the precision were "highest", in the forward and in the backward pass."""
+    if torch.get_float32_matmul_precision() != "medium":
+        return function(*tensors)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        switch: Any = _Precision.apply
+        result: Tensor = switch("medium", "highest", function(*switch("highest", "medium", *tensors)))[0]
+        return result
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return function(*tensors)
+    finally:
+        torch.set_float32_matmul_precision("medium")
+
+
+class _Precision(torch.autograd.Function):
+    """The identity; sets one precision when the forward pass comes by, another when the backward pass does."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: str, backward: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        torch.set_float32_matmul_precision(forward)
+        ctx.precision = backward
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        torch.set_float32_matmul_precision(ctx.precision)
+        return None, None, *grads
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' SDPA attention, its products by the default library."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)[0]
+
+    return by_default_library(attend, query, key, value), None
 
 
 def _errors() -> Iterator[float]:
