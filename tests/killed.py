@@ -236,7 +236,7 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
     chance, by_time, after = random.Random(7), 0, []
     while case.kills < kills:
         if case.kills % 3 == 2:
-            patience = chance.uniform(0.0, lasts / 4)
+            patience = chance.uniform(0.0, lasts / 6)
             status = forked(lambda: case.go(run_dir), patience)
             by_time += 1
         else:
