@@ -236,7 +236,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
         """No step where the policy has moved too far: above 1.5·`target_kl`, or above the bound of the mean ratio.
 
-        The rule for the divergence is that of Schulman's code (Spinning Up), the guard of the ratio TRL's (S-21).
+        The rule for the divergence is that of Spinning Up (Achiam 2018), the guard of the ratio TRL's (S-21).
         """
         target, threshold = self.method.target_kl, self.method.ratio_threshold
         if target is not None and metrics["policy/approx_kl"] > 1.5 * target:

@@ -81,7 +81,7 @@ class Progress:
     samples: int = 0
     """Rows of experience made so far, all processes."""
     tokens: int = 0
-    """Units (tokens or rows) trained on so far, all processes."""
+    """Units (tokens or rows) in the steps so far, all processes."""
     seconds: float = 0.0
     """Wall time spent, over all resumed parts of the run."""
     best: float = -math.inf
