@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import str_to_bool
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +36,7 @@ from trainkit.seeding import Seen, generator, global_rng, row_seeds
 from trainkit.trainer import generation, optim, run
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, sweep
+from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.lock import RunLock
 from trainkit.trainer.stopping import Stop
 
@@ -48,14 +46,6 @@ M = TypeVar("M", bound=MethodConfig)
 
 SAMPLER_TOLERANCE = 1e-4
 """How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
-
-SHARDED = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
-}
-"""Ways to launch that are refused, by the variable that accelerate's launcher sets; on CPUs it ignores them itself."""
 
 
 @dataclass
@@ -126,7 +116,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     ) -> None:
         super().__init__(config, **kwargs)
         config = self.config
-        self.accelerator = _accelerator(config.train.mixed_precision)
+        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
         use_fast_exact_matmul(self.accelerator.device)
         self._check_split()
         if config.train.save_best and not self.online:
@@ -781,31 +771,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self.progress = Progress(**state["progress"])
 
 
-def _accelerator(mixed_precision: str) -> Accelerator:
-    """An accelerator; one process may hold several trainers, one after another, at different precisions.
-
-    Raises:
-        ConfigError: it was launched in a way that would not train what the configuration says.
-    """
-    sharded = [name for flag, name in SHARDED.items() if str_to_bool(os.environ.get(flag, "false"))]
-    if sharded:
-        raise ConfigError(
-            f"accelerate was told to use {' and '.join(sharded)}, which divides the model among processes; sampling "
-            "and checkpoints need the whole model in each. Launch with 'accelerate launch --multi_gpu'"
-        )
-    state = AcceleratorState._shared_state
-    if state and state.get("_mixed_precision") not in (None, mixed_precision):
-        AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision=mixed_precision)
-    _check_processes(int(accelerator.num_processes))
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError(
-            f"accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
-            "divide the gradient; leave that out and set train.microbatch_size, which gives the exact gradient"
-        )
-    return accelerator
-
-
 def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
     """What the sampler saw of the policy; None if it did not see everything that the policy says."""
     head, sequences = getattr(policy, "value_head", None), rollouts.sequences
@@ -818,22 +783,6 @@ def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
     return TokenOutputs(
         rollouts.logprobs, sequences.place(head(rollouts.hidden[sequences.response_mask])), rollouts.entropy
     )
-
-
-def _check_processes(used: int) -> None:
-    environment = os.environ
-    launched = int(environment.get("WORLD_SIZE", "1"))
-    if launched != used:
-        raise ConfigError(
-            f"{launched} processes were launched, and accelerate takes each for a run of its own; launch with "
-            "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
-        )
-    alone = "WORLD_SIZE" not in environment and "MASTER_ADDR" in environment and used == 1
-    if alone and str_to_bool(environment.get("ACCELERATE_USE_CPU", "false")):
-        raise ConfigError(
-            "'accelerate launch --cpu' starts one process, however many are asked for. For several on CPUs set "
-            "ACCELERATE_USE_CPU=true and launch with 'accelerate launch --multi_gpu --num_processes N'"
-        )
 
 
 def _is_installed(name: str) -> bool:
