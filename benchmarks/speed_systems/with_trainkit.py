@@ -45,7 +45,7 @@ def settings(work: Work) -> dict[str, Any]:
     frozen = {FROZEN: 2} if work.system == "trainkit-frozen" else {}
     train = {"batch_size": work.sft_rows if sft else work.rows, "total_steps": 10**6, "trackers": []}
     return {
-        "method": {"ppo-frozen": "ppo", "generate": "sft"}.get(work.case, work.case),
+        "method": "sft" if work.case == "generate" else work.case,
         "model": {"model_path": work.fields, **frozen},
         "rollout": {"max_new_tokens": work.new, "num_rollouts": work.rows},
         "train": {**train, "eval_interval": 0, "save_interval": 0, "run_dir": f"run-{work.system}"},
@@ -65,7 +65,7 @@ def run(work: Work, turns: Turns) -> None:
         while True:
             trainer.generate(prompts)
             turns.end()
-    callbacks = [Alternation(turns, work.epochs if work.case.startswith("ppo") else 1)]
+    callbacks = [Alternation(turns, work.epochs if work.case == "ppo" else 1)]
     if work.case == "sft":
         trainkit.train(config=config, samples=work.texts(64, LENGTH), tokenizer=tokenizer, callbacks=callbacks)
     prompts = work.texts(256, work.prompt)
