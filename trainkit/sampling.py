@@ -163,7 +163,9 @@ class _Responses:
             The tokens [b].
         """
         plain = _Odds(self._scale(logits, previous))
-        tokens = self._restrict(plain, rows, previous, logits).draw(self.uniforms[rows, step], self.settings)
+        tokens = self._restrict(plain, rows, previous, logits).draw(
+            self.uniforms[rows, step], self.settings.temperature
+        )
         self.tokens[rows, step] = tokens
         self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
         if hidden is not None:
@@ -226,14 +228,13 @@ class _Odds:
         self.weights = (scores - self.largest).exp_()  # [b, V], the largest 1
         self.total = self.weights.sum(-1, keepdim=True)  # [b, 1]
 
-    def draw(self, uniforms: Tensor, settings: SamplingConfig) -> Tensor:
+    def draw(self, uniforms: Tensor, temperature: float) -> Tensor:
         """One token per row, by inverting the distribution at ``uniforms`` [b]; the likeliest at temperature 0. [b]."""
-        if settings.temperature == 0:
+        if temperature == 0:
             return self.likeliest.squeeze(-1)
         mass = self.weights.cumsum(-1)
-        token = torch.searchsorted(mass, uniforms.unsqueeze(-1) * mass[:, -1:], right=True).clamp_(
-            max=mass.size(-1) - 1
-        )
+        at = uniforms.unsqueeze(-1) * mass[:, -1:]
+        token = torch.searchsorted(mass, at, right=True).clamp_(max=mass.size(-1) - 1)
         possible = self.weights.gather(-1, token) > 0  # rounding may reach a token without mass
         return torch.where(possible, token, self.likeliest).squeeze(-1)
 
@@ -377,8 +378,9 @@ def _by_steps(decoder: _Decoder, queries: list[list[int]], responses: _Responses
     """Sample all responses with a cache of keys and values."""
     active, logits, hidden = decoder.prefill(queries, responses.room)
     for step in range(responses.room):
-        active.last = responses.extend(step, active.rows, active.last, logits, hidden)
+        tokens = responses.extend(step, active.rows, active.last, logits, hidden)
         alive = responses.alive[active.rows]
+        active.last = torch.where(alive, tokens, active.last)  # an EOS that ended a row may look like padding
         left = int(alive.sum())
         if left == 0 or step == responses.room - 1:
             break
