@@ -418,9 +418,13 @@ def _stepping_fault(decoder: _Decoder) -> str:
 
 def _difference(model: PreTrainedModel, rows: list[list[int]], logits: Tensor) -> float:
     """How far ``logits`` [b, V] are from those of whole forward passes of each row, relative to their spread."""
-    ids = [torch.tensor([row], device=model.device) % _vocabulary(model) for row in rows]
-    whole = torch.cat([model(input_ids=row, use_cache=False).logits[:, -1] for row in ids]).float()
-    found = (logits - whole).norm() / (whole - whole.mean(-1, keepdim=True)).norm()
+    whole = []
+    for row in rows:
+        ids = torch.tensor([row], device=model.device) % _vocabulary(model)
+        whole.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1].float())
+    expected = torch.cat(whole)
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    found = (logits - expected).norm() / spread.clamp(min=1e-6)
     return float(found.nan_to_num(torch.inf))
 
 
