@@ -185,6 +185,7 @@ def test_micro_batches_are_no_wider_than_their_longest_row(pairs, size):
 def test_without_a_micro_batch_size_the_batch_is_the_only_one():
     batch = experience([([1], [2]), ([3, 4], [5])])
     assert batch.split(None) == [batch]
+    assert batch.split(None, tokens=10**6) == [batch]
 
 
 @every_kind
@@ -308,3 +309,11 @@ def test_rollouts_give_the_ids_of_their_sequences():
     assert len(taken) == 2
     assert [q.tolist() for q in taken.queries] == [[1, 2], [1, 2]]
     assert [r.tolist() for r in taken.responses] == [[3], [3]]
+
+
+def test_micro_batches_of_so_many_tokens_count_the_longest_row_of_each() -> None:
+    batch = experience([([1], [2] * n) for n in (3, 9, 1, 9, 3, 4)])  # with their prompts 4, 10, 2, 10, 4 and 5 tokens
+    parts = [part.lengths.tolist() for part in batch.split(None, tokens=20)]
+    assert parts == [[10, 10], [5, 4, 4, 2]]
+    assert [len(part) for part in batch.split(None, tokens=1)] == [1] * 6
+    assert [len(part) for part in batch.split(4, tokens=1)] == [4, 2]

@@ -202,8 +202,8 @@ class TrainConfig(Section):
     batch_size: int = Field(32, ge=1)
     """Rows per optimizer step, all processes together."""
     microbatch_size: int | None = Field(None, ge=1)
-    """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: all at
-    once."""
+    """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: as many
+    as make up 2,048 tokens on a CPU, 32,768 on an accelerator."""
     seq_length: int | None = Field(None, ge=2)
     """Longest prompt and response together, in tokens. None: the model's context."""
     max_grad_norm: float | None = Field(1.0, gt=0)

@@ -67,12 +67,17 @@ class Batch:
         """The batch without columns that are padding in every row."""
         return type(self)(**{k: v.trim() if isinstance(v, Batch) else v for k, v in self.parts().items()})
 
-    def split(self, size: int | None) -> list[Self]:
-        """Micro-batches of at most ``size`` rows, rows of like length together (None: one micro-batch)."""
-        if size is None or size >= len(self):
+    def split(self, size: int | None, tokens: int | None = None) -> list[Self]:
+        """Micro-batches of ``size`` rows, or else of about ``tokens`` tokens; rows of like length together."""
+        if size is None and tokens is None:
             return [self]
         order = self.lengths.argsort(descending=True, stable=True)
-        return [self.select(rows) for rows in order.split(size)]
+        starts, lengths = [0], self.lengths[order].tolist()
+        for index in range(1, len(self)):
+            room = size or max((tokens or 0) // max(lengths[starts[-1]], 1), 1)
+            if index - starts[-1] >= room:
+                starts.append(index)
+        return [self] if len(starts) == 1 else [self.select(rows) for rows in order.tensor_split(starts[1:])]
 
     @classmethod
     def cat(cls, batches: Sequence[Self]) -> Self:

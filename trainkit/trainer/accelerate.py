@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
 
+MICROBATCH_TOKENS = {"cpu": 2048}
+"""Tokens of a micro-batch where its rows are not set, by kind of device: more keep no core busier ..."""
+OTHER_TOKENS = 32_768
+"""... but do keep an accelerator so, within limits; memory grows with them."""
 SAMPLER_TOLERANCE = 1e-4
 """How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
 
@@ -435,7 +439,7 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         rank = self.accelerator.process_index
-        micros = batch.split(self.config.train.microbatch_size)
+        micros = batch.split(self.config.train.microbatch_size, MICROBATCH_TOKENS.get(device.type, OTHER_TOKENS))
         with global_rng(self.config.train.seed, "dropout", at.step, rank, device=device):
             for index, micro in enumerate(micros):
                 with self._synchronised(last=index == len(micros) - 1):
