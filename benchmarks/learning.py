@@ -191,7 +191,7 @@ def reach_for_optimum(name: str, problem: Bandit, seed: int, out: Path) -> Any:
         "optimizer": {"lr": 1e-3},
         "scheduler": {"name": "linear"},  # so that the noise of sampling dies out
         "rollout": {"max_new_tokens": problem.length, "num_rollouts": 512, "batch_size": 512},
-        "train": {"batch_size": 512, "total_steps": 300, "eval_interval": 0, "save_interval": 0, "seed": seed},
+        "train": {"batch_size": 512, "total_steps": 400, "eval_interval": 0, "save_interval": 0, "seed": seed},
     }
     run_dir = str(out / f"bandit-{name}-{problem.length}-{seed}")
     changes = {"train.run_dir": run_dir, "train.trackers": []}

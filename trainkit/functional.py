@@ -155,10 +155,11 @@ def gae(
 def leave_one_out(rewards: Tensor, k: int) -> Tensor:
     """A_i = R_i − mean of the other k − 1 rewards of its group; groups of k stand together. [B] -> [B].
 
+    Exactly 0 where all of a group are equal, which rounding would deny and Adam magnify.
     Source: Kool et al. 2019, equation 8 (F-11).
     """
-    groups = rewards.view(-1, k)
-    return ((groups - groups.mean(1, keepdim=True)) * (k / (k - 1))).flatten()
+    groups = exact(rewards).view(-1, k)
+    return ((groups - groups.mean(1, keepdim=True)) * (k / (k - 1))).flatten().to(rewards.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

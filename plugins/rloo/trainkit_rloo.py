@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -101,14 +102,11 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
 
     def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
-        """A = R − mean of the prompt's other R; with ``kl_level="token"`` R counts the divergence from a token on."""
+        """A = R − mean of the prompt's other R; with ``kl_level="token"`` a token is spared what was paid before it."""
         x, mask = experience, experience.sequences.response_mask
         k1 = zero_masked(kl_k1(x.logprobs, x.ref_logprobs), mask)
         penalty = -self.method.kl_coef * k1
-        scores = x.scores.sum(1, keepdim=True)
-        rewards = scores + penalty.sum(1, keepdim=True)
-        baselines = rewards - leave_one_out(rewards.squeeze(1), self.method.rloo_k).unsqueeze(1)
-        returns = scores + penalty.flip(1).cumsum(1).flip(1) if self.method.kl_level == "token" else rewards
+        advantages = leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)
         self.record(
             {
                 "policy/kl": Mean.of(k1.sum(1)),
@@ -117,8 +115,9 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             }
         )
         if self.method.ratio_level == "sequence":
-            return RLOORows(x.sequences, x.logprobs, (rewards - baselines).squeeze(1))
-        return RLOOBatch(x.sequences, x.logprobs, zero_masked((returns - baselines).expand(mask.shape), mask))
+            return RLOORows(x.sequences, x.logprobs, advantages)
+        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
+        return RLOOBatch(x.sequences, x.logprobs, zero_masked(advantages.unsqueeze(1) - past, mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
         """Clipped surrogate, a mean over responses, or with ``ratio_level="token"`` over response tokens. -> []."""

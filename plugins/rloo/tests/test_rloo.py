@@ -30,6 +30,15 @@ def test_advantages_of_a_prompt_sum_to_zero() -> None:
     assert groups.view(4, 3).sum(1).abs().max() < 1e-12
 
 
+def test_a_constant_reward_moves_nothing(tmp_path: Path) -> None:
+    """Three times 0.9 in float32 has a mean next to 0.9, and Adam makes steps of any gradient."""
+    trainer = tiny_trainer("rloo", tmp_path, method__rloo_k=3, method__kl_coef=0.0, rollout__num_rollouts=15)
+    trainer.reward_fn = lambda outputs, **_: [0.9] * len(outputs)
+    before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
+    trainer.learn()
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.unwrapped.state_dict().items())
+
+
 def prepared(tmp_path: Path, **changes: Any) -> Any:
     """Two responses of 3 and 2 tokens to one prompt: k1 = (.1, .2, .3) and (.4, .5), scores 2 and 1."""
     trainer = tiny_trainer("rloo", tmp_path, method__rloo_k=2, method__kl_coef=1.0, **changes)
