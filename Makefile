@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH := .venv-bench
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
@@ -28,11 +29,17 @@ types: $(VENV)/made
 
 check: lint types test
 
-bench: $(VENV)/made
+bench: $(VENV)/made $(BENCH)/made
 	@for script in benchmarks/*.py; do \
 	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	    else echo "there are no benchmarks"; fi; \
 	done
+
+# TRL, which trainkit is measured beside and never depends on
+$(BENCH)/made: pyproject.toml constraints.txt
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench]'
+	touch $@
 
 # made again whenever a dependency could have changed
 $(VENV)/made: pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))

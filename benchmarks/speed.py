@@ -8,7 +8,7 @@ that is not in the model's vocabulary, which costs nobody anything.
 Every system of a case is a process of its own, so that peak memory is its own, and they make their steps in turn; the
 others sleep. Seconds are medians over ``--steps`` after ``--warmup``. ``--backend default`` leaves each system its own
 settings. With ``equal`` all get torch's "medium" for float32 products (oneDNN, where the floor too sets it) and the
-same allocator, tcmalloc or jemalloc if installed. TRL recomputes no activations in either, which is its faster setting;
+same allocator, tcmalloc if it is installed. TRL recomputes no activations in either, which is its faster setting;
 ``--systems trainkit trl-recompute`` measures its default. ``--clock cpu`` counts the processor's time, for machines
 that are not quiet.
 """
@@ -43,7 +43,7 @@ CASES = {
     "sft": ("trainkit", "trl", "bare"),
 }
 PHASES = ("generate", "old logprobs", "reference", "forward", "backward", "optimizer", "rest")
-ALLOCATORS = ("tcmalloc_minimal", "tcmalloc", "jemalloc")
+ALLOCATORS = ("tcmalloc_minimal", "tcmalloc")
 console = Console(highlight=False, width=150)
 
 
