@@ -167,3 +167,17 @@ def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.Monke
     assert grown < 3 * gradient, f"{grown / gradient:.1f} times the gradient of the head"
     seen = peak(large, full=True) - peak(small, full=True)
     assert seen > 2 * logits, "the measure sees [B, T, V] where it is made"
+
+
+def test_a_state_asked_for_behind_the_last_token_stays_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a critic asks for the value of where a cut response stands; also where rows are divided by length."""
+    policy, plain = make(tiny_gpt2(50), value_head=True), batch()
+    torch.nn.init.normal_(policy.value_head.out.weight)
+    pad = torch.nn.functional.pad
+    real = plain.attention_mask
+    asked = Sequences(pad(plain.input_ids, (0, 1)), pad(real, (0, 1)), pad(real, (1, 0)) & ~pad(real, (0, 1)))
+    together = policy(asked).values
+    monkeypatch.setitem(module.PASS_COST, "cpu", 0)
+    assert len(asked.buckets(0)) == 3
+    torch.testing.assert_close(policy(asked).values, together, rtol=1e-4, atol=1e-5)
+    assert (together[asked.response_mask] != 0).all()

@@ -148,6 +148,31 @@ trainer.learn()
 """
 
 
+PARTS = """
+import json
+import sys
+from pathlib import Path
+import torch
+from trainkit.models import policy
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+policy.PASS_COST["cpu"] = 1  # ranks make different numbers of passes
+out, said = Path(sys.argv[1]), {}
+parts = {"layers": {"model__num_layers_unfrozen": 1}, "adapter": {"model__peft_config": {"r": 2}}}
+for name in sys.argv[2:]:
+    for what, changes in parts.items():
+        run = out / f"{name}-{what}"
+        tiny_trainer(name, run, **changes, train__save_interval=2, train__total_steps=4).learn()
+        trainer = tiny_trainer(name, run, **changes, train__save_interval=2, train__resume="auto")
+        trainer.learn()
+        trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
+        said[f"{name} {what}"] = [p.double().sum().item().hex() for p in trained]
+(out / f"said-{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
+"""
+
+
 def launch(script: str, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in one process, or in several that talk through gloo."""
     command = [sys.executable]
@@ -212,6 +237,15 @@ def test_two_processes_end_bit_equal_and_save_once(name: str, learnt: Path) -> N
 def test_two_processes_sample_differently(name: str, learnt: Path) -> None:
     first, second = ((learnt / name / f"sampled-{rank}").read_text() for rank in (0, 1))
     assert first != second
+
+
+def test_two_processes_train_upper_layers_or_an_adapter_and_end_bit_equal(tmp_path: Path) -> None:
+    """Resumed half-way; with frozen layers run once, and rows of like length going through the model together."""
+    launch(PARTS, 2, str(tmp_path), *TRAINERS)
+    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert len(first) == 2 * len(TRAINERS)
+    assert all(first.values())
+    assert first == second
 
 
 @pytest.fixture(scope="module")

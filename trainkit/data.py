@@ -150,7 +150,7 @@ class Sequences(Batch):
     def buckets(self, cost: int) -> list[Tensor]:
         """Rows of like length together, as indices [b]: a bucket more wherever it saves over ``cost`` padded tokens."""
         columns = torch.arange(1, self.input_ids.size(1) + 1, device=self.input_ids.device)
-        ends = (self.attention_mask * columns).amax(1)
+        ends = (self._used * columns).amax(1)
         order = ends.argsort(descending=True, stable=True)
         starts, width = [0], 0
         for index, end in enumerate(ends[order].tolist()):
@@ -186,8 +186,13 @@ class Sequences(Batch):
         width = self._width()
         return self.map(lambda x: x[:, :width])
 
+    @property
+    def _used(self) -> Tensor:
+        """bool [B, T]: a state may be asked for behind the last real token, where nothing stands."""
+        return self.attention_mask | self.response_mask
+
     def _width(self) -> int:
-        used = self.attention_mask.any(0).nonzero()
+        used = self._used.any(0).nonzero()
         return int(used[-1]) + 1 if len(used) else 0
 
     @property
