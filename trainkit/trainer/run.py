@@ -277,15 +277,12 @@ def _trained(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
-def _load_trained(trainer: Trainer, state: Mapping[str, Tensor], path: Path) -> None:
+def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
+    """Take over what `_trained` gave; a ValueError or RuntimeError names what does not fit."""
     expected = _trained(trainer).keys()
     if wrong := sorted(expected ^ state.keys()):
-        where = "is not in" if wrong[0] in expected else "is only in"
-        raise CheckpointError(f"{path} does not fit the model: {wrong[0]} {where} the checkpoint")
-    try:
-        trainer.unwrapped.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit the model: {error}") from error
+        raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
+    trainer.unwrapped.load_state_dict(state, strict=False)
 
 
 def resume(trainer: Trainer, root: Path) -> None:
@@ -321,7 +318,7 @@ def load(trainer: Trainer, path: Path) -> None:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
     try:
-        _load_trained(trainer, checkpoint.read_state(path, "model"), path)
+        _load_trained(trainer, checkpoint.read_state(path, "model"))
         trainer.load_loop_state(state)
     except (RuntimeError, ValueError, KeyError) as error:  # how torch says that it does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
