@@ -7,9 +7,9 @@ that is not in the model's vocabulary, which costs nobody anything.
 
 Every system of a case is a process of its own, so that peak memory is its own, and they make their steps in turn; the
 others sleep. Seconds are medians over ``--steps`` after ``--warmup``. ``--backend default`` leaves each system its own
-settings. With ``equal`` all get torch's "medium" for float32 products (oneDNN, where the floor too sets it) and the
-same allocator, tcmalloc if it is installed. TRL recomputes no activations in either, which is its faster setting;
-``--systems trainkit trl-recompute`` measures its default. ``--clock cpu`` counts the processor's time, for machines
+settings, which for trainkit, and so for the floor, means float32 products by oneDNN where that is exact. With ``equal``
+all get that, and the same allocator: tcmalloc if it is installed. TRL recomputes no activations in either, its faster
+setting; ``--systems trainkit trl-recompute`` measures its default. ``--clock cpu`` counts the processor's time, for machines
 that are not quiet.
 """
 
@@ -158,7 +158,7 @@ def start(system: str, case: str, model: str, options: argparse.Namespace, direc
         "model": model,
         "threads": options.threads,
         "clock": {"wall": "perf_counter", "cpu": "process_time"}[options.clock],
-        "precision": "medium" if options.backend == "equal" else None,
+        "equal": options.backend == "equal",
         **({"rows": 8, "prompt": 8, "new": 8, "sft_rows": 2} if options.small else {}),
     }
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,6 +1,6 @@
 """What every system of ``benchmarks/speed.py`` is given: the work, its data, and a worker's side of the alternation.
 
-Free of trainkit, so that it also runs where TRL is installed.
+Runs where TRL is installed, too.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Work:
     threads: int = 1
     clock: str = "perf_counter"
     """The function of `time` that seconds are taken from; `process_time` leaves out what other processes took."""
-    precision: str | None = None
-    """Argument of `torch.set_float32_matmul_precision`; None leaves it to the system."""
+    equal: bool = False
+    """Whether everyone gets trainkit's matrix products, and not trainkit and the floor alone."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -153,6 +153,8 @@ def serve(run: Callable[[Work, Turns], None]) -> None:
     torch.set_num_threads(work.threads)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-work.threads :])
-    if work.precision is not None:
-        torch.set_float32_matmul_precision(work.precision)
+    if work.equal:
+        from trainkit.backend import use_fast_exact_matmul
+
+        use_fast_exact_matmul(torch.device("cpu"))
     run(work, turns)
