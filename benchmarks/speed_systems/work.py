@@ -56,7 +56,7 @@ class Work:
     clock: str = "perf_counter"
     """The function of `time` that seconds are taken from; `process_time` leaves out what other processes took."""
     backend: str = "default"
-    """``equal``: "medium" is set for everyone. ``shared``: everyone is given trainkit's matrix products and attention."""
+    """``equal``: "medium" is set for everyone. ``shared``: everyone gets trainkit's products and attention."""
 
     @property
     def fields(self) -> dict[str, Any]:
