@@ -7,10 +7,11 @@ that is not in the model's vocabulary, which costs nobody anything.
 
 Every system of a case is a process of its own, so that peak memory is its own, and they make their steps in turn; the
 others sleep. Seconds are medians over ``--steps`` after ``--warmup``. ``--backend default`` leaves each system its own
-settings, which for trainkit, and so for the floor, means float32 products by oneDNN where that is exact. With ``equal``
-all get that, and the same allocator: tcmalloc if it is installed. TRL recomputes no activations in either, its faster
-setting; ``--systems trainkit trl-recompute`` measures its default. ``--clock cpu`` counts the processor's time, for machines
-that are not quiet.
+settings, which for trainkit, and so for the floor, means float32 products by oneDNN where that is exact, but torch's
+own attention kernel. With ``equal`` all get torch's "medium", which is oneDNN for everything, and the same allocator,
+tcmalloc if it is installed; trainkit and the floor still keep attention out of it. With ``shared`` they lend even that
+to the others. TRL recomputes no activations in any, its faster setting; ``--systems trainkit trl-recompute`` measures
+its default. ``--clock cpu`` counts the processor's time, for machines that are not quiet.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def start(system: str, case: str, model: str, options: argparse.Namespace, direc
         "model": model,
         "threads": options.threads,
         "clock": {"wall": "perf_counter", "cpu": "process_time"}[options.clock],
-        "equal": options.backend == "equal",
+        "backend": options.backend,
         **({"rows": 8, "prompt": 8, "new": 8, "sft_rows": 2} if options.small else {}),
     }
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -231,10 +232,10 @@ def verdicts(found: dict[tuple[str, str], list[Worker]], backend: str) -> Iterat
     """What each target that was measured asks for, the ratio, and whether it is reached."""
     for (case, model), workers in found.items():
         figures = {worker.system: worker for worker in workers}
-        for target in TARGETS:
+        for target in TARGETS:  # those of equal backends hold for shared ones too
             if (
                 target.case != case
-                or target.backend not in (None, backend)
+                or target.backend not in (None, backend.replace("shared", "equal"))
                 or not {target.over, target.under} <= {*figures}
             ):
                 continue
@@ -253,8 +254,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--backend", choices=["default", "equal"], default="default")
-    parser.add_argument("--allocator", help="a library that all workers preload with --backend equal")
+    parser.add_argument("--backend", choices=["default", "equal", "shared"], default="default")
+    parser.add_argument("--allocator", help="a library that all workers preload, but for --backend default")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--small", action="store_true", help="a quarter of the rows and an eighth of the tokens")
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter that has TRL")

@@ -55,8 +55,8 @@ class Work:
     threads: int = 1
     clock: str = "perf_counter"
     """The function of `time` that seconds are taken from; `process_time` leaves out what other processes took."""
-    equal: bool = False
-    """Whether everyone gets trainkit's matrix products, and not trainkit and the floor alone."""
+    backend: str = "default"
+    """``equal``: "medium" is set for everyone. ``shared``: everyone gets trainkit's products and attention."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -153,7 +153,9 @@ def serve(run: Callable[[Work, Turns], None]) -> None:
     torch.set_num_threads(work.threads)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-work.threads :])
-    if work.equal:
+    if work.backend == "equal":
+        torch.set_float32_matmul_precision("medium")
+    if work.backend == "shared":
         from trainkit.backend import use_fast_exact_matmul
 
         use_fast_exact_matmul(torch.device("cpu"))
