@@ -276,7 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
                     continue
                 found[case, model] = measure(case, model, options, progress)
                 show(case, model, found[case, model])
-    for text, ratio, reached in verdicts(found, options.backend):
+    said = list(verdicts(found, options.backend))
+    for text, ratio, reached in said:
         console.print(f"{'reached' if reached else 'MISSED ':7}  {ratio:5.2f}  {text}")
     if options.json:
         rows = [
@@ -285,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
             for w in workers
         ]
         options.json.write_text(json.dumps({"options": vars(options), "rows": rows}, default=str, indent=1))
-    return 0
+    return 0 if all(reached for *_, reached in said) else 1
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from trainkit.testing.trainers import tiny_trainer
 
 TRAINERS = trainkit.available_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
-LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
+LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "dora": {"r": 2, "use_dora": True, "target_modules": "all-linear"},
@@ -88,7 +88,12 @@ def test_an_adapter_on_the_upper_layers_leaves_a_trunk_that_runs_once() -> None:
 def test_a_run_resumes_bit_equal_from_checkpoints_that_hold_the_adapter_alone(
     name: str, at: int, tmp_path: Path
 ) -> None:
-    changes = {"model__peft_config": LORA, "train__save_interval": 1, "train__batch_size": 6}
+    changes = {
+        "model__peft_config": {**LORA, "lora_dropout": 0.1},
+        "model__disable_dropout": False,
+        "train__save_interval": 1,
+        "train__batch_size": 6,
+    }
     straight = tiny_trainer(name, tmp_path / "straight", **changes)
     straight.learn()
     tiny_trainer(name, tmp_path / "stopped", **changes, train__total_steps=at).learn()
@@ -120,7 +125,7 @@ def test_a_checkpoint_of_an_adapter_does_not_go_onto_other_weights(name: str, tm
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("kind", ["lora", "saved module"])
+@pytest.mark.parametrize("kind", ["lora", "saved module", "pissa"])
 @pytest.mark.parametrize("base", ["random", "path"])
 def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str, base: str, tmp_path: Path) -> None:
     model: Any = tiny_llama(10)
@@ -134,7 +139,7 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
     trainer.learn()
     trained = logits(trainer.unwrapped.model)
     export, merged = tmp_path / "run" / "model", tmp_path / "merged"
-    assert (export / "base").is_dir() is (base == "random")
+    assert (export / "base").is_dir() is (base == "random" or kind == "pissa")
     assert not (export / "model.safetensors").exists()
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(export)), trained, rtol=0, atol=1e-6)
 
@@ -146,8 +151,16 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
     assert (merged / "heads.safetensors").exists() is (name == "ppo")
     assert AutoTokenizer.from_pretrained(merged).eos_token == "<eos>"
 
-    again = tiny_trainer(name, tmp_path / "again", model__model_path=str(export), model__peft_config=KINDS[kind])
+    again = tiny_trainer(
+        name, tmp_path / "again", model__model_path=str(export), model__peft_config=KINDS[kind], optimizer__lr=0.01
+    )
     torch.testing.assert_close(logits(again.unwrapped.model), trained, rtol=0, atol=1e-5)
+    again.learn()  # an adapter on an adapter: its export has both
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "again" / "model"), str(tmp_path / "both")])
+    assert done.exit_code == 0, done.output
+    both = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both"))
+    torch.testing.assert_close(both, logits(again.unwrapped.model), rtol=0, atol=1e-5)
+    assert not torch.allclose(both, trained, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -166,6 +179,25 @@ def test_a_live_peft_model_is_trained_in_place_and_its_reference_is_the_adapter_
     assert moved
     assert all("lora_" in key for key in moved)
     torch.testing.assert_close(logits(trainer.reference.policy.model), given, rtol=0, atol=0)
+    export = tmp_path / "model"
+    assert (export / "adapter_config.json").exists()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(export)), logits(live), rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("what", ["nothing to train", "two adapters"])
+def test_a_live_model_whose_adapters_do_not_say_what_to_train_is_refused(what: str, tmp_path: Path) -> None:
+    live = peft.get_peft_model(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))), peft.LoraConfig(r=2)
+    )
+    if what == "two adapters":
+        live.add_adapter("more", peft.LoraConfig(r=2))
+    else:
+        live.requires_grad_(False)
+    trainer = tiny_trainer("sft", tmp_path)
+    trainer.live_model = live
+    with pytest.raises(ConfigError, match="default, more; keep one" if what == "two adapters" else "is_trainable=True"):
+        trainer.learn()
 
 
 def test_a_peft_object_says_what_its_fields_say() -> None:
@@ -181,6 +213,7 @@ def test_a_peft_object_says_what_its_fields_say() -> None:
     [
         ({"target_modules": ["nope"]}, r"fits no module of GPT2LMHeadModel.*nope.*\n.*c_attn.*c_fc.*c_proj"),
         ({"r": 0}, r"does not fit LoraConfig|fits no module"),
+        ({"lora_dropout": 0.1}, r"lora_dropout is 0\.1, and model\.disable_dropout switches all dropout off"),
         ({"rank": 4}, r"does not fit LoraConfig.*rank"),
         ({"peft_type": "LORRA"}, r"'LORRA'; did you mean 'LORA'\?; peft knows .*IA3"),
         ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "tokens before the prompt"),

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit.models.policy as module
+from trainkit.config import ModelConfig
 from trainkit.data import Sequences
 from trainkit.functional import entropy_from_logits, token_logprobs
-from trainkit.models import CausalPolicy
+from trainkit.models import CausalPolicy, load_model
 from trainkit.testing import tiny_gpt2, tiny_llama
 
 GEMMA2 = {
@@ -181,3 +182,16 @@ def test_a_state_asked_for_behind_the_last_token_stays_with_its_row(monkeypatch:
     assert len(asked.buckets(0)) == 3
     torch.testing.assert_close(policy(asked).values, together, rtol=1e-4, atol=1e-5)
     assert (together[asked.response_mask] != 0).all()
+
+
+def test_gpt2s_gelu_is_run_in_one_kernel_and_is_the_same_function(tmp_path: Any) -> None:
+    fields = tiny_gpt2(50)
+    torch.manual_seed(0)
+    slow = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+    slow.save_pretrained(tmp_path)
+    for path in (str(tmp_path), fields):
+        fast = load_model(ModelConfig(model_path=path))
+        assert fast.config.activation_function == "gelu_pytorch_tanh"
+        fast.load_state_dict(slow.state_dict())
+        ids = batch().input_ids
+        torch.testing.assert_close(fast(ids).logits, slow(ids).logits, rtol=0, atol=1e-6)

@@ -175,7 +175,7 @@ def test_a_trunk_frozen_by_hand_is_used_and_one_below_a_trained_embedding_is_not
     assert policy.through_trunk(some_sequences()).trunk is None
 
 
-def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed() -> None:
+def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """The whole model is run instead, with the same result."""
 
     class Talkative(nn.Module):
@@ -202,6 +202,7 @@ def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed() -> None:
     model.model.layers[2] = Listening(model.model.layers[2])
     freeze_below(model, 1)
     assert CausalPolicy(model).trunk.depth == 0
+    assert "cannot go on from its frozen layers (TypeError" in caplog.text
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -17,6 +17,8 @@ TOLERANCE = 8.0
 """How many times larger the largest error may be. Another order of summation makes it 1 to 4 times as large, TF32
 over 500, bfloat16 over 5,000."""
 
+_set_here = False
+
 
 def use_fast_exact_matmul(device: torch.device) -> bool:
     """Let float32 products on the CPU go through oneDNN if they stay float32 there; whether they now do.
@@ -29,7 +31,11 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     Nothing is changed on other devices, where "medium" does round, nor if another precision has been set. The
     setting is the process's, and depends on the CPU and torch's build alone.
     """
+    global _set_here
     chosen = torch.get_float32_matmul_precision()
+    if device.type != "cpu" and _set_here and chosen == "medium":
+        torch.set_float32_matmul_precision("highest")  # what is exact on the CPU is not here
+        _set_here = False
     if device.type != "cpu" or chosen == "high":
         return False
     torch.set_float32_matmul_precision("highest")
@@ -37,6 +43,7 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     torch.set_float32_matmul_precision("medium")
     exact = all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
     torch.set_float32_matmul_precision("medium" if exact else chosen)
+    _set_here = _set_here or (exact and chosen == "highest")
     if exact:
         AttentionInterface.register("sdpa", _attention)
     return exact
@@ -44,7 +51,7 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
 
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``function(*tensors)`` as if the precision were "highest", in the forward and in the backward pass."""
-    if torch.get_float32_matmul_precision() != "medium":
+    if torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
         return function(*tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         switch: Any = _Precision.apply

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens (prompt then response, padded on the right). Masks are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -258,6 +258,12 @@ class Rollouts:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The rollouts with their tensors on ``device``."""
+        names = ("sequences", "terminated", "logprobs", "entropy", "hidden")
+        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: value.to(device) for name, value in known.items()})
 
     @property
     def samples(self) -> list[str]:

@@ -58,6 +58,10 @@ class Pipeline:
         return [self.rows[self.order(p // len(self))[p % len(self)]] for p in positions]
 
 
+REMEMBERED = 4096
+"""Prompts whose ids a `PromptEncoder` keeps at hand."""
+
+
 class PromptEncoder:
     """Prompts as token ids that leave room for the response.
 
@@ -74,6 +78,7 @@ class PromptEncoder:
         overlong: Literal["error", "truncate", "drop"] = "error",
     ) -> None:
         self.tokenizer, self.budget, self.overlong = tokenizer, budget, overlong
+        self._known: dict[str, list[int]] = {}  # prompts come again with every sample and every epoch
 
     def __call__(self, prompt: Any, what: str = "the prompt") -> list[int]:
         """Token ids of a prompt: text, or ids that are taken as they are.
@@ -83,7 +88,11 @@ class PromptEncoder:
         """
         if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
             check_text(prompt, what)
-            ids = self._encode(prompt, what)
+            if prompt not in self._known:
+                if len(self._known) >= REMEMBERED:
+                    self._known.clear()
+                self._known[prompt] = self._encode(prompt, what)
+            ids = list(self._known[prompt])
         else:
             ids = as_ids(prompt)
         if self.budget is not None and self.budget < 1:

@@ -324,7 +324,7 @@ class Console:
         self._running, at = False, trainer.progress
         self._step = at.step
         self._say(
-            f"{self._step_of_total()}  {'done' if at.step >= self._total else 'stopped'} after {clock(at.seconds)}  "
+            f"{self._step_of_total()}  {'done' if trainer.done else 'stopped'} after {clock(at.seconds)}  "
             f"{count(at.samples)} samples  {count(at.tokens)} tokens  {trainer.run_dir}"
         )
 

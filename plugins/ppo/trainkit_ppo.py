@@ -262,7 +262,10 @@ def followed(sequences: Sequences) -> Sequences:
 
     The token is chosen and not real: nothing attends to it, and it needs no room in the model's context. [B, T + 1].
     """
-    real = sequences.attention_mask
+    real, trunk = sequences.attention_mask, sequences.trunk
     return Sequences(
-        F.pad(sequences.input_ids, (0, 1)), F.pad(real, (0, 1)), F.pad(real, (1, 0)) & ~F.pad(real, (0, 1))
+        F.pad(sequences.input_ids, (0, 1)),
+        F.pad(real, (0, 1)),
+        F.pad(real, (1, 0)) & ~F.pad(real, (0, 1)),
+        trunk=None if trunk is None else F.pad(trunk, (0, 0, 0, 1)),
     )

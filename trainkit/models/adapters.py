@@ -104,10 +104,23 @@ def switch_on(model: nn.Module) -> None:
 
 
 def bare(model: Any) -> PreTrainedModel:
-    """A live model as transformers knows it: what a `peft.PeftModel` wraps, with its adapters within."""
+    """A live model as transformers knows it: what a `peft.PeftModel` wraps, with its adapters within.
+
+    Raises:
+        ConfigError: it has several adapters, or nothing in it is trainable.
+    """
     from peft import PeftModel
 
-    return cast("PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model)
+    inner = cast("PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model)
+    names = list(getattr(inner, "peft_config", None) or {})
+    if len(names) > 1:
+        raise ConfigError(f"the live model has the adapters {', '.join(names)}; keep one, with delete_adapter(name)")
+    if not any(parameter.requires_grad for parameter in inner.parameters()):
+        raise ConfigError(
+            "nothing in the live model is trainable; load its adapter with is_trainable=True, or unfreeze something"
+        )
+    inner._hf_peft_config_loaded = bool(names)  # or transformers would save the wrapped layers as a whole model
+    return inner
 
 
 def adapter_base(path: str | Path) -> str | None:
@@ -137,13 +150,19 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
         model.save_pretrained(directory)
         return
     [config] = model.peft_config.values()
-    source = config.base_model_name_or_path or model.name_or_path
+    start = getattr(config, "init_lora_weights", True)
+    source = "" if isinstance(start, str) and start != "gaussian" else model.name_or_path  # those change the weights
+    before = (config.base_model_name_or_path, start)
     config.base_model_name_or_path = source or str(target / BASE)
+    if not source and hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # what is saved beside has been changed already
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
         model.save_pretrained(directory)
-    config.base_model_name_or_path = source
+    config.base_model_name_or_path = before[0]
     if not source:
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = before[1]
         _without_adapter(model).save_pretrained(directory / BASE)
 
 
@@ -170,6 +189,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet
     return merged
 
 

@@ -54,10 +54,12 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
 
 def _load(config: ModelConfig) -> PreTrainedModel:
     arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
+    model_config = load_model_config(config)
     if not isinstance(config.model_path, str):
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(load_model_config(config), **arguments))
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(model_config, **arguments))
     try:
         base = adapter_base(config.model_path)
+        arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = AutoModelForCausalLM.from_pretrained(base or config.model_path, **arguments)
         return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
     except (OSError, ValueError, TypeError) as error:
@@ -83,9 +85,9 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
             f"the adapter {adapter} does not merge into {found!r}: {error}. Say where its base model is with --base"
         ) from error
     merged.save_pretrained(out)
-    for path in adapter.iterdir():
-        if path.is_file() and (path.name == HEADS or "token" in path.name or path.suffix == ".jinja"):
-            shutil.copy2(path, out)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(out)
+    if (adapter / HEADS).exists():
+        shutil.copy2(adapter / HEADS, out)
 
 
 def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:
@@ -102,9 +104,16 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         )
     if config.peft_config is not None:
         wanted = make_peft_config(config.peft_config)
+        dropout = [name for name, value in config.peft_config.items() if name.endswith("dropout") and value]
+        if dropout and config.disable_dropout:
+            raise ConfigError(
+                f"model.peft_config.{dropout[0]} is {config.peft_config[dropout[0]]}, and model.disable_dropout "
+                "switches all dropout off; set that to false, or leave the adapter's out"
+            )
         if not live:
             with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(model_config)
+                trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
+                skeleton = AutoModelForCausalLM.from_config(model_config, **trust)
             if hasattr(wanted, "init_lora_weights"):
                 wanted.init_lora_weights = False  # some ways of initialising read the weights
             add_adapter(skeleton, wanted)
@@ -126,9 +135,22 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
             keys = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir")
             known = {k: v for k, v in config.kwargs.items() if k in keys}
             return cast(PreTrainedConfig, AutoConfig.from_pretrained(adapter_base(path) or path, **known))
-        return AutoConfig.for_model(**path)
+        model_config = AutoConfig.for_model(**path)
+        _fuse_activation(model_config)
+        return model_config
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", path, error)) from error
+
+
+def _fuse_activation(config: PreTrainedConfig) -> list[str]:
+    """Name the tanh form of GELU, where a config has it step by step, as the one that runs in one kernel.
+
+    The function is the same; GPT-2 spends a quarter of a pass on its eight steps. Returns the fields that name it.
+    """
+    fields = [name for name in ("activation_function", "hidden_act") if getattr(config, name, None) == "gelu_new"]
+    for name in fields:
+        setattr(config, name, "gelu_pytorch_tanh")
+    return fields
 
 
 def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:

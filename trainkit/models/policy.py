@@ -31,7 +31,7 @@ CHUNK = 2**22
 """Logits that are alive at a time: 16 MB in float32."""
 
 
-PASS_COST = {"cpu": 256}
+PASS_COST = {"cpu": 1024}
 """What one more pass through a model costs beside its arithmetic, in tokens, by kind of device ..."""
 OTHER_PASS_COST = 4096
 """... and on others, where launching the kernels costs as much as the arithmetic of many tokens."""

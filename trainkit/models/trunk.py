@@ -6,6 +6,7 @@ update go on from there. Works on any model whose blocks stand in one module lis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers import PreTrainedModel
 
 from trainkit.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -101,25 +104,33 @@ class Trunk:
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
         """Set ``depth`` to 0 unless trunk and upper blocks, one after the other, give what the whole model gives."""
-        assert self.blocks is not None
-        training, inputs = model.training, _tiny_input(model)
+        training, inputs, fault = model.training, _tiny_input(model), "it says something else then"
         model.eval()
         try:
-            outputs: list[Any] = []
-            handle = self.blocks[0].register_forward_hook(lambda _, __, output: outputs.append(output))
+            if self._goes_on(model, inputs):
+                return
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            fault = f"{type(error).__name__}: {error}"  # blocks that hand each other more than a hidden state
+        finally:
+            model.train(training)
+        self.depth = 0
+        log.warning(
+            "%s cannot go on from its frozen layers (%s); they are run in every pass", type(model).__name__, fault
+        )
+
+    def _goes_on(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+        assert self.blocks is not None
+        outputs: list[Any] = []
+        handle = self.blocks[0].register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
             whole = model.base_model(**inputs).last_hidden_state
+        finally:
             handle.remove()
-            self.tuples = isinstance(outputs[0], tuple)
-            known = self(model.base_model, inputs)
-            model.base_model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)})  # nothing is left of the first
-            with self.given(known):
-                parts = model.base_model(**inputs).last_hidden_state
-            same = torch.equal(whole, parts)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
-            same = False  # blocks that hand each other more than a hidden state
-        model.train(training)
-        if not same:
-            self.depth = 0
+        self.tuples = isinstance(outputs[0], tuple)
+        known = self(model.base_model, inputs)
+        model.base_model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)})  # nothing is left of the first
+        with self.given(known):
+            return torch.equal(whole, model.base_model(**inputs).last_hidden_state)
 
 
 class _Known(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,8 +81,10 @@ class Progress:
     """Wall time spent, over all resumed parts of the run."""
     best: float = -math.inf
     """Highest mean reward of an evaluation."""
+    sampler: str = ""
+    """The class of the sampler that ..."""
     sampler_exact: bool | None = None
-    """Whether the sampler's numbers are the policy's, as the first collection showed; None before that."""
+    """... gives the policy's own numbers, or not, as its first collection showed; None before that."""
 
 
 class AccelerateRLTrainer(BaseRLTrainer[M]):
@@ -211,6 +214,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Reference | None]:
         model = self.unwrapped.to(self.accelerator.device)
+        if self.accelerator.num_processes > 1:  # as DDP will do, but before the reference is made
+            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
         reference = Reference(model) if self.needs_reference else None  # before anything can move the weights
         optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
         return (*self.accelerator.prepare(model, optimizer), reference)
@@ -232,6 +237,11 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
         return reference
+
+    @cached_property
+    def start(self) -> str | None:
+        """What identifies the weights that the run started from, which checkpoints do not hold; it never changes."""
+        return run.fingerprint_start(self)
 
     @cached_property
     def scheduler(self) -> LRScheduler:
@@ -561,7 +571,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         the first collection shows, for which the policy is run: cached keys and values may round differently, by a
         little in float32 and by too much below.
         """
-        at, seen = self.progress, _as_sampled(rollouts, self.unwrapped)
+        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), type(self.sampler).__qualname__
+        if at.sampler != sampler:
+            at.sampler, at.sampler_exact = sampler, None
         if at.sampler_exact and at.step > 0 and seen is not None:
             return seen
         outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
@@ -647,7 +659,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         seeded = [row if seed is None else {**row, "seed": seed} for row, seed in zip(rows, seeds, strict=True)]
         self.unwrapped.eval()
         with self.accelerator.autocast():
-            return replace(sampler(seeded, queries, settings, draws), rows=rows)
+            rollouts = sampler(seeded, queries, settings, draws).to(self.accelerator.device)
+        return replace(rollouts, rows=rows)
 
     def decode(
         self,

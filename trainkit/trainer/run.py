@@ -166,8 +166,7 @@ def _tidy(trainer: Trainer, run_dir: Path) -> None:
 def finished(trainer: Trainer) -> bool:
     """Whether the run has made its last step and exported the model, so that nothing is left to do."""
     assert trainer.run_dir is not None
-    step = trainer.progress.step
-    return step >= trainer.total_steps and exported_step(trainer.run_dir / "model") == step
+    return trainer.done and exported_step(trainer.run_dir / "model") == trainer.progress.step
 
 
 def _unused(path: Path) -> Path:
@@ -261,13 +260,20 @@ def _refuse_non_finite(trainer: Trainer) -> None:
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that resumes from it."""
+    return {
+        "config": trainer.config.to_dict(),
+        "reference": trainer.start,
+        "processes": trainer.accelerator.num_processes,
+    }
+
+
+def fingerprint_start(trainer: Trainer) -> str | None:
+    """What identifies the weights that a run started from, as far as its checkpoints need them; None if they do not."""
     if trainer.needs_reference:
-        start: str | None = fingerprint(trainer.reference.policy.state_dict())
-    else:
-        state, trained = trainer.unwrapped.state_dict(), _trained(trainer)
-        frozen = {name: tensor for name, tensor in state.items() if name not in trained}
-        start = fingerprint(frozen) if frozen else None
-    return {"config": trainer.config.to_dict(), "reference": start, "processes": trainer.accelerator.num_processes}
+        return fingerprint(trainer.reference.policy.state_dict())
+    trained = _trained(trainer)
+    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in trained}
+    return fingerprint(frozen) if frozen else None
 
 
 def _trained(trainer: Trainer) -> dict[str, Tensor]:
