@@ -94,3 +94,17 @@ def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     honest.unwrapped.load_state_dict(trainer.unwrapped.state_dict())
     assert sum(two_collections(trainer)) == 16
     assert trainer.progress.sampler_exact is False
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_another_sampler_than_the_one_that_was_compared_is_compared_anew(name: str, tmp_path: Path) -> None:
+    """As when a run is resumed with a plugin's sampler."""
+    trainer = tiny_trainer(name, tmp_path)
+    assert two_collections(trainer) == []
+    assert trainer.progress.sampler == "CausalSampler"
+    trainer.progress.sampler = "ServerSampler"
+    seen = passes(trainer)
+    trainer.store.clear()
+    trainer.collect()
+    assert len(seen) > 0
+    assert (trainer.progress.sampler, trainer.progress.sampler_exact) == ("CausalSampler", True)

@@ -316,6 +316,18 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
     assert trainer.progress.step == planned - left_out
     assert trainer.progress.samples == collections * 16
     assert seen == ["evaluate 0", f"evaluate {planned - left_out}", f"save {planned - left_out}"]
+    del trainer
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    again = tiny_trainer(
+        name, tmp_path, train__epochs=4, train__total_steps=None, train__eval_interval=100, train__save_interval=100,
+        train__resume="auto",
+    )  # fmt: skip
+    again.learn()
+    assert again.progress.step == planned - left_out, "it is finished, with fewer steps than planned"
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: after[path] for path in before if path.name != "run.lock"} == {
+        path: at for path, at in before.items() if path.name != "run.lock"
+    }
 
 
 @pytest.mark.parametrize("name", ONLINE)

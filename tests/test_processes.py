@@ -153,7 +153,9 @@ import json
 import sys
 from pathlib import Path
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from trainkit.models import policy
+from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
@@ -168,7 +170,13 @@ for name in sys.argv[2:]:
         trainer.learn()
         trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
         said[f"{name} {what}"] = [p.double().sum().item().hex() for p in trained]
-(out / f"said-{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
+rank = trainer.accelerator.process_index
+torch.manual_seed(rank)  # a live model that is another in each process
+trainer = tiny_trainer("ppo", out / "live")
+trainer.live_model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(10)))
+trainer.collect()
+said["live"] = [trainer._pending["policy/kl"].compute(), trainer.start]
+(out / f"said-{rank}.json").write_text(json.dumps(said))
 torch.distributed.destroy_process_group()
 """
 
@@ -243,9 +251,10 @@ def test_two_processes_train_upper_layers_or_an_adapter_and_end_bit_equal(tmp_pa
     """Resumed half-way; with frozen layers run once, and rows of like length going through the model together."""
     launch(PARTS, 2, str(tmp_path), *TRAINERS)
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert len(first) == 2 * len(TRAINERS)
+    assert len(first) == 2 * len(TRAINERS) + 1
     assert all(first.values())
     assert first == second
+    assert first["live"][0] == 0.0, "the reference is made of the weights that all processes begin with"
 
 
 @pytest.fixture(scope="module")
