@@ -180,7 +180,8 @@ class _Responses:
         return tokens
 
     def _scale(self, logits: Tensor, previous: Tensor) -> Tensor:
-        return allow_logits(logits / (self.settings.temperature or 1.0), previous, self.sampler.logit_mask)
+        scaled = logits if self.settings.temperature in (0, 1) else logits / self.settings.temperature
+        return allow_logits(scaled, previous, self.sampler.logit_mask)
 
     def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor) -> _Odds:
         """The distribution that is drawn from: ``plain``, without what the settings make rare or leave out."""

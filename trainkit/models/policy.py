@@ -184,8 +184,9 @@ class CausalPolicy(nn.Module):
 
     def _logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits [N, V] in float32 of the distribution that is sampled from."""
-        logits = self.model.get_output_embeddings()(states) if self.head_alone else states
-        return allow_logits(logits.float() / self.temperature, previous, self.logit_mask)
+        logits = (self.model.get_output_embeddings()(states) if self.head_alone else states).float()
+        scaled = logits if self.temperature == 1 else logits / self.temperature  # a copy of all logits
+        return allow_logits(scaled, previous, self.logit_mask)
 
     def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """What the head reads [N, D] (or full logits [N, V]) and hidden states [N, D], where tokens were chosen."""
