@@ -41,6 +41,7 @@ def stub_trainer(**more: Any) -> Any:
         config=config,
         pipeline=object(),
         total_steps=10,
+        done=False,
         run_dir=Path("runs/toy"),
         progress=progress,
         resumed=[],
