@@ -251,3 +251,11 @@ def test_merging_what_does_not_merge_is_an_explained_error(what: str, tmp_path: 
     assert done.exit_code == 1
     expected = {"no adapter": "holds no adapter_config.json", "full directory": "not empty", "base gone": "--base"}
     assert expected[what] in done.output
+
+
+def test_a_live_model_that_was_frozen_takes_an_adapter() -> None:
+    """As one prepared for training with few bits is."""
+    live = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))).requires_grad_(False)
+    model = load_model(ModelConfig(peft_config=LORA), live)
+    assert model is live
+    assert {"lora_A", "lora_B"} == {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad}

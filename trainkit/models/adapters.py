@@ -78,7 +78,7 @@ def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model has adapters in its layers."""
-    return any(True for _ in adapted(model))
+    return bool(adapted(model))
 
 
 def adapted(model: nn.Module) -> list[Any]:
@@ -107,19 +107,14 @@ def bare(model: Any) -> PreTrainedModel:
     """A live model as transformers knows it: what a `peft.PeftModel` wraps, with its adapters within.
 
     Raises:
-        ConfigError: it has several adapters, or nothing in it is trainable.
+        ConfigError: it has several adapters.
     """
-    from peft import PeftModel
-
-    inner = cast("PreTrainedModel", model.get_base_model() if isinstance(model, PeftModel) else model)
+    inner = cast("PreTrainedModel", model.get_base_model() if hasattr(model, "get_base_model") else model)
     names = list(getattr(inner, "peft_config", None) or {})
     if len(names) > 1:
         raise ConfigError(f"the live model has the adapters {', '.join(names)}; keep one, with delete_adapter(name)")
-    if not any(parameter.requires_grad for parameter in inner.parameters()):
-        raise ConfigError(
-            "nothing in the live model is trainable; load its adapter with is_trainable=True, or unfreeze something"
-        )
-    inner._hf_peft_config_loaded = bool(names)  # or transformers would save the wrapped layers as a whole model
+    if names:
+        inner._hf_peft_config_loaded = True  # or transformers would save the wrapped layers as a whole model
     return inner
 
 

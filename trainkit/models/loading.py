@@ -46,6 +46,10 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         add_adapter(model, make_peft_config(config.peft_config))
     elif config.num_layers_unfrozen >= 0:
         freeze_below(model, config.num_layers_unfrozen)
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "nothing in the live model is trainable; load its adapter with is_trainable=True, or unfreeze something"
+        )
     if config.disable_dropout:
         disable_dropout(model)
     model.eval()

@@ -19,7 +19,7 @@ from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, token_logprobs
 from trainkit.models.adapters import HEADS
-from trainkit.models.trunk import Trunk
+from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.value_head import ValueHead
 
 if TYPE_CHECKING:
@@ -267,10 +267,10 @@ def _head_gives_logits(model: PreTrainedModel) -> bool:
     scaled = [
         name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
     ]
-    training, ids = model.training, torch.arange(4, device=model.device).unsqueeze(0)
+    training, probe = model.training, tiny_input(model)
     model.eval()
-    full = model(ids, use_cache=False).logits.float()
-    alone = head(model.base_model(ids, use_cache=False).last_hidden_state).float()
+    full = model(**probe).logits.float()
+    alone = head(model.base_model(**probe).last_hidden_state).float()
     model.train(training)
     if not scaled and full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
         return True

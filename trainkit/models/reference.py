@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.data import Sequences
 from trainkit.models.adapters import has_adapter, switch_off, switch_on
 from trainkit.models.policy import CausalPolicy, TokenOutputs
+from trainkit.models.trunk import tiny_input
 
 
 class Reference:
@@ -38,10 +39,10 @@ class Reference:
 
     @torch.no_grad()
     def _leave_adapter_out(self) -> None:
-        model, probe = self.policy.model, torch.arange(4, device=self.policy.model.device).unsqueeze(0)
-        adapted = model(probe, use_cache=False).logits
+        model, probe = self.policy.model, tiny_input(self.policy.model)
+        adapted = model(**probe).logits
         switch_off(model)
-        if not torch.equal(model(probe, use_cache=False).logits, adapted):  # one that goes on, or changes the weights
+        if not torch.equal(model(**probe).logits, adapted):  # one that goes on, or changes the weights
             switch_on(model)
             self.policy.requires_grad_(False)
 

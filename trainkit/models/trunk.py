@@ -104,7 +104,7 @@ class Trunk:
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
         """Set ``depth`` to 0 unless trunk and upper blocks, one after the other, give what the whole model gives."""
-        training, inputs, fault = model.training, _tiny_input(model), "it says something else then"
+        training, inputs, fault = model.training, tiny_input(model), "it says something else then"
         model.eval()
         try:
             if self._goes_on(model, inputs):
@@ -187,7 +187,7 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
-        model.base_model(**_tiny_input(model))
+        model.base_model(**tiny_input(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -199,6 +199,7 @@ def _first(output: Any) -> Tensor:
     return hidden
 
 
-def _tiny_input(model: PreTrainedModel) -> dict[str, Any]:
-    ids = torch.arange(4, device=model.device).unsqueeze(0)
+def tiny_input(model: PreTrainedModel) -> dict[str, Any]:
+    """Four tokens, to see what a model does."""
+    ids = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
