@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +17,7 @@ import trainkit.models.policy as module
 from trainkit.config import ModelConfig
 from trainkit.data import Sequences
 from trainkit.functional import entropy_from_logits, token_logprobs
-from trainkit.models import CausalPolicy, load_model
+from trainkit.models import CausalPolicy, Reference, load_model, make_policy
 from trainkit.testing import tiny_gpt2, tiny_llama
 
 GEMMA2 = {
@@ -195,3 +196,29 @@ def test_gpt2s_gelu_is_run_in_one_kernel_and_is_the_same_function(tmp_path: Any)
         fast.load_state_dict(slow.state_dict())
         ids = batch().input_ids
         torch.testing.assert_close(fast(ids).logits, slow(ids).logits, rtol=0, atol=1e-6)
+
+
+class CountingHead(nn.Module):
+    """Answers with the token's id, and with its state's first feature."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        return {"token": tokens.float(), "feature": hidden[:, 0]}
+
+
+def test_a_further_head_reads_the_states_in_which_response_tokens_were_chosen() -> None:
+    """Rows of several lengths, in one pass and in passes by length; the reference has no such head."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(12)))
+    sequences = Sequences.from_lists([[1, 2], [3], [4, 5, 6, 7, 8]], [[3, 4], [5, 6, 7, 8, 9], [1]])
+    policy = make_policy(model, head=CountingHead()).eval()
+    together = policy(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.PASS_COST, "cpu", 0)
+        apart = policy(sequences)
+    ids = sequences.input_ids.float() * sequences.response_mask
+    assert torch.equal(together.head["token"], ids)
+    assert torch.equal(apart.head["token"], ids)
+    hidden = model.base_model(sequences.input_ids, sequences.attention_mask).last_hidden_state[1, 2, 0]
+    torch.testing.assert_close(together.head["feature"][1, 3], hidden)  # token 3 was chosen in the state after token 2
+    torch.testing.assert_close(apart.head["feature"], together.head["feature"])
+    assert Reference(policy)(sequences).head == {}

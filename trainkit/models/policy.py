@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import repeat
@@ -51,6 +52,8 @@ class TokenOutputs(NamedTuple):
     """Entropy of the distribution each token was chosen from; None unless asked for."""
     kl: Tensor = None  # type: ignore[assignment]
     """Its divergence KL(π‖π_ref) from a reference's, over the whole vocabulary; None unless asked for."""
+    head: Mapping[str, Tensor] = {}
+    """What the policy's further head says, by name."""
 
 
 class CausalPolicy(nn.Module):
@@ -67,6 +70,8 @@ class CausalPolicy(nn.Module):
         temperature: divides the logits everywhere, as in sampling (F-02).
         logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed, as in sampling.
         value_head: whether to add a critic's head on the trunk.
+        head: a further head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``, which reads the states in which
+            response tokens were chosen, and these tokens; its answers are `TokenOutputs.head`.
     """
 
     logit_mask: Tensor | None
@@ -78,13 +83,16 @@ class CausalPolicy(nn.Module):
         temperature: float = 1.0,
         logit_mask: Tensor | None = None,
         value_head: bool = False,
+        head: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.value_head = ValueHead(model.config.get_text_config().hidden_size) if value_head else None
-        if self.value_head is not None:
-            self.value_head.to(model.device)
+        self.head = head
+        for added in (self.value_head, self.head):
+            if added is not None:
+                added.to(model.device)
         self.register_buffer("logit_mask", check_logit_mask(logit_mask, model), persistent=False)
         self.head_alone = _head_gives_logits(model)
         self.trunk = Trunk(model)
@@ -109,10 +117,10 @@ class CausalPolicy(nn.Module):
         if len(buckets) == 1:
             return self._read(sequences, entropy, reference)
         parts = [self._read(sequences.select(rows), entropy, reference) for rows in buckets]
-        columns = (
-            None if column[0] is None else sequences.reunite(buckets, column) for column in zip(*parts, strict=True)
-        )
-        return TokenOutputs(*columns)  # type: ignore[arg-type]
+        known = {name: value for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)}
+        found = {name: sequences.reunite(buckets, [getattr(part, name) for part in parts]) for name in known}
+        head = {name: sequences.reunite(buckets, [part.head[name] for part in parts]) for name in parts[0].head}
+        return TokenOutputs(**found, head=head)
 
     def _read(self, sequences: Sequences, entropy: bool, reference: Reference | None) -> TokenOutputs:
         chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
@@ -121,13 +129,16 @@ class CausalPolicy(nn.Module):
         if reference is not None:
             with torch.no_grad():
                 others, _ = reference.policy._states(sequences, chosen)
-        inputs = (states, sequences.input_ids[:, 1:][chosen], sequences.input_ids[:, :-1][chosen], others)
+        tokens = sequences.input_ids[:, 1:][chosen]
+        inputs = (states, tokens, sequences.input_ids[:, :-1][chosen], others)
         logprobs, entropies, divergences = self._read_states(inputs, entropy, reference)
+        head = {} if self.head is None else self.head(hidden, tokens)
         return TokenOutputs(
             logprobs=sequences.place(logprobs),
             **({} if self.value_head is None else {"values": sequences.place(self.value_head(hidden))}),
             **({"entropy": sequences.place(entropies)} if entropy else {}),
             **({"kl": sequences.place(divergences)} if reference is not None else {}),
+            head={name: sequences.place(answer) for name, answer in head.items()},
         )
 
     @torch.no_grad()
@@ -197,6 +208,18 @@ class CausalPolicy(nn.Module):
                 return hidden, hidden
             logits, hidden = logits_and_hidden(self.model, **_inputs(sequences))
             return logits[:, :-1][chosen], hidden[:, :-1][chosen]
+
+
+def make_policy(
+    model: PreTrainedModel,
+    *,
+    temperature: float = 1.0,
+    logit_mask: Tensor | None = None,
+    value_head: bool = False,
+    head: nn.Module | None = None,
+) -> CausalPolicy:
+    """The policy that fits the model's architecture; the arguments are those of `CausalPolicy`."""
+    return CausalPolicy(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
 
 
 def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:

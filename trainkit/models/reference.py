@@ -16,7 +16,7 @@ from trainkit.models.trunk import tiny_input
 
 
 class Reference:
-    """A policy as it is now, frozen, without its value head: ``reference(sequences) -> TokenOutputs``.
+    """A policy as it is now, frozen, without its further heads: ``reference(sequences) -> TokenOutputs``.
 
     Parameters that are not trained are shared with the policy, not copied. So with everything trained it is a full
     copy; with frozen lower layers, a copy of the upper ones on the shared trunk; with an adapter, the model without
@@ -27,12 +27,12 @@ class Reference:
     """
 
     def __init__(self, policy: CausalPolicy) -> None:
-        head, policy.value_head = policy.value_head, None
+        heads, policy.value_head, policy.head = (policy.value_head, policy.head), None, None
         shared = [tensor for tensor in policy.parameters() if not tensor.requires_grad]
         try:
             self.policy = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})
         finally:
-            policy.value_head = head
+            policy.value_head, policy.head = heads
         self.policy.eval().requires_grad_(False)
         if has_adapter(self.policy.model):
             self._leave_adapter_out()
