@@ -218,7 +218,7 @@ def test_a_further_head_reads_the_states_in_which_response_tokens_were_chosen() 
     ids = sequences.input_ids.float() * sequences.response_mask
     assert torch.equal(together.head["token"], ids)
     assert torch.equal(apart.head["token"], ids)
-    hidden = model.base_model(sequences.input_ids, sequences.attention_mask).last_hidden_state[1, 2, 0]
+    hidden = model.base_model(sequences.input_ids, attention_mask=sequences.attention_mask).last_hidden_state[1, 2, 0]
     torch.testing.assert_close(together.head["feature"][1, 3], hidden)  # token 3 was chosen in the state after token 2
     torch.testing.assert_close(apart.head["feature"], together.head["feature"])
     assert Reference(policy)(sequences).head == {}
