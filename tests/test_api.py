@@ -441,3 +441,17 @@ def test_an_offline_algorithm_says_that_it_does_not_step(config: Any) -> None:
         trainer.step(["a"], [torch.tensor([1])], [1.0])
     with pytest.raises(DataError, match="samples"):
         trainer.learn()
+
+
+def test_evaluations_measure_held_out_samples(config: dict[str, Any]) -> None:
+    samples = [("a", "bc"), ("b", "cd"), ("c", "de")]
+    trainer = trainkit.train(MODEL, samples=samples, eval_samples=samples[:2], tokenizer=TOKENIZER, config=config)
+    found = trainer.evaluate()
+    batch = trainer.make_experience(trainer.eval_samples)
+    logprobs = trainer.unwrapped(batch).logprobs.detach()
+    assert found["eval/loss/total"] == pytest.approx(-float(logprobs.sum() / batch.response_mask.sum()), rel=1e-5)
+
+
+def test_held_out_samples_of_an_online_algorithm_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="learns from what it samples"):
+        trainkit.train(MODEL, reward, prompts=PROMPTS, eval_samples=["ab"], tokenizer=TOKENIZER, config=config)

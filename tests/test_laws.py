@@ -497,3 +497,24 @@ def test_experience_is_frozen_and_the_loss_does_not_change_it(name: str, tmp_pat
     assert all(torch.equal(before[k], v) for k, v in batch.flatten().items())
     with pytest.raises(AttributeError):
         setattr(batch, fields(batch)[0].name, None)
+
+
+OFFLINE = [name for name in TRAINERS if "samples" in trainkit.get_trainer(name).inputs]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_held_out_samples_are_measured_by_the_loss_and_change_nothing(name: str, tmp_path: Path) -> None:
+    """However they are split."""
+    trainer = tiny_trainer(name, tmp_path / "a", train__eval_interval=2)
+    plain = tiny_trainer(name, tmp_path / "b", train__microbatch_size=3, rollout__batch_size=5)
+    for each in (trainer, plain):
+        assert each.pipeline is not None
+        each.eval_samples = list(each.pipeline.rows)
+        each.eval_rows = []
+    found = trainer.evaluate()
+    assert found["eval/loss/total"] == pytest.approx(plain.evaluate()["eval/loss/total"], rel=1e-5)
+    trainer.learn()
+    untouched = tiny_trainer(name, tmp_path / "c")
+    untouched.learn()
+    for one, other in zip(trainer.unwrapped.parameters(), untouched.unwrapped.parameters(), strict=True):
+        assert torch.equal(one, other)

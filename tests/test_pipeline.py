@@ -20,7 +20,15 @@ from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import Row
 from trainkit.errors import DataError
-from trainkit.pipeline import Pipeline, PromptEncoder, encode_sample, prompt_rows, sample_rows
+from trainkit.pipeline import (
+    Pipeline,
+    PromptEncoder,
+    encode_joint,
+    encode_sample,
+    preference_rows,
+    prompt_rows,
+    sample_rows,
+)
 from trainkit.testing import EOS, character_tokenizer
 
 BOS = "<bos>"
@@ -500,3 +508,42 @@ def test_prompts_have_the_ids_in_a_sample_that_they_have_when_generating(
     assert mask == "." * len(when_generating) + "x" * (len(ids) - len(when_generating))
     assert ids[-1] == made.eos_token_id
     assert len(ids) - len(when_generating) == len(output) + (output[-1] != EOS)
+
+
+# --------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_a_pair_keeps_its_columns_and_is_a_copy() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2.0}
+    (row,) = preference_rows([pair])
+    assert row == pair
+    assert row is not pair
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "without rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "says nothing"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
+        ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt should be a string"),
+        ("text", "given 'text'"),
+    ],
+)
+def test_a_faulty_pair_is_named(sample: Any, said: str) -> None:
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match=f"sample 1.*{said}"):
+        preference_rows([good, sample])
+
+
+def test_prompt_and_output_are_tokenised_as_one_text_and_cut_on_the_left() -> None:
+    tokenizer = character_tokenizer("abcdefgh")
+    ids, chosen, cut = encode_joint(tokenizer, "abc", "de", None)
+    assert tokenizer.decode(ids) == "abcde" + tokenizer.eos_token
+    assert (chosen, cut) == ([False] * 3 + [True] * 3, False)
+    ids, chosen, cut = encode_joint(tokenizer, "abc", "de", 4)
+    assert tokenizer.decode(ids) == "cde" + tokenizer.eos_token
+    assert (chosen, cut) == ([False, True, True, True], True)
+    ids, chosen, cut = encode_joint(tokenizer, "abc", "defgh", 4)  # the output alone is too long: its end goes too
+    assert tokenizer.decode(ids) == "cdef"
+    assert (chosen, cut) == ([False, True, True, True], True)

@@ -9,19 +9,22 @@ if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
     from trainkit.config import MethodConfig, TRLConfig, default_config
-    from trainkit.data import Batch, Rollouts, Row, Sequences, TokenBatch
+    from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
     from trainkit.hookspecs import hookimpl
     from trainkit.registry import available_trainers, get_trainer, register_trainer
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
+    from trainkit.trainer.loop import AcceleratedLoop
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AccelerateRLTrainer": "trainkit.trainer.accelerate",
+    "AcceleratedLoop": "trainkit.trainer.loop",
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data",
     "MethodConfig": "trainkit.config",
+    "Preferences": "trainkit.data",
     "Rollouts": "trainkit.data",
     "Row": "trainkit.data",
     "Sequences": "trainkit.data",
@@ -39,9 +42,11 @@ _MODULES = ("functional", "metrics", "models", "testing")
 
 __all__ = [
     "AccelerateRLTrainer",
+    "AcceleratedLoop",
     "BaseRLTrainer",
     "Batch",
     "MethodConfig",
+    "Preferences",
     "Rollouts",
     "Row",
     "Sequences",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import TRLConfig, read_yaml
-from trainkit.errors import ConfigError, DataError, describe
+from trainkit.errors import ConfigError, describe
 from trainkit.registry import get_trainer
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def train(
     *,
     method: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    eval_samples: Iterable[Any] | None = None,
     allow_drift: bool = False,
 ) -> AccelerateRLTrainer[Any]:
     """Train a language model, by reinforcement or offline, and return its trainer.
 
     What is given decides the kind of training: ``reward_fn`` with ``prompts`` is online (``ppo`` unless ``method``
     or ``config`` names another), ``samples`` with ``rewards`` is offline reinforcement learning (``ilql``),
-    ``samples`` alone is supervised fine-tuning (``sft``).
+    ``samples`` alone is supervised fine-tuning (``sft``), or ``dpo`` if they are pairs of ``chosen`` and ``rejected``.
 
     Args:
         model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
@@ -52,7 +53,8 @@ def train(
             or for dense rewards a list of numbers per sample, one for each token of the response from the first on
             and at most as many. All are lists of text; ``columns`` are the further keys of the prompts.
         dataset: ``(samples, rewards)``; the older way to give both.
-        samples: text, ``(prompt, output)`` turns, or dicts with ``prompt`` and ``output``.
+        samples: text, ``(prompt, output)`` turns, or dicts with ``prompt`` and ``output``; pairs are dicts with
+            ``prompt``, ``chosen`` and ``rejected``.
         rewards: one number per sample.
         prompts: strings, or dicts with ``prompt`` and further columns; a list, a `datasets.Dataset`, any finite
             iterable. Online and without prompts, every response starts from the tokenizer's beginning token.
@@ -65,6 +67,8 @@ def train(
         callbacks: objects whose methods, marked with `trainkit.hookimpl`, observe the run.
         method: the algorithm, if ``config`` does not name it.
         tokenizer: a live tokenizer, instead of the model's own.
+        eval_samples: held-out samples of the same form as ``samples``, over which evaluations measure the loss;
+            ``(samples, rewards)`` where rewards belong to them.
         allow_drift: with ``train.resume``, go on also where settings differ on which the course of training depends;
             the new ones hold from then on, and the run says which they are.
 
@@ -87,13 +91,13 @@ def train(
         raise ConfigError("metric_fn measures evaluations, and there are no prompts for them; give eval_prompts too")
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
-    settled = _settle_config(config, method, model_path, present)
+    settled = _settle_config(config, method, model_path, _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
     _check_inputs(settled.method.name, trainer_class.inputs, present)
     trainer = trainer_class(
         settled,
         model=model_path if _is_model(model_path) else None,
-        tokenizer=tokenizer,
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
         reward_fn=reward_fn,
         metric_fn=metric_fn,
         logit_mask=logit_mask,
@@ -106,13 +110,23 @@ def train(
     else:
         from trainkit.pipeline import prompt_rows
 
-        rows = prompt_rows(_default_prompts(trainer) if prompts is None else prompts)
+        rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts)
         trainer.add_prompt_pipeline(rows)
         eval_prompts = rows[: settled.train.batch_size] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
+    if eval_samples is not None:
+        trainer.add_eval_samples(*_eval_samples(eval_samples, trainer.inputs))
     trainer.learn()
     return trainer
+
+
+def _eval_samples(eval_samples: Any, inputs: tuple[str, ...]) -> tuple[Any, Any]:
+    if "rewards" not in inputs:
+        return eval_samples, None
+    if not isinstance(eval_samples, tuple) or len(eval_samples) != 2:
+        raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
+    return eval_samples
 
 
 def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]:
@@ -150,9 +164,9 @@ def _settle_config(
     config: TRLConfig[Any] | Mapping[str, Any] | str | Path | None,
     method: str | None,
     model_path: Any,
-    present: list[str],
+    usual: str,
 ) -> TRLConfig[Any]:
-    """The configuration with the method and the model that the arguments name."""
+    """The configuration with the method and the model that the arguments name; ``usual`` if nothing names a method."""
     fields = _config_sections(config)
     section = fields.get("method")
     named = section if isinstance(section, str) else _as_dict(section).get("name")
@@ -161,7 +175,7 @@ def _settle_config(
             raise ConfigError(f"a method is named by a string; given {describe(given)}")
     if method and named and method.lower() != named.lower():
         raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
-    name = method or named or ("ppo" if "reward_fn" in present else "ilql" if "rewards" in present else "sft")
+    name = method or named or usual
     get_trainer(name)  # an algorithm that is not installed is said at once, with what to install
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
     model = _as_dict(fields.get("model"))
@@ -173,6 +187,15 @@ def _settle_config(
         path = model_path if isinstance(model_path, str) else _config_fields(model_path)
         fields["model"] = {**model, "model_path": path}
     return TRLConfig.from_dict(fields)
+
+
+def _usual_method(present: list[str], samples: Any) -> str:
+    """The algorithm for what is given, where none is named."""
+    if "reward_fn" in present or "rewards" in present:
+        return "ppo" if "reward_fn" in present else "ilql"
+    first = samples[0] if hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and len(samples) else None
+    pairs = isinstance(first, Mapping) and {"chosen", "rejected"} <= first.keys()
+    return "dpo" if pairs else "sft"
 
 
 def _config_sections(config: Any) -> dict[str, Any]:
@@ -224,12 +247,3 @@ def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> Non
             f"{'Add ' + ' and '.join(missing) if missing else 'Leave out ' + ' and '.join(unused)}, "
             "or name another method"
         )
-
-
-def _default_prompts(trainer: AccelerateRLTrainer[Any]) -> list[Any]:
-    bos = trainer.tokenizer.bos_token
-    if bos is None:
-        raise DataError(
-            "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
-        )
-    return [bos] * trainer.config.rollout.num_rollouts

@@ -233,6 +233,26 @@ class TokenBatch(Batch):
 
 
 @dataclass(frozen=True)
+class Preferences(Batch):
+    """Pairs of responses of which one is preferred; the unit of averaging is the pair. [B] pairs."""
+
+    chosen: Sequences
+    """The preferred one of each pair, with its prompt."""
+    rejected: Sequences
+    """The other one, with the same prompt."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each pair's longer side [B]."""
+        return torch.maximum(self.chosen.lengths, self.rejected.lengths)
+
+    @property
+    def both(self) -> Sequences:
+        """All sequences, for one pass through a model: the chosen ones, then the rejected ones [2B, T]."""
+        return Sequences.cat([self.chosen, self.rejected])
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """What the sampler returns for B prompts: ids that are trained on, and text for people and reward functions."""
 

@@ -10,9 +10,9 @@ import pluggy
 if TYPE_CHECKING:
     from trainkit.data import Batch, Rollouts
     from trainkit.sampling import Sampler
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.loop import AcceleratedLoop
 
-    Trainer = AccelerateRLTrainer[Any]
+    Trainer = AcceleratedLoop[Any]
 
 GROUP = "trainkit"
 """The entry-point group, and pluggy's project name."""

@@ -238,6 +238,77 @@ def _sample_row(sample: Any, what: str) -> Row:
     return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
 
 
+PREFERENCE = ("prompt", "chosen", "rejected")
+"""The columns of a pair; others are kept."""
+
+
+def preference_rows(samples: Iterable[Any]) -> list[Row]:
+    """Pairs to learn from as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
+
+    Raises:
+        DataError: no pairs, one of another form, or one whose sides are the same; names its index.
+    """
+    if isinstance(samples, str | Mapping):
+        raise DataError(f"samples should be a list; given {describe(samples)}. Write [sample]")
+    rows = [_preference_row(sample, f"sample {index}") for index, sample in enumerate(samples)]
+    if not rows:
+        raise DataError("samples is empty; give at least one pair")
+    return rows
+
+
+def _preference_row(sample: Any, what: str) -> Row:
+    given = list(sample) if isinstance(sample, Mapping) else []
+    if missing := [name for name in PREFERENCE if name not in given]:
+        raise DataError(
+            f"{what} should be a dict with the columns {', '.join(PREFERENCE)}; "
+            f"{'without ' + ', '.join(missing) if given else 'given ' + describe(sample)}"
+        )
+    for name in PREFERENCE:
+        check_text(sample[name], f"{what}: {name}")
+    if sample["chosen"] == sample["rejected"]:
+        raise DataError(f"{what} has the same text as chosen and as rejected, which says nothing; leave it out")
+    return dict(sample)
+
+
+def encode_joint(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, limit: int | None, what: str = "the sample"
+) -> tuple[list[int], list[bool], bool]:
+    """Token ids of a prompt and an output that are tokenised as one text, which of them are the output's, and whether
+    something was cut.
+
+    A token that reaches from the prompt into the output is the output's. The tokenizer's beginning token comes first,
+    where it adds one and the text does not; EOS ends the output, where it does not. What is too long loses the
+    beginning of its prompt; an output that is longer still, its end (S-36).
+
+    Raises:
+        DataError: the prompt or the output has no tokens.
+    """
+    ids = PromptEncoder(tokenizer, None)(prompt + output, what)
+    start = len(ids) - _output_tokens(tokenizer, prompt, output, what)
+    chosen = [index >= start for index in range(len(ids))]
+    if start == len(ids):
+        raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
+    if start == 0:
+        raise DataError(f"{what} has a prompt without tokens, {describe(prompt)}; give text that the tokenizer keeps")
+    if ids[-1] != tokenizer.eos_token_id:
+        ids, chosen = [*ids, tokenizer.eos_token_id], [*chosen, True]
+    if limit is None or len(ids) <= limit:
+        return ids, chosen, False
+    first = min(len(ids) - limit, start - 1)  # a response is chosen after at least one token
+    return ids[first:][:limit], chosen[first:][:limit], True
+
+
+def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str) -> int:
+    """How many of the last tokens of ``prompt + output`` hold text of the output."""
+    text = prompt + output
+    if not tokenizer.is_fast:  # no offsets: what the whole begins with as the prompt alone does
+        whole, alone = encode_text(tokenizer, text, what), encode_text(tokenizer, prompt, what)
+        agree = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), len(alone))
+        return len(whole) - agree
+    ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return sum(end > len(prompt) for _, end in ends)
+
+
 def encode_sample(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
 ) -> tuple[list[int], list[bool]]:

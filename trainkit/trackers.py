@@ -29,9 +29,9 @@ from trainkit.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.loop import AcceleratedLoop
 
-    Trainer = AccelerateRLTrainer[Any]
+    Trainer = AcceleratedLoop[Any]
 
 Sample = dict[str, Any]
 

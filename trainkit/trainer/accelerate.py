@@ -1,115 +1,65 @@
-"""The loop, on accelerate: written once, for every algorithm."""
+"""What training language models adds to the loop: tokenizer, sampler, reference, generating, evaluating, exporting."""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
-from trainkit.backend import use_fast_exact_matmul
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
-from trainkit.data import Batch, Rollouts, Row, Sequences
-from trainkit.errors import ConfigError, DataError, NonFiniteError
-from trainkit.functional import exact
+from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
+from trainkit.errors import ConfigError, DataError
+from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import CausalPolicy, TokenOutputs
 from trainkit.models.reference import Reference
-from trainkit.pipeline import Pipeline, PromptEncoder, Prompts, encode_sample, prompt_rows, sample_rows
-from trainkit.plugins import discover, hook_manager
-from trainkit.registry import get_trainer
+from trainkit.pipeline import PromptEncoder, Prompts, encode_joint, encode_sample, preference_rows, sample_rows
 from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
-from trainkit.seeding import Seen, generator, global_rng, row_seeds
-from trainkit.trainer import generation, optim, run
-from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.seeding import generator, row_seeds
+from trainkit.trainer import generation, run
 from trainkit.trainer.evaluation import evaluate, sweep
-from trainkit.trainer.launch import make_accelerator
-from trainkit.trainer.lock import RunLock
-from trainkit.trainer.stopping import Stop
+from trainkit.trainer.loop import AcceleratedLoop
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
 
-MICROBATCH_TOKENS = {"cpu": 2048}
-"""Tokens of a micro-batch where its rows are not set, by kind of device: more keep no core busier ..."""
-OTHER_TOKENS = 32_768
-"""... but do keep an accelerator so, within limits; memory grows with them."""
 SAMPLER_TOLERANCE = 1e-4
 """How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
 
 
-@dataclass
-class Progress:
-    """Where a run stands: all of the loop's own state, in plain numbers."""
-
-    step: int = 0
-    """Optimizer steps made, or left out by `judge`."""
-    collection: int = 0
-    """Collections finished."""
-    cursor: int = 0
-    """Rows of the stream used up by finished collections."""
-    epoch: int = 0
-    """Passes made over the present collection."""
-    position: int = 0
-    """Minibatches made in the present pass."""
-    stopped: bool = False
-    """`judge` has left out what remains of the present collection."""
-    sampled: int = 0
-    """Calls of the sampler for training, which key its randomness."""
-    generated: int = 0
-    """Calls of `generate`, which key theirs."""
-    samples: int = 0
-    """Rows of experience made so far, all processes."""
-    tokens: int = 0
-    """Units (tokens or rows) in the steps so far, all processes."""
-    seconds: float = 0.0
-    """Wall time spent, over all resumed parts of the run."""
-    best: float = -math.inf
-    """Highest mean reward of an evaluation."""
-    sampler: str = ""
-    """The class of the sampler that ..."""
-    sampler_exact: bool | None = None
-    """... gives the policy's own numbers, or not, as its first collection showed; None before that."""
-
-
-class AccelerateRLTrainer(BaseRLTrainer[M]):
-    """Everything about training that is not the algorithm.
-
-    Nothing heavy happens at construction: model and optimizer are made on first use, after the data were checked.
+class AccelerateRLTrainer(AcceleratedLoop[M]):
+    """The loop for language models: everything about training them that is not the algorithm.
 
     Args:
         config: the run's configuration.
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
         tokenizer: a live tokenizer, instead of the one that the config names.
-        reward_fn: scores samples; see `trainkit.rewards.score`.
-        metric_fn: measures samples at evaluation; see `trainkit.rewards.metrics`.
-        logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; holds in sampling, and in
-            training where the algorithm learns from what it sampled.
-        stop_sequences: strings that end a response, over those of the config.
-        callbacks: objects with ``@hookimpl`` methods.
-        allow_drift: resume also where settings differ on which the course of training depends.
+        **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
+            reward_fn: scores samples; see `trainkit.rewards.score`.
+            metric_fn: measures samples at evaluation; see `trainkit.rewards.metrics`.
+            logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; holds in sampling, and in
+                training where the algorithm learns from what it sampled.
+            stop_sequences: strings that end a response, over those of the config.
+            callbacks: objects with ``@hookimpl`` methods.
+            allow_drift: resume also where settings differ on which the course of training depends.
 
     Raises:
         ConfigError, DataError, PluginError: at the door, before a model is loaded.
     """
 
-    needs_reference: ClassVar[bool] = False
-    """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
+    sample_format: ClassVar[Literal["completion", "preference"]] = "completion"
+    """What offline samples are: outputs to prompts, or pairs ``{"prompt", "chosen", "rejected"}``."""
 
     def __init__(
         self,
@@ -117,26 +67,20 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         *,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        callbacks: Iterable[object] = (),
-        allow_drift: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, **kwargs)
+        super().__init__(config, model=model, **kwargs)
         config = self.config
-        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
-        use_fast_exact_matmul(self.accelerator.device)
-        self._check_split()
-        if config.train.save_best and not self.online:
+        if self.online and config.rollout.temperature == 0:
             raise ConfigError(
-                f"train.save_best goes by the reward of evaluations, and {config.method.name!r} has none; leave it out"
+                "rollout.temperature is 0: greedy responses have no distribution to learn on. Give a temperature > 0; "
+                "for greedy evaluation set rollout.eval_kwargs.temperature to 0"
             )
         if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
             raise ConfigError(
                 f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
                 "give one of the two"
             )
-        optim.check(config)
-        self.live_model = model
         self.tokenizer = load_tokenizer(config, tokenizer)
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
@@ -146,41 +90,8 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             None if self.limit is None else self.limit - config.rollout.max_new_tokens,
             config.rollout.overlong_prompts,
         )
-        self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
-        self.progress = Progress()
-        self.pipeline: Pipeline | None = None
-        self.eval_rows: list[Row] = []
-        self.run_dir: Path | None = None
-        self.allow_drift = allow_drift
-        self.resumed: list[str] = []
-        """What to tell people about the checkpoint that the run goes on from."""
-        self._lock: RunLock | None = None
-        self._stop = Stop()
-        self._pending: m.Metrics = {}
-        self._rollouts: list[Rollouts] = []
-        self._seen: Seen = Counter()
-        self._clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ construction
-
-    def _check_split(self) -> None:
-        world, config = self.accelerator.num_processes, self.config
-        if config.train.batch_size % world:
-            raise ConfigError(
-                f"train.batch_size is {config.train.batch_size}, which {world} processes cannot share equally; "
-                "give a multiple"
-            )
-        k = self.samples_per_prompt
-        if config.rollout.num_rollouts % (world * k):
-            raise ConfigError(
-                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
-                f"prompts in each of {world} processes; give a multiple of {world * k}"
-            )
-        if self.online and config.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature is 0: greedy responses have no distribution to learn on. Give a temperature > 0; "
-                "for greedy evaluation set rollout.eval_kwargs.temperature to 0"
-            )
 
     def _length_limit(self) -> int | None:
         """The most tokens of prompt and response together: the smaller of train.seq_length and the model's context."""
@@ -200,59 +111,9 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             )
         return limit
 
-    def _plugin_names(self) -> list[str]:
-        name = self.config.method.name
-        own = [name] if get_trainer(name) is type(self) and _is_installed(name) else []
-        return [*own, *self.config.plugins]
-
-    @cached_property
-    def unwrapped(self) -> Any:
-        """The trainable model itself, outside whatever accelerate wraps it in."""
-        with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
-            return self.get_arch(self.config)
-
-    @cached_property
-    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Reference | None]:
-        model = self.unwrapped.to(self.accelerator.device)
-        if self.accelerator.num_processes > 1:  # as DDP will do, but before the reference is made
-            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-        reference = Reference(model) if self.needs_reference else None  # before anything can move the weights
-        optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
-        return (*self.accelerator.prepare(model, optimizer), reference)
-
-    @property
-    def policy(self) -> nn.Module:
-        """The trainable model as `loss` must call it, so that gradients are synchronised."""
-        return self._prepared[0]
-
-    @property
-    def optimizer(self) -> Any:
-        """The prepared optimizer."""
-        return self._prepared[1]
-
-    @property
-    def reference(self) -> Reference:
-        """The model as it was before the first update, frozen; for algorithms with ``needs_reference``."""
-        reference = self._prepared[2]
-        if reference is None:
-            raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
-        return reference
-
-    @cached_property
-    def start(self) -> str | None:
-        """What identifies the weights that the run started from, which checkpoints do not hold; it never changes."""
-        return run.fingerprint_start(self)
-
-    @cached_property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule, over the run's steps."""
-        if not self.total_steps and self.config.scheduler.name != "constant":
-            raise ConfigError(
-                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
-                "set train.total_steps"
-            )
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
-        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
+    def make_reference(self, model: Any) -> Reference:
+        """The policy as it is now, frozen; what is not trained is shared."""
+        return Reference(model)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -272,26 +133,44 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
 
     # -------------------------------------------------------------------------------------------------------- data
 
-    def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
-        """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
-        if not isinstance(prompts, Pipeline):
-            prompts = Pipeline(self.encode.fit(prompt_rows(prompts)), seed=self.config.train.seed)
-        self.pipeline = prompts
+    def fit_prompts(self, rows: list[Row]) -> list[Row]:
+        """The prompts that leave room for a response."""
+        return self.encode.fit(rows)
 
-    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take the samples to train on offline. All are checked now."""
-        rows = sample_rows(samples, rewards)
-        cut = 0
-        for index, row in enumerate(rows):
-            ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
-            cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
+    def default_prompts(self) -> list[Any]:
+        """The tokenizer's beginning token, from which every response then starts."""
+        bos = self.tokenizer.bos_token
+        if bos is None:
+            raise DataError(
+                "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
+            )
+        return [bos] * self.config.rollout.num_rollouts
+
+    def read_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
+        """Samples as rows, each of them encoded once to see that it can be."""
+        if self.sample_format == "preference":
+            rows = preference_rows(samples)
+            cut = sum(cut for _, _, cut in self._encode_sides(rows))
+        else:
+            rows = sample_rows(samples, rewards)
+            cut = 0
+            for index, row in enumerate(rows):
+                ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
+                cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
         if cut:
-            log.warning("%d of %d samples were cut at %s tokens and do not end in EOS", cut, len(rows), self.limit)
-        self.pipeline = Pipeline(rows, seed=self.config.train.seed)
+            log.warning("%d texts in %d samples were cut at %s tokens", cut, len(rows), self.limit)
+        return rows
+
+    def _encode_sides(self, rows: list[Row]) -> list[tuple[list[int], list[bool], bool]]:
+        return [
+            encode_joint(self.tokenizer, row["prompt"], row[side], self.limit, f"sample {index}: {side}")
+            for side in ("chosen", "rejected")
+            for index, row in enumerate(rows)
+        ]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
-        self.eval_rows = self.encode.fit(prompt_rows(prompts))
+        super().add_eval_pipeline(prompts)
         longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
         for _, overrides in sweep(self.config.rollout.eval_kwargs):
             room = self.settings(**overrides).max_new_tokens
@@ -300,224 +179,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
                     f"the longest evaluation prompt has {longest} tokens, and rollout.eval_kwargs asks for {room} new "
                     f"ones; together at most {self.limit} fit. Lower max_new_tokens there"
                 )
-
-    # -------------------------------------------------------------------------------------------- the loop: learn
-
-    @cached_property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, if none are left out by `Verdict.STOP`."""
-        train, collections = self.config.train, self.collections
-        if collections is None or self.passes is None:
-            return train.total_steps or 0
-        steps = collections * self.passes * math.ceil(self.collection_rows * self.samples_per_prompt / train.batch_size)
-        return steps if train.total_steps is None else min(steps, train.total_steps)
-
-    @property
-    def collections(self) -> int | None:
-        """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
-        if self.pipeline is None:
-            return None
-        if not self.online:
-            return 1
-        return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
-
-    @property
-    def done(self) -> bool:
-        """Whether the run's steps are made, or its epochs are used up: with early stopping they are in fewer steps."""
-        at, collections = self.progress, self.collections
-        used_up = collections is not None and at.collection + self._collection_used >= collections
-        return used_up or at.step >= self.total_steps
-
-    @property
-    def _collection_used(self) -> bool:
-        return self.progress.stopped or (self.passes is not None and self.progress.epoch >= self.passes)
-
-    def learn(self) -> None:
-        """Train until `done`, from a checkpoint if the config says so.
-
-        Raises:
-            DataError: there is nothing to learn from.
-            NonFiniteError: a loss or gradient is not finite; the weights have not moved.
-            RewardError: the reward function failed.
-            CheckpointError: a checkpoint cannot be written, or resumed from with this config.
-            SystemExit: 143, after SIGTERM and a checkpoint.
-        """
-        missing = [] if self.pipeline is not None else [self.inputs[-1]]
-        missing += ["reward_fn"] if self.online and self.reward_fn is None else []
-        if missing:
-            raise DataError(
-                f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
-            )
-        with run.running(self):
-            if run.finished(self):
-                return
-            if self.progress.step == 0:
-                self._evaluate_if(self.total_steps > 0)
-            for batch in self._minibatches():
-                self._train_on(batch)
-                self._evaluate_if(self.done or _due(self.progress.step, self.config.train.eval_interval))
-                run.save_if_due(self, self.done)
-                if self.done:
-                    break
-                if run.asked_to_stop(self):
-                    run.stop(self)
-            run.export(self)
-
-    def _minibatches(self) -> Iterator[Batch]:
-        """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""
-        at = self.progress
-        while not self.done:
-            if not len(self.store):
-                self.collect()
-            while not self._collection_used:
-                yield from self._one_pass()
-            at.cursor += self.collection_rows
-            self._next_collection()
-
-    def _next_collection(self) -> None:
-        at = self.progress
-        self.store.clear()
-        at.collection, at.epoch, at.position, at.stopped = at.collection + 1, 0, 0, False
-
-    def _one_pass(self) -> Iterator[Batch]:
-        at, seed = self.progress, self.config.train.seed
-        size = self.config.train.batch_size // self.accelerator.num_processes
-        order = generator(seed, "order", at.collection, at.epoch)
-        for batch in self.store.batches(size, order, start=at.position):
-            if at.stopped:
-                return
-            at.position += 1
-            if at.position * size >= len(self.store):
-                at.epoch, at.position = at.epoch + 1, 0
-            yield batch
-
-    @property
-    def collection_rows(self) -> int:
-        """Rows of the stream that one collection uses, all processes together."""
-        assert self.pipeline is not None
-        if self.online:
-            return self.config.rollout.num_rollouts // self.samples_per_prompt
-        world = int(self.accelerator.num_processes)
-        return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
-
-    def collect(self) -> None:
-        """Fill the store with one collection of experience, and tell the hooks."""
-        started = time.perf_counter()
-        self.fill_store()
-        self._time("time/collect", started)
-        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
-
-    def fill_store(self) -> None:
-        """Fill the store with one collection of experience."""
-        assert self.pipeline is not None
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
-        rows = [row for row in taken for _ in range(self.samples_per_prompt)]
-        self._rollouts, self._seen = [], Counter()
-        size, sampled = self.config.rollout.batch_size, self.progress.sampled
-        self.unwrapped.eval()
-        with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
-            for start in range(0, len(rows), size):
-                if run.asked_to_stop(self):  # the collection is made again when the run is resumed
-                    self.store.clear()
-                    self.progress.sampled = sampled
-                    run.stop(self)
-                self.store.push(self.make_experience(rows[start : start + size]))
-            self.store.experience = self.prepare_experience(self.store.experience)
-        self.progress.samples += len(self.store) * world
-
-    def _train_on(self, batch: Batch) -> None:
-        started = time.perf_counter()
-        self.record(self.update(batch))
-        self._time("time/update", started)
-        self._log()
-        self.hooks.hook.on_step(trainer=self, step=self.progress.step)
-
-    def update(self, batch: Batch) -> m.Metrics:
-        """One optimizer step on ``batch``: the whole of it, for every algorithm.
-
-        The gradient is that of the mean over the batches of all processes, however they are split (law 3). A step that
-        `judge` leaves out is left out on all of them; it counts, and the schedule moves on.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
-        """
-        at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
-        self.policy.train()
-        device = self.accelerator.device
-        weight = self.reduce(batch.weight.to(device))
-        share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
-        found: m.Metrics = {}
-        rank = self.accelerator.process_index
-        micros = batch.split(self.config.train.microbatch_size, MICROBATCH_TOKENS.get(device.type, OTHER_TOKENS))
-        with global_rng(self.config.train.seed, "dropout", at.step, rank, device=device):
-            for index, micro in enumerate(micros):
-                with self._synchronised(last=index == len(micros) - 1):
-                    found = m.merge(found, self._backward(micro.to(device), share))
-        verdict = self._judged(found)
-        found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
-        self.optimizer.zero_grad()
-        optim.advance(scheduler)
-        self.unwrapped.eval()
-        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        self.after_step()
-        return {**found, "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))}
-
-    def _judged(self, found: m.Metrics) -> Verdict:
-        """`judge`'s verdict on metrics of all processes, so that all hear the same; who does not judge pays nothing."""
-        if not self._judges:
-            return Verdict.STEP
-        return self.judge(m.compute(found, self.reduce))
-
-    @property
-    def _judges(self) -> bool:
-        return getattr(self.judge, "__func__", None) is not BaseRLTrainer.judge
-
-    def _make_step(self, found: m.Metrics) -> m.Metrics:
-        """Clip the gradient and step; ``train/skipped`` where a step can be left out, by `judge` or fp16's scaler."""
-        norm = self._clip(self.policy)
-        self._refuse_non_finite(found, norm)
-        self.optimizer.step()
-        made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
-        if self._judges or self.accelerator.scaler is not None:
-            skipped = self.accelerator.optimizer_step_was_skipped  # by the scaler, on overflow
-            made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
-        return made
-
-    def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
-        weight = micro.weight.to(share.device)
-        with self.accelerator.autocast():
-            loss, found = self.loss(micro)
-        self.accelerator.backward(loss * weight / share)
-        return {**found, "loss/total": m.Mean(exact(loss.detach() * weight), exact(weight))}
-
-    def _synchronised(self, last: bool) -> Any:
-        """Gradients are exchanged between processes with the last micro-batch only."""
-        return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
-
-    def _clip(self, policy: nn.Module) -> Tensor:
-        limit = self.config.train.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(policy.parameters(), math.inf if limit is None else limit)
-        return torch.as_tensor(norm).detach()
-
-    def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
-        loss = self.reduce(torch.stack(found["loss/total"].tensors()))
-        overflow = self.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
-        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
-            return
-        named = [
-            name for name, p in self.unwrapped.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
-        ]
-        self.optimizer.zero_grad()
-        raise NonFiniteError(
-            f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"
-            f"{'; not finite in ' + ', '.join(named[:3]) if named else ''}. The weights have not moved. Look at the "
-            "rewards, lower optimizer.lr, or set train.max_grad_norm"
-        )
-
-    @property
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     # ----------------------------------------------------------------------------------------- for the algorithm
 
@@ -563,6 +224,16 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         )
         return sequences.to(self.accelerator.device)
 
+    def encode_preferences(self, rows: list[Row]) -> Preferences:
+        """Rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
+        sides = self._encode_sides(rows)
+        fill = pad_id(self.tokenizer)
+        chosen, rejected = (
+            Sequences.from_rows([ids for ids, _, _ in part], [mask for _, mask, _ in part], fill)
+            for part in (sides[: len(rows)], sides[len(rows) :])
+        )
+        return Preferences(chosen, rejected).to(self.accelerator.device)
+
     @torch.no_grad()
     def behaviour(self, rollouts: Rollouts) -> TokenOutputs:
         """What the policy that sampled ``rollouts`` says about them: log-probabilities, entropies, values.
@@ -583,17 +254,6 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
             if not at.sampler_exact:
                 log.info("the sampler's log-probabilities are not quite the policy's, which is therefore run again")
         return outputs
-
-    def record(self, metrics: m.Metrics) -> None:
-        """Add metrics to those that are logged with the next step."""
-        self._pending = m.merge(self._pending, metrics)
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """``x`` summed over all processes, on the device it came from."""
-        if self.accelerator.num_processes == 1:
-            return x
-        total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
-        return total.to(x.device)
 
     # -------------------------------------------------------------------------------------- generating, by the user
 
@@ -716,76 +376,26 @@ class AccelerateRLTrainer(BaseRLTrainer[M]):
         self._next_collection()
         return self._log()
 
-    # ------------------------------------------------------------------------------------- evaluating and logging
+    # ------------------------------------------------------------------------------------- evaluating and exporting
 
-    def evaluate(self) -> dict[str, float]:
-        """Sample responses to the evaluation prompts, score and measure them; training is not disturbed.
-
-        Returns:
-            Means by name: ``eval/reward``, ``eval/<metric>``, ``eval/length``; with a swept setting each name ends in
-            ``@setting=value``.
-
-        Raises:
-            DataError: there are no evaluation prompts.
-        """
-        if not self.eval_rows:
-            raise DataError("there are no evaluation prompts; give eval_prompts, or call add_eval_pipeline(prompts)")
-        found, samples = evaluate(self)
-        if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
-        self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=found, samples=samples)
-        return found
-
-    def _evaluate_if(self, due: bool) -> None:
-        if due and self.eval_rows and self.config.train.eval_interval:
-            run.keep_best(self, self.evaluate())
-
-    def _log(self) -> dict[str, float]:
-        now = time.perf_counter()
-        self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
-        found = m.compute(self._pending, self.reduce)
-        self._pending = {}
-        if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
-        return found
-
-    def _time(self, name: str, started: float) -> None:
-        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
-
-    # ------------------------------------------------------------------------------------------------------ saving
+    def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Responses to the evaluation prompts, scored and measured."""
+        return evaluate(self)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Export for transformers: base-model weights, config and tokenizer; the heads in a file beside them (S-19).
 
         ``AutoModelForCausalLM.from_pretrained(directory)`` gives a model with equal logits.
         """
-        return run.export(self, directory)
+        return super().save_pretrained(directory)
 
-    def save(self, directory: str | Path | None = None) -> Path:
-        """Write a checkpoint now; to the run directory without an argument."""
-        return run.save(self, None if directory is None else Path(directory))
-
-    def load(self, directory: str | Path) -> None:
-        """Take over everything from a checkpoint directory, or from the newest whole one under a directory."""
-        run.load(self, Path(directory))
-
-    def loop_state(self) -> dict[str, Any]:
-        """Everything that training on depends on beside the model's weights and the store."""
-        return {
-            "progress": asdict(self.progress),
-            "method": self.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
-        }
-
-    def load_loop_state(self, state: dict[str, Any]) -> None:
-        """Take over what `loop_state` gave."""
-        optim.load(self.optimizer, self.scheduler, state)
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.load_state_dict(state["method"])
-        self.progress = Progress(**state["progress"])
+    def write_model(self, building: Path, target: Path) -> None:
+        """Write model, tokenizer and heads so that transformers loads the model; of an adapter, only the adapter."""
+        save_model(self.unwrapped.model, building, target)
+        self.tokenizer.save_pretrained(building)
+        state = self.unwrapped.state_dict()
+        if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
+            save_file(heads, building / HEADS)
 
 
 def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
@@ -800,11 +410,3 @@ def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
     return TokenOutputs(
         rollouts.logprobs, sequences.place(head(rollouts.hidden[sequences.response_mask])), rollouts.entropy
     )
-
-
-def _is_installed(name: str) -> bool:
-    return any(plugin.name == name for plugin in discover())
-
-
-def _due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0

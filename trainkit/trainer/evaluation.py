@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import gather_object
 
+from trainkit import metrics as m
 from trainkit.errors import RewardError
 from trainkit.rewards import metrics, score
 from trainkit.seeding import row_seeds
@@ -14,6 +16,7 @@ from trainkit.seeding import row_seeds
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
     from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.loop import AcceleratedLoop
 
     Trainer = AccelerateRLTrainer[Any]
 
@@ -34,6 +37,23 @@ def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Sample]]:
         found |= {f"eval/{name}{suffix}": value for name, value in part.items()}
         samples += [{**record, **({"setting": suffix[1:]} if suffix else {})} for record in records]
     return found, samples
+
+
+@torch.no_grad()
+def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
+    """The algorithm's loss and metrics over the held-out samples, exact means over all processes: ``eval/<name>``."""
+    accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
+    rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
+    found: m.Metrics = {}
+    pending = trainer._pending  # what making experience records is of training alone
+    trainer.unwrapped.eval()
+    for start in range(0, len(rows), size):
+        with accelerator.autocast():
+            experience = trainer.make_experience(rows[start : start + size])
+        for micro in trainer.micro_batches(experience):
+            found = m.merge(found, trainer.measure(micro.to(accelerator.device))[1])
+    trainer._pending = pending
+    return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 
 
 def sweep(eval_kwargs: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

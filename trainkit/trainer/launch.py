@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import str_to_bool
@@ -36,12 +39,24 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
         AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=mixed_precision)
     _check_processes(int(accelerator.num_processes))
+    if accelerator.num_processes > 1 and dist.get_backend() == "gloo":
+        atexit.unregister(_let_go)
+        atexit.register(_let_go)
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError(
             f"accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
             "divide the gradient; leave that out and set train.microbatch_size, which gives the exact gradient"
         )
     return accelerator
+
+
+def _let_go() -> None:
+    """Leave gloo's threads the time to let go of the last collective's tensors, for which they need the interpreter.
+
+    A thread that asks for it while the interpreter ends aborts the process: "terminate called without an active
+    exception" (pytorch#179291).
+    """
+    time.sleep(0.2)
 
 
 def _check_processes(used: int) -> None:

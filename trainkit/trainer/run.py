@@ -29,12 +29,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, TrainkitError
-from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
@@ -42,9 +40,9 @@ from trainkit.trainer.lock import RunLock
 from trainkit.trainer.stopping import EXIT_CODE, sigterm_noted
 
 if TYPE_CHECKING:
-    from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.loop import AcceleratedLoop
 
-    Trainer = AccelerateRLTrainer[Any]
+    Trainer = AcceleratedLoop[Any]
 
 log = logging.getLogger(__name__)
 
@@ -379,10 +377,9 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
 
 
 def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
-    """Write model, tokenizer and heads so that transformers loads the model; built aside, then moved into place.
+    """Write the model as the trainer's `write_model` does; built aside, then moved into place.
 
-    Of a model with an adapter, only the adapter is written; `trainkit merge` makes a whole model of it. Other files
-    in the directory stay as they are.
+    Other files in the directory stay as they are.
 
     Raises:
         CheckpointError: the disk refused; says where. An older export there is untouched.
@@ -405,11 +402,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
 
 
 def _write_export(trainer: Trainer, building: Path, target: Path) -> None:
-    save_model(trainer.unwrapped.model, building, target)
-    trainer.tokenizer.save_pretrained(building)
-    state = trainer.unwrapped.state_dict()
-    if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
-        save_file(heads, building / HEADS)
+    trainer.write_model(building, target)
     mark = {"method": trainer.config.method.name, "step": trainer.progress.step}
     (building / MARK).write_text(json.dumps(mark), encoding="utf-8")
 
