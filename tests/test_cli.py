@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
-from trainkit import TRLConfig, available_trainers, cli, default_config, plugins
+from trainkit import TRLConfig, available_trainers, cli, default_config, examples, plugins
 from trainkit.errors import ConfigError, DataError
+from trainkit.files import load_file, load_function
 
 TASK = """
 from trainkit.testing import character_tokenizer
@@ -277,8 +278,8 @@ def test_interrupting_exits_with_130(work: Path) -> None:
 
 def test_a_file_is_imported_once_and_does_not_hide_installed_modules(work: Path) -> None:
     (work / "json.py").write_text("value = 1\ndef f(): return value", encoding="utf-8")
-    assert cli.load_function("json.py:f") is cli.load_function(str(work / "json.py:f"))
-    assert cli.load_function("json.py:f")() == 1
+    assert load_function("json.py:f") is load_function(str(work / "json.py:f"))
+    assert load_function("json.py:f")() == 1
     assert hasattr(sys.modules["json"], "dumps")
 
 
@@ -286,7 +287,16 @@ def test_a_file_can_import_its_neighbours(work: Path) -> None:
     (work / "folder").mkdir()
     (work / "folder" / "neighbour_for_cli.py").write_text("value = 3", encoding="utf-8")
     (work / "folder" / "main_for_cli.py").write_text("from neighbour_for_cli import value\ndef f(): return value")
-    assert cli.load_function("folder/main_for_cli.py:f")() == 3
+    assert load_function("folder/main_for_cli.py:f")() == 3
+
+
+def test_files_of_one_name_in_several_folders_are_several_modules(work: Path) -> None:
+    for folder in ("one", "two", "three"):
+        (work / folder).mkdir()
+        (work / folder / "same_for_cli.py").write_text(f"value = {folder!r}", encoding="utf-8")
+    loaded = [load_file(work / folder / "same_for_cli.py") for folder in ("one", "two", "three")]
+    assert [module.value for module in loaded] == ["one", "two", "three"]
+    assert [sys.modules[module.__name__] for module in loaded] == loaded
 
 
 def test_data_files_keep_every_line(tmp_path: Path) -> None:
@@ -305,14 +315,14 @@ def test_data_files_keep_every_line(tmp_path: Path) -> None:
 def test_examples_list_shows_each_with_its_first_line() -> None:
     listed = call("examples", "list").stdout
     assert "randomwalks  Random walks:" in listed
-    assert set(cli.find_examples()) == {line.split()[0] for line in listed.splitlines()}
+    assert set(examples.find_examples()) == {line.split()[0] for line in listed.splitlines()}
 
 
 def test_examples_are_found_inside_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "trainkit" / "_examples" / "one"
     folder.mkdir(parents=True)
     (folder / "run.py").write_text('"""About one."""\ndef main(argv): print("got", argv)', encoding="utf-8")
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "trainkit" / "cli.py"))
+    monkeypatch.setattr(examples, "__file__", str(tmp_path / "trainkit" / "examples.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert call("examples", "list").stdout == "one  About one.\n"
     assert call("examples", "run", "one", "--seed", "2", "--help").stdout == "got ['--seed', '2', '--help']\n"

@@ -7,23 +7,20 @@ line itself; 130 interrupted; 143 ended by SIGTERM, after saving if the run save
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from trainkit.errors import ConfigError, DataError, TrainkitError, describe, suggest
+from trainkit.examples import find_examples
+from trainkit.files import load_file, load_function
 
 if TYPE_CHECKING:
     from trainkit.config import TRLConfig
@@ -213,81 +210,6 @@ def _json_line(path: Path, at: int, line: str) -> Any:
 # ------------------------------------------------------------------------------------- code that a flag names
 
 
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
-
-    Raises:
-        ConfigError: it is not of that form, there is no such file, module or function, or importing it failed.
-    """
-    source, _, name = reference.rpartition(":")
-    if not source or not name:
-        raise ConfigError(f"given {reference!r}; write FILE.py:FUNCTION or module:FUNCTION")
-    module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"{source} has no function {name!r}{suggest(name, choices)}; it has: {', '.join(choices) or 'none'}"
-        )
-    return function
-
-
-def load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, once; modules beside it can be imported too.
-
-    Raises:
-        ConfigError: there is no such file, or importing it failed.
-    """
-    if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
-    path = path.resolve()
-    name = path.stem if _is_at(sys.modules.get(path.stem), path) else f"{path.stem}_file"
-    if name in sys.modules and _is_at(sys.modules[name], path):
-        return sys.modules[name]
-    _search_last(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "a .py file has a loader"
-    assert spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up by name
-    try:
-        with _explained(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    _search_last(Path.cwd())
-    with _explained(name):
-        return importlib.import_module(name)
-
-
-def _is_at(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module is, or a name that is still free may become, the one of ``path``."""
-    return module is None or getattr(module, "__file__", None) == str(path)
-
-
-def _search_last(folder: Path) -> None:
-    """Let modules in ``folder`` be found, unless an installed one has the name: a folder `datasets` hides nothing."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-@contextmanager
-def _explained(source: str) -> Iterator[None]:
-    try:
-        yield
-    except TrainkitError:
-        raise
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{source} needs the module {error.name!r}, which is not found; install it") from error
-    except Exception as error:
-        raise ConfigError(f"importing {source} failed: {type(error).__name__}: {error}") from error
-
-
 # ------------------------------------------------------------------------------------------------------ examples
 
 
@@ -318,13 +240,6 @@ def run_example(
                 f"{error}; the examples' own needs: pip install 'trainkit[examples]'"
             ) from error.__cause__
         raise
-
-
-def find_examples() -> dict[str, Path]:
-    """The ``run.py`` of every example by name: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).parent
-    folder = package / "_examples" if (package / "_examples").is_dir() else package.parent / "examples"
-    return {path.parent.name: path for path in sorted(folder.glob("*/run.py"))}
 
 
 # ------------------------------------------------------------------------------------------- plugins and configs

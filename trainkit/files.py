@@ -1,0 +1,90 @@
+"""Functions and files that people point at, imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainkit.errors import ConfigError, TrainkitError, suggest
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
+
+    Raises:
+        ConfigError: it is not of that form, there is no such file, module or function, or importing it failed.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f"given {reference!r}; write FILE.py:FUNCTION or module:FUNCTION")
+    module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"{source} has no function {name!r}{suggest(name, choices)}; it has: {', '.join(choices) or 'none'}"
+        )
+    return function
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file once, under its own name (its folder's before it where that is taken); modules beside it are found.
+
+    Raises:
+        ConfigError: there is no such file, or importing it failed.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+    path = path.resolve()
+    name = path.stem if _is_at(sys.modules.get(path.stem), path) else f"{path.parent.name}_{path.stem}"
+    if name in sys.modules and _is_at(sys.modules[name], path):
+        return sys.modules[name]
+    _search_last(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        with _explained(str(path)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _search_last(Path.cwd())
+    with _explained(name):
+        return importlib.import_module(name)
+
+
+def _is_at(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module is, or a name that is still free may become, the one of ``path``."""
+    return module is None or getattr(module, "__file__", None) == str(path)
+
+
+def _search_last(folder: Path) -> None:
+    """Let modules in ``folder`` be found, unless an installed one has the name: a folder `datasets` hides nothing."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{source} needs the module {error.name!r}, which is not found; install it") from error
+    except Exception as error:
+        raise ConfigError(f"importing {source} failed: {type(error).__name__}: {error}") from error
