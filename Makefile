@@ -2,6 +2,7 @@
 #
 #   make demo    the random-walks example: SFT, then PPO
 #   make check   what .ci/run runs: lint, types, test
+#   make parity  the losses beside TRL's
 #   make bench   the benchmarks
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BENCH := .venv-bench
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test lint types check bench
+.PHONY: demo test lint types check parity bench
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -29,6 +30,9 @@ types: $(VENV)/made
 
 check: lint types test
 
+parity: $(BENCH)/made
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity
+
 bench: $(VENV)/made $(BENCH)/made
 	@for script in benchmarks/*.py; do \
 	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
@@ -38,7 +42,7 @@ bench: $(VENV)/made $(BENCH)/made
 # TRL, which trainkit is measured beside and never depends on
 $(BENCH)/made: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench]'
+	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
 # made again whenever a dependency could have changed

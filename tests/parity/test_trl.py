@@ -1,0 +1,167 @@
+"""Beside TRL: the same model, data, order and settings give the same losses for 20 steps.
+
+Run by ``make parity``, which installs TRL apart from everything else. Dropout is off, weights are float32, and both
+sides see the same tokens: one letter is one token, so that how texts are joined makes no difference.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import trainkit
+from trainkit.testing import character_tokenizer, tiny_gpt2
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+
+STEPS, ROWS = 20, 8
+LETTERS = "abcdefghijkl"
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.01, "kwargs": {"betas": [0.9, 0.99], "eps": 1e-8}}
+TOLERANCE = 1e-4
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # TRL's SFT trains with what the model has
+
+
+def words(count: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return ["".join(draw.choices(LETTERS, k=draw.randint(2, 9))) for _ in range(count)]
+
+
+SAMPLES = [{"prompt": p, "completion": c} for p, c in zip(words(40, 1), words(40, 2), strict=True)]
+PAIRS = [
+    {"prompt": p, "chosen": c, "rejected": r + ("a" if r == c else "")}
+    for p, c, r in zip(words(40, 1), words(40, 2), words(40, 3), strict=True)
+]
+
+
+def saved(auto: Any, path: Path, **fields: Any) -> str:
+    """A model of random weights, and a tokenizer that adds no tokens by itself, saved."""
+    tokenizer = character_tokenizer(LETTERS)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**tiny_gpt2(len(tokenizer), **NO_DROPOUT, **fields))
+    model = auto.from_config(config)
+    with torch.no_grad():  # random weights say next to nothing; larger ones make every loss a different number
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> str:
+    return saved(AutoModelForCausalLM, tmp_path / "model")
+
+
+class Watch:
+    """A callback that notes the losses of a run."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @trainkit.hookimpl
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        """Keep the loss of one step."""
+        if "loss/total" in metrics:
+            self.losses.append(metrics["loss/total"])
+
+
+def ours(method: dict[str, Any], path: str, samples: list[dict[str, str]], run_dir: Path) -> tuple[list[float], Any]:
+    """Losses of a run, and the order in which it saw the samples."""
+    watch = Watch()
+    trainer = trainkit.train(
+        path,
+        samples=samples,
+        callbacks=[watch],
+        config={
+            "method": method,
+            "optimizer": OPTIMIZER,
+            "train": {
+                "batch_size": ROWS, "total_steps": STEPS, "max_grad_norm": 1.0, "run_dir": str(run_dir),
+                "save_interval": 0, "trackers": [],
+            },
+        },
+    )  # fmt: skip
+    return watch.losses, order(trainer)
+
+
+def order(trainer: Any) -> list[int]:
+    """Indices of the samples in the order of the steps: as the collection holds them, shuffled anew in each pass."""
+    from trainkit.seeding import generator
+
+    stream, seed = trainer.pipeline.order(0), trainer.config.train.seed
+    seen: list[int] = []
+    for epoch in range(-(-STEPS * ROWS // len(stream))):
+        shuffled = torch.randperm(len(stream), generator=generator(seed, "order", 0, epoch))
+        seen += [stream[index] for index in shuffled.tolist()]
+    return seen
+
+
+def theirs(kind: str, path: str, samples: list[dict[str, str]], out: Path, **settings: Any) -> list[float]:
+    """Losses of a run of TRL's trainer on samples in their order."""
+    import trl
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+
+    losses: list[float] = []
+
+    class InOrder(getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
+        def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+            return SequentialSampler(dataset or self.train_dataset)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
+            return loss
+
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(out), per_device_train_batch_size=ROWS, max_steps=STEPS, learning_rate=OPTIMIZER["lr"],
+        lr_scheduler_type="constant", weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-8,
+        max_grad_norm=1.0, use_cpu=True, bf16=False, fp16=False, save_strategy="no", report_to="none", seed=1,
+        optim="adamw_torch", disable_tqdm=True, **settings,
+    )  # fmt: skip
+    model: Any = path
+    trainer = InOrder(model=model, args=arguments, train_dataset=Dataset.from_list(samples))
+    trainer.train()
+    return losses
+
+
+def assert_follow(mine: list[float], trl: list[float]) -> None:
+    assert len(mine) == len(trl) == STEPS
+    assert max(trl) - min(trl) > 0.05, "the losses move, so that agreeing says something"
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(trl), rtol=0, atol=TOLERANCE)
+
+
+def test_sft_follows_trl(model_path: str, tmp_path: Path) -> None:
+    losses, seen = ours({"name": "sft"}, model_path, SAMPLES, tmp_path / "ours")
+    assert_follow(losses, theirs("SFT", model_path, [SAMPLES[i] for i in seen], tmp_path / "trl"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "trl"),
+    [
+        ({"loss_type": "sigmoid"}, {"loss_type": "sigmoid"}),
+        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, {"loss_type": "sigmoid", "label_smoothing": 0.1}),
+        ({"loss_type": "hinge"}, {"loss_type": "hinge"}),
+        ({"loss_type": "ipo"}, {"loss_type": "ipo"}),
+        ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss_type": "robust", "label_smoothing": 0.1}),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_dpo_follows_trl(mine: dict[str, Any], trl: dict[str, Any], model_path: str, tmp_path: Path) -> None:
+    losses, seen = ours({"name": "dpo", "beta": 0.1, **mine}, model_path, PAIRS, tmp_path / "ours")
+    assert_follow(losses, theirs("DPO", model_path, [PAIRS[i] for i in seen], tmp_path / "trl", beta=0.1, **trl))
+
+
+@pytest.mark.parametrize("centre", [None, 0.1])
+def test_reward_modelling_follows_trl(centre: float | None, tmp_path: Path) -> None:
+    path = saved(AutoModelForSequenceClassification, tmp_path / "model", num_labels=1, pad_token_id=0)
+    method = {"name": "reward", **({} if centre is None else {"center_rewards_coefficient": centre})}
+    losses, seen = ours(method, path, PAIRS, tmp_path / "ours")
+    rows = [PAIRS[i] for i in seen]
+    assert_follow(losses, theirs("Reward", path, rows, tmp_path / "trl", center_rewards_coefficient=centre))
