@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 def precision() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    backend._medium_is_exact.cache_clear()
     yield
+    backend._medium_is_exact.cache_clear()
     torch.set_float32_matmul_precision(before)
 
 
@@ -48,6 +50,7 @@ def test_the_choice_is_the_same_every_time_and_draws_nothing() -> None:
     state = torch.get_rng_state()
     choices = []
     for _ in range(2):
+        backend._medium_is_exact.cache_clear()
         torch.set_float32_matmul_precision("highest")
         choices.append(use_fast_exact_matmul(CPU))
     assert choices[0] == choices[1]

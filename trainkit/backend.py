@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,15 +39,21 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
         _set_here = False
     if device.type != "cpu" or chosen == "high":
         return False
-    torch.set_float32_matmul_precision("highest")
-    before = list(_errors())
-    torch.set_float32_matmul_precision("medium")
-    exact = all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
+    exact = _medium_is_exact()
     torch.set_float32_matmul_precision("medium" if exact else chosen)
     _set_here = _set_here or (exact and chosen == "highest")
     if exact:
         AttentionInterface.register("sdpa", _attention)
     return exact
+
+
+@cache
+def _medium_is_exact() -> bool:
+    """Whether oneDNN's products are as exact as the default library's; the caller sets the precision."""
+    torch.set_float32_matmul_precision("highest")
+    before = list(_errors())
+    torch.set_float32_matmul_precision("medium")
+    return all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
 
 
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
