@@ -44,7 +44,10 @@ def on_step(trainer: Trainer, step: int) -> None:
 
 @hookspec
 def on_evaluate(trainer: Trainer, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-    """An evaluation is done; ``samples`` holds one dict per response: prompt, output, reward, metrics."""
+    """An evaluation is done; ``samples`` holds one dict per response: prompt, output, reward, metrics.
+
+    It is empty where held-out samples alone were measured.
+    """
 
 
 @hookspec

@@ -156,7 +156,7 @@ class AccelerateTracker:
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
         """Show a few samples on TensorBoard's text page."""
-        if self.name == "tensorboard" and self._opened(trainer) is not None:
+        if samples and self.name == "tensorboard" and self._opened(trainer) is not None:
             shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
             # an indented block is shown as it is: completions are not to be read as Markdown
             self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)
@@ -311,9 +311,11 @@ class Console:
         named = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {number(value)}" for name, value in named.items() if not name.startswith("time"))
         self._evaluation = f"step {step}  {shown}"
-        self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
+        if samples:
+            self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
         if self._live is None:
-            self._say(f"{self._step_of_total()}  evaluation  {shown}  sample  {self._sample}")
+            sample = f"  sample  {self._sample}" if samples else ""
+            self._say(f"{self._step_of_total()}  evaluation  {shown}{sample}")
 
     @hookimpl(tryfirst=True)
     def on_train_end(self, trainer: Trainer) -> None:
