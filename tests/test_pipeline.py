@@ -20,14 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import Row
 from trainkit.errors import DataError
+from trainkit.formats import preference_rows, prompt_rows, sample_rows
 from trainkit.pipeline import (
     Pipeline,
     PromptEncoder,
     encode_joint,
     encode_sample,
-    preference_rows,
-    prompt_rows,
-    sample_rows,
 )
 from trainkit.testing import EOS, character_tokenizer
 
@@ -174,7 +172,10 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a list": (["a", ["b"]], r"prompt 1 should be a string.*\['b'\] \(list\)"),
     "bytes": ([b"a"], r"prompt 0 should be a string.*b'a' \(bytes\)"),
     "half a surrogate pair": (["a", "b\ud800"], "prompt 1 holds a character that is no text"),
-    "another key": ([{"prompt": "a"}, {"text": "b"}], "prompt 1 is a dict without the key 'prompt'"),
+    "another key": (
+        [{"prompt": "a"}, {"text": "b"}],
+        "prompt 1 has the columns text.*language modelling; expected here: prompt",
+    ),
     "a column that functions could not tell": (
         ["a", {"prompt": "b", "outputs": ["c"]}],
         "prompt 1 has a column 'outputs'.*rename the column",
@@ -377,7 +378,11 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "an empty text": (["a", ""], None, "sample 1 is empty"),
     "an empty output": ([("a", "")], None, "sample 0 is empty"),
     "no text among turns": ([("a", 1)], None, r"sample 0 .*holds 1 \(int\)"),
-    "a dict without output": ([{"prompt": "a"}], None, r"sample 0 .*holds None"),
+    "a dict without output": (
+        [{"prompt": "a"}],
+        None,
+        "sample 0 .*prompt-only; expected here: text",
+    ),
     "half a surrogate pair": ([("a", "\udfff")], None, "sample 0 holds a character that is no text"),
     "too few rewards": (["a", "b"], [1.0], "2 samples and 1 rewards; give one reward per sample"),
     "too many rewards": (["a"], [1.0, 2.0], "1 samples and 2 rewards"),
@@ -523,11 +528,11 @@ def test_a_pair_keeps_its_columns_and_is_a_copy() -> None:
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        ({"prompt": "a", "chosen": "b"}, "without rejected"),
+        ({"prompt": "a", "chosen": "b"}, "has the columns prompt, chosen, .*expected here: prompt, chosen, rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "says nothing"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt should be a string"),
-        ("text", "given 'text'"),
+        ("text", "is 'text'.*expected here: prompt, chosen, rejected"),
     ],
 )
 def test_a_faulty_pair_is_named(sample: Any, said: str) -> None:

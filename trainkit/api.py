@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
-    from trainkit.pipeline import Prompts
+    from trainkit.formats import Prompts
     from trainkit.rewards import MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
@@ -108,7 +108,7 @@ def train(
     if samples is not None:
         trainer.add_samples(samples, rewards)
     else:
-        from trainkit.pipeline import prompt_rows
+        from trainkit.formats import prompt_rows
 
         rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts)
         trainer.add_prompt_pipeline(rows)

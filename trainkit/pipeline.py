@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,15 +11,12 @@ from torch import Tensor
 
 from trainkit.data import Row
 from trainkit.errors import DataError, describe
-from trainkit.rewards import GIVEN
-from trainkit.seeding import check_seed, generator
+from trainkit.seeding import generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-Prompts = Iterable[str | Mapping[str, Any]]
 
 
 class Pipeline:
@@ -154,34 +149,8 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_s
     return ids
 
 
-def prompt_rows(prompts: Prompts) -> list[Row]:
-    """Prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
-
-    Raises:
-        DataError: no prompts, or one that is no text, or empty, or cannot be encoded; names its index.
-    """
-    if isinstance(prompts, str | Mapping):
-        raise DataError(f"prompts should be a list of strings or dicts; given {describe(prompts)}. Write [prompt]")
-    rows = []
-    for index, prompt in enumerate(prompts):
-        row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-        check_text(row.get("prompt"), f"prompt {index}", missing_key="prompt" not in row)
-        if taken := [name for name in row if name in GIVEN]:
-            raise DataError(
-                f"prompt {index} has a column {taken[0]!r}, and reward functions get {', '.join(GIVEN)} from trainkit; "
-                "rename the column"
-            )
-        check_seed(row.get("seed"), f"prompt {index}")
-        rows.append(row)
-    if not rows:
-        raise DataError("prompts is empty; give at least one prompt")
-    return rows
-
-
-def check_text(text: Any, what: str, *, missing_key: bool = False) -> None:
+def check_text(text: Any, what: str) -> None:
     """Raise a `DataError` unless ``text`` is a string with something in it that UTF-8 can hold."""
-    if missing_key:
-        raise DataError(f"{what} is a dict without the key 'prompt'; name its text 'prompt'")
     if not isinstance(text, str):
         raise DataError(f"{what} should be a string, or a dict with the key 'prompt'; given {describe(text)}")
     if not text:
@@ -190,84 +159,6 @@ def check_text(text: Any, what: str, *, missing_key: bool = False) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{what} holds a character that is no text: {error}; remove it") from error
-
-
-def sample_rows(samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
-    """Samples to learn from as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
-
-    A sample is text (all of it is an output); or turns in alternation, ``(prompt, output)`` or ``[prompt, output,
-    prompt, output ...]``; or a dict with ``prompt`` and ``output`` (or ``completion``), whose other keys are kept.
-
-    Raises:
-        DataError: no samples, one of another form, or not as many rewards; names its index.
-    """
-    if isinstance(samples, str | Mapping):
-        raise DataError(f"samples should be a list; given {describe(samples)}. Write [sample]")
-    rows = [_sample_row(sample, f"sample {index}") for index, sample in enumerate(samples)]
-    if not rows:
-        raise DataError("samples is empty; give at least one sample")
-    if rewards is not None:
-        given = list(rewards)
-        if len(given) != len(rows):
-            raise DataError(f"there are {len(rows)} samples and {len(given)} rewards; give one reward per sample")
-        for index, reward in enumerate(given):
-            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-                raise DataError(f"reward {index} should be a finite number; given {describe(reward)}")
-        rows = [{**row, "reward": float(reward)} for row, reward in zip(rows, given, strict=True)]
-    return rows
-
-
-def _sample_row(sample: Any, what: str) -> Row:
-    columns: Row = {}
-    if isinstance(sample, Mapping):
-        columns = {k: v for k, v in sample.items() if k not in {"prompt", "output", "completion"}}
-        output = sample.get("output", sample.get("completion"))
-        sample = [output] if "prompt" not in sample else [sample["prompt"], output]
-    turns = [sample] if isinstance(sample, str) else list(sample) if isinstance(sample, list | tuple) else [sample]
-    if not turns:
-        raise DataError(f"{what} has no turns; give text, or (prompt, output)")
-    if len(turns) > 1 and len(turns) % 2:
-        raise DataError(f"{what} has {len(turns)} turns; they alternate prompt, output, and the last is an output")
-    for turn in turns:
-        if not isinstance(turn, str):
-            raise DataError(
-                f"{what} should be text, (prompt, output), or a dict with 'prompt' and 'output'; "
-                f"it holds {describe(turn)}"
-            )
-        check_text(turn, what)
-    return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
-
-
-PREFERENCE = ("prompt", "chosen", "rejected")
-"""The columns of a pair; others are kept."""
-
-
-def preference_rows(samples: Iterable[Any]) -> list[Row]:
-    """Pairs to learn from as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
-
-    Raises:
-        DataError: no pairs, one of another form, or one whose sides are the same; names its index.
-    """
-    if isinstance(samples, str | Mapping):
-        raise DataError(f"samples should be a list; given {describe(samples)}. Write [sample]")
-    rows = [_preference_row(sample, f"sample {index}") for index, sample in enumerate(samples)]
-    if not rows:
-        raise DataError("samples is empty; give at least one pair")
-    return rows
-
-
-def _preference_row(sample: Any, what: str) -> Row:
-    given = list(sample) if isinstance(sample, Mapping) else []
-    if missing := [name for name in PREFERENCE if name not in given]:
-        raise DataError(
-            f"{what} should be a dict with the columns {', '.join(PREFERENCE)}; "
-            f"{'without ' + ', '.join(missing) if given else 'given ' + describe(sample)}"
-        )
-    for name in PREFERENCE:
-        check_text(sample[name], f"{what}: {name}")
-    if sample["chosen"] == sample["rejected"]:
-        raise DataError(f"{what} has the same text as chosen and as rejected, which says nothing; leave it out")
-    return dict(sample)
 
 
 def encode_joint(

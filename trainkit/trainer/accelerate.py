@@ -18,11 +18,12 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
 from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError
+from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import CausalPolicy, TokenOutputs
 from trainkit.models.reference import Reference
-from trainkit.pipeline import PromptEncoder, Prompts, encode_joint, encode_sample, preference_rows, sample_rows
+from trainkit.pipeline import PromptEncoder, encode_joint, encode_sample
 from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
 from trainkit.seeding import generator, row_seeds
@@ -134,8 +135,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # -------------------------------------------------------------------------------------------------------- data
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """The prompts that leave room for a response."""
-        return self.encode.fit(rows)
+        """The prompts as text that leave room for a response."""
+        return self.encode.fit(written_prompts(rows, self.tokenizer))
 
     def default_prompts(self) -> list[Any]:
         """The tokenizer's beginning token, from which every response then starts."""
@@ -149,10 +150,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def read_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
         """Samples as rows, each of them encoded once to see that it can be."""
         if self.sample_format == "preference":
-            rows = preference_rows(samples)
+            rows = preference_rows(samples, self.tokenizer)
             cut = sum(cut for _, _, cut in self._encode_sides(rows))
         else:
-            rows = sample_rows(samples, rewards)
+            rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs)
             cut = 0
             for index, row in enumerate(rows):
                 ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
@@ -284,7 +285,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             attention_mask: [B, P], which of ``input_ids`` are real.
             **overrides: sampling settings over those of ``config.rollout``.
         """
-        rows = generation.prompts_as_rows(prompts, input_ids, attention_mask)
+        rows = written_prompts(generation.prompts_as_rows(prompts, input_ids, attention_mask), self.tokenizer)
         if self.config.train.resume:
             run.begin(self)  # what is drawn follows from where the resumed run stands
         queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from trainkit.chat import is_conversation
 from trainkit.config import RolloutConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import ConfigError, DataError, PluginError, describe
@@ -49,7 +50,8 @@ def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tens
     if input_ids is not None:
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
-    if isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
+    one = isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1)
+    if one or (is_conversation(prompts) and all("role" in message for message in prompts)):
         prompts = [prompts]
     rows = [dict(p) if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
     if not rows:

@@ -24,8 +24,9 @@ from trainkit.backend import use_fast_exact_matmul
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Row
 from trainkit.errors import ConfigError, DataError, NonFiniteError
+from trainkit.formats import Prompts, prompt_rows
 from trainkit.functional import exact
-from trainkit.pipeline import Pipeline, Prompts, prompt_rows
+from trainkit.pipeline import Pipeline
 from trainkit.plugins import discover, hook_manager
 from trainkit.registry import get_trainer
 from trainkit.seeding import Seen, generator, global_rng

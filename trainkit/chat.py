@@ -1,0 +1,206 @@
+"""Conversations as text: what a chat template writes, and which part of it is the assistant's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from trainkit.errors import DataError, describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Span = tuple[str, bool]
+"""Text, and whether it is an output."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}### {{ message['role'] }}{{ '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}### assistant{{ '\n' }}{% endif %}"
+)
+"""A chat template of plain text and EOS, for tokenizers that have none: it needs no new tokens."""
+
+SETTINGS = ("tools", "chat_template_kwargs")
+"""Columns of a row that go to the template beside its messages."""
+
+
+def is_conversation(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether ``value`` is a list of dicts, as messages are."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
+
+
+class Chat:
+    """One row's conversations, written by the tokenizer's chat template.
+
+    Args:
+        tokenizer: with a chat template; None where a caller expects no conversations.
+        row: whose columns ``tools`` and ``chat_template_kwargs`` go to the template.
+        what: names the row in errors.
+
+    Raises:
+        DataError: there is no template, from every method; it cannot write these messages; they are no messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, row: Mapping[str, Any], what: str) -> None:
+        self.tokenizer, self.what = tokenizer, what
+        tools = {} if row.get("tools") is None else {"tools": row["tools"]}
+        self.settings = {**tools, **(row.get("chat_template_kwargs") or {})}
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Text that the assistant goes on from: with its header, or within its message if that is the last one."""
+        checked = self._check(messages)
+        goes_on = checked[-1]["role"] == "assistant"
+        return self._write(checked, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+
+    def outputs(
+        self, prompt: Sequence[Mapping[str, Any]], *completions: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[str]]:
+        """The prompt's text, and the text of each completion to it, up to its last EOS.
+
+        Raises:
+            DataError: with a completion the template writes another prompt.
+        """
+        asked, texts = self.prompt(prompt), []
+        for completion in completions:
+            whole = self._write([*self._check(prompt), *self._check(completion)])
+            if not whole.startswith(asked):
+                raise self._no_prefix(asked, whole)
+            text = whole[len(asked) :]
+            texts.append(text[: _end(text, self._eos)] or text)
+        return asked, texts
+
+    def spans(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[Span]:
+        """The conversation's text in pieces, outputs being what the assistant says from message ``first`` on.
+
+        They are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``, or where it has no
+        such marks, what a message of the assistant adds to the text before it. EOS ends an output, whatever the
+        template writes after it; what follows the last output is left off.
+
+        Raises:
+            DataError: nothing is the assistant's; or the template has no marks and does not grow by prefixes.
+        """
+        checked = self._check(messages)
+        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
+        whole, outputs = (self._marked if marked else self._by_prefixes)(checked, first)
+        spans, at = [], 0
+        for start, end in outputs:
+            spans += [(whole[at:start], False), (whole[start:end], True)]
+            at = end
+        closed = _closed([*spans, (whole[at:], False)], self._eos)
+        if not closed:
+            raise DataError(f"{self.what} has no message of the assistant to learn from; its role is 'assistant'")
+        return closed
+
+    # ---------------------------------------------------------------------------------------------------- its parts
+
+    @property
+    def _template(self) -> str:
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise DataError(
+                f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Give it the "
+                "one that your model was trained with, or a plain one:\n"
+                "    from trainkit.chat import PLAIN_TEMPLATE\n"
+                "    tokenizer.chat_template = PLAIN_TEMPLATE  # then trainkit.train(..., tokenizer=tokenizer)"
+            )
+        template: str = self.tokenizer.get_chat_template(tools=self.settings.get("tools"))
+        return template
+
+    @property
+    def _eos(self) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.eos_token)
+
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """The messages as dicts, without the keys that a table has filled with None."""
+        checked = []
+        for index, message in enumerate(messages):
+            if "from" in message and "value" in message:
+                raise DataError(
+                    f"{self.what}: message {index} has the keys 'from' and 'value'; rename them:\n"
+                    '    roles = {"system": "system", "human": "user", "gpt": "assistant"}\n'
+                    '    messages = [{"role": roles[m["from"]], "content": m["value"]} for m in messages]'
+                )
+            if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
+                raise DataError(
+                    f"{self.what}: message {index} should be a dict with 'role' and 'content'; "
+                    f"given {describe(dict(message))}"
+                )
+            checked.append({key: value for key, value in message.items() if value is not None})
+        return checked
+
+    def _write(self, messages: list[Message], **flags: bool) -> str:
+        assert self._template
+        try:
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **flags, **self.settings)  # type: ignore[union-attr]
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise DataError(f"{self.what}: the chat template cannot write it: {error}") from error
+        return text
+
+    def _marked(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        whole, asked = self._write(messages), self.prompt(messages[:first]) if first else ""
+        if not whole.startswith(asked):
+            raise self._no_prefix(asked, whole)
+        assert self.tokenizer is not None
+        _, (marks,) = render_jinja_template(
+            [messages],
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.settings},
+        )
+        return whole, [(start, end) for start, end in marks if start >= len(asked) and end > start]
+
+    def _by_prefixes(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+        whole, found = self._write(messages), []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index < first:
+                continue
+            if index == 0:
+                raise DataError(
+                    f"{self.what} begins with a message of the assistant; begin with the one that it answers, or mark "
+                    "the assistant's part in the chat template with {% generation %}"
+                )
+            before, after = (
+                self._write(messages[:index], add_generation_prompt=True),
+                self._write(messages[: index + 1]),
+            )
+            if not after.startswith(before) or not whole.startswith(after):
+                raise self._no_prefix(before if not after.startswith(before) else after, whole)
+            found.append((len(before), len(after)))
+        return whole, found
+
+    def _no_prefix(self, part: str, whole: str) -> DataError:
+        at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
+        return DataError(
+            f"{self.what}: the chat template writes the beginning of the conversation otherwise than the whole of it "
+            f"({describe(part[at:][:30])} becomes {describe(whole[at:][:30])}), so what the assistant said cannot be "
+            "told from it. Mark it in the template with {% generation %} and {% endgeneration %}, or learn from last "
+            'answers only:\n    samples = [{"prompt": m[:-1], "completion": m[-1:]} for m in conversations]'
+        )
+
+
+def _end(text: str, eos: str) -> int:
+    """Where the last EOS ends; 0 without one."""
+    return text.rindex(eos) + len(eos) if eos in text else 0
+
+
+def _closed(spans: list[Span], eos: str) -> list[Span]:
+    """The spans with every output ending at its EOS, where it or what follows has one, and the last span an output."""
+    closed: list[Span] = []
+    for text, is_output in spans:
+        if not is_output and closed and closed[-1][1] and text.startswith(eos) and not closed[-1][0].endswith(eos):
+            closed[-1], text = (closed[-1][0] + eos, True), text[len(eos) :]
+        end = (_end(text, eos) or len(text)) if is_output else len(text)
+        for part, role in ((text[:end], is_output), (text[end:], False)):
+            if part and closed and closed[-1][1] == role:
+                closed[-1] = (closed[-1][0] + part, role)
+            elif part:
+                closed.append((part, role))
+    while closed and not closed[-1][1]:
+        closed.pop()
+    return closed

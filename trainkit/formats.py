@@ -1,0 +1,337 @@
+"""Dataset formats: what rows are, by their columns, and what the loop reads of them.
+
+========================  =========================================  =========================================
+format                    columns                                    read as
+========================  =========================================  =========================================
+language modelling        ``text``, or ``messages``                  a sample
+prompt-completion         ``prompt`` and ``completion`` or           a sample
+                          ``output``
+unpaired preference       those and ``label``, true or false         a sample with the reward 1 or 0
+preference                ``prompt``, ``chosen``, ``rejected``       a pair
+... with implicit prompt  ``chosen``, ``rejected``, which begin      a pair
+                          alike
+prompt-only               ``prompt``                                 a prompt
+========================  =========================================  =========================================
+
+Each is text, or conversational: lists of ``{"role": ..., "content": ...}``, which the tokenizer's chat template writes
+as text. Further columns are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.chat import Chat, is_conversation
+from trainkit.data import Row
+from trainkit.errors import DataError, describe
+from trainkit.pipeline import check_text
+from trainkit.rewards import GIVEN
+from trainkit.seeding import check_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Prompts = Iterable[Prompt]
+Format = Literal[
+    "language modelling", "prompt-completion", "unpaired preference", "preference", "implicit preference", "prompt-only"
+]
+
+OUTPUTS = ("completion", "output")
+"""Names of the column with an output."""
+EXPECTED = {
+    "sample": "text | messages (language modelling), prompt and completion or output (prompt-completion)",
+    "pair": "prompt, chosen, rejected (preference) | chosen, rejected that begin alike (preference, implicit prompt)",
+    "prompt": "prompt (prompt-only)",
+}
+"""What may be given, by what it is read as."""
+
+
+def recognise(row: Mapping[str, Any]) -> Format | None:
+    """The format of a row by its columns; None if it is none."""
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference" if "prompt" in row else "implicit preference"
+    has_output = any(name in row for name in OUTPUTS)
+    if "prompt" in row and has_output:
+        return "unpaired preference" if isinstance(row.get("label"), bool) else "prompt-completion"
+    if has_output or "text" in row or "messages" in row:
+        return "language modelling"
+    return "prompt-only" if "prompt" in row else None
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+def prompt_rows(prompts: Prompts) -> list[Row]:
+    """Prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
+
+    A prompt is text or a conversation, or a dict with one of them under ``prompt``.
+
+    Raises:
+        DataError: no prompts, or one that is no text, or empty, or cannot be encoded; names its index.
+    """
+    _check_list(prompts, "prompt")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        if "prompt" not in row:
+            raise _wrong(row, "prompt", f"prompt {index}")
+        if not is_conversation(row["prompt"]):
+            check_text(row["prompt"], f"prompt {index}")
+        if taken := [name for name in row if name in GIVEN]:
+            raise DataError(
+                f"prompt {index} has a column {taken[0]!r}, and reward functions get {', '.join(GIVEN)} from trainkit; "
+                "rename the column"
+            )
+        check_seed(row.get("seed"), f"prompt {index}")
+        rows.append(row)
+    if not rows:
+        raise DataError("prompts is empty; give at least one prompt")
+    return rows
+
+
+def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """The rows with conversations as text, ending where the assistant begins."""
+    return [
+        {**row, "prompt": Chat(tokenizer, row, f"prompt {index}").prompt(row["prompt"])}
+        if is_conversation(row["prompt"])
+        else row
+        for index, row in enumerate(rows)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- samples
+
+
+def sample_rows(
+    samples: Iterable[Any],
+    rewards: Iterable[Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    rated: bool = False,
+) -> list[Row]:
+    """Samples to learn from as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
+
+    A sample is text (all of it is an output); or turns in alternation, ``(prompt, output)`` or ``[prompt, output,
+    prompt, output ...]``; or a conversation; or a dict of a format that is read as a sample, whose other keys are kept.
+
+    Args:
+        samples: the samples.
+        rewards: one number per sample.
+        tokenizer: writes conversations.
+        rated: every sample needs a reward; the label of unpaired preference is one.
+
+    Raises:
+        DataError: no samples, one of another form, or not as many rewards; names its index.
+    """
+    _check_list(samples, "sample")
+    rows = [sample_row(sample, f"sample {index}", tokenizer, rated=rated) for index, sample in enumerate(samples)]
+    if not rows:
+        raise DataError("samples is empty; give at least one sample")
+    if rewards is not None:
+        return _rewarded(rows, list(rewards))
+    if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
+        raise DataError(f"sample {missing[0]} has no reward; give rewards, one per sample, or a column 'label'")
+    return rows
+
+
+def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
+    if any("reward" in row for row in rows):
+        raise DataError("rewards are given, and the samples' labels are rewards too; give one of the two")
+    if len(rewards) != len(rows):
+        raise DataError(f"there are {len(rows)} samples and {len(rewards)} rewards; give one reward per sample")
+    for index, reward in enumerate(rewards):
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            raise DataError(f"reward {index} should be a finite number; given {describe(reward)}")
+    return [{**row, "reward": float(reward)} for row, reward in zip(rows, rewards, strict=True)]
+
+
+def sample_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, rated: bool = False) -> Row:
+    """One sample as `sample_rows` gives it."""
+    if is_conversation(sample):
+        return _spans({}, Chat(tokenizer, {}, what).spans(sample))
+    if not isinstance(sample, Mapping):
+        return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
+    form = recognise(sample)
+    if form not in ("language modelling", "prompt-completion", "unpaired preference"):
+        raise _wrong(sample, "sample", what)
+    if form == "unpaired preference" and not rated:
+        raise _wrong(sample, "sample", what, ' if row["label"]')
+    names = [name for name in ("text", "messages", "prompt", *OUTPUTS) if name in sample]
+    columns = {key: value for key, value in sample.items() if key not in names}
+    if form == "unpaired preference":
+        columns["reward"] = float(columns.pop("label"))
+    output = next((sample[name] for name in (*OUTPUTS, "messages", "text") if name in sample), None)
+    prompt = [sample["prompt"]] if "prompt" in sample else []
+    _check_alike(what, *prompt, output)
+    if is_conversation(output):
+        asked = prompt[0] if prompt else []
+        return _spans(columns, Chat(tokenizer, sample, what).spans([*asked, *output], first=len(asked)))
+    return _turns(columns, [*prompt, output], what)
+
+
+def _turns(columns: Row, turns: list[Any], what: str) -> Row:
+    if not turns:
+        raise DataError(f"{what} has no turns; give text, or (prompt, output)")
+    if len(turns) > 1 and len(turns) % 2:
+        raise DataError(f"{what} has {len(turns)} turns; they alternate prompt, output, and the last is an output")
+    for turn in turns:
+        if not isinstance(turn, str):
+            raise DataError(
+                f"{what} should be text, (prompt, output), a list of messages, or a dict with 'prompt' and 'output'; "
+                f"it holds {describe(turn)}"
+            )
+        check_text(turn, what)
+    return {**columns, "turns": turns, "outputs": [len(turns) == 1 or i % 2 == 1 for i in range(len(turns))]}
+
+
+def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
+    return {**columns, "turns": [text for text, _ in spans], "outputs": [is_output for _, is_output in spans]}
+
+
+# ------------------------------------------------------------------------------------------------------------ pairs
+
+
+def preference_rows(samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> list[Row]:
+    """Pairs to learn from as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
+
+    Without a column ``prompt``, the prompt is what both sides begin with: messages, or text up to a word's end.
+
+    Raises:
+        DataError: no pairs, one of another form, or one whose sides are the same; names its index.
+    """
+    _check_list(samples, "sample")
+    rows = [preference_row(sample, f"sample {index}", tokenizer) for index, sample in enumerate(samples)]
+    if not rows:
+        raise DataError("samples is empty; give at least one pair")
+    return rows
+
+
+def preference_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Row:
+    """One pair as `preference_rows` gives it."""
+    form = recognise(sample) if isinstance(sample, Mapping) else None
+    if form not in ("preference", "implicit preference"):
+        raise _wrong(sample, "pair", what)
+    prompt, sides = sample.get("prompt"), [sample["chosen"], sample["rejected"]]
+    _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
+    if sides[0] == sides[1]:
+        raise DataError(f"{what} has the same text as chosen and as rejected, which says nothing; leave it out")
+    talk = is_conversation(sides[0])
+    if form == "implicit preference":
+        at = _common_messages(*sides) if talk else _common_text(what, *sides)
+        if not at:
+            raise DataError(
+                f"{what}: chosen and rejected do not begin alike, so they have no prompt in common; give it as a column"
+            )
+        prompt, sides = sides[0][:at], [side[at:] for side in sides]
+    if talk:
+        prompt, sides = Chat(tokenizer, sample, what).outputs(prompt, *sides)
+    row = {**sample, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}
+    for name in ("prompt", "chosen", "rejected"):
+        check_text(row[name], f"{what}: {name}")
+    return row
+
+
+def _common_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many messages both begin with, at least one being left of each."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(most) if chosen[i] != rejected[i]), most)
+
+
+def _common_text(what: str, chosen: Any, rejected: Any) -> int:
+    """How much text both begin with, at least a character being left of each; no word is torn if that can be."""
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        check_text(text, f"{what}: {name}")
+    most = min(len(chosen), len(rejected)) - 1
+    at = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    words = (i for i in range(at, 0, -1) if chosen[i] == rejected[i] == " " or chosen[i - 1] in "\n\t")
+    return next(words, at)
+
+
+# ---------------------------------------------------------------------------------------------- what all of them need
+
+
+def formatted(rows: Iterable[Any], formatting_func: Callable[[Any], Any], what: str = "sample") -> Iterable[Any]:
+    """What ``formatting_func`` makes of each row, as it is asked for.
+
+    Raises:
+        DataError: the function raised, or returned nothing; names the row.
+    """
+    for index, row in enumerate(rows):
+        try:
+            made = formatting_func(row)
+        except Exception as error:
+            raise DataError(
+                f"formatting_func raised {type(error).__name__} at {what} {index}, {describe(row)}: {error}"
+            ) from error
+        if made is None:
+            raise DataError(
+                f"formatting_func returned None for {what} {index}, {describe(row)}; return text, (prompt, output), "
+                "messages, or a dict of a format"
+            )
+        yield made
+
+
+def _check_list(given: Any, kind: str) -> None:
+    if isinstance(given, Mapping) and given and all(hasattr(part, "column_names") for part in given.values()):
+        raise DataError(
+            f"{kind}s is a dataset with the splits {', '.join(map(str, given))}; give one of them: "
+            f"{kind}s=dataset[{next(iter(given))!r}]"
+        )
+    if isinstance(given, str | Mapping):
+        forms = "a list of strings or dicts" if kind == "prompt" else "a list"
+        raise DataError(f"{kind}s should be {forms}; given {describe(given)}. Write [{kind}]")
+
+
+def _check_alike(what: str, *parts: Any) -> None:
+    """Refuse text beside a conversation."""
+    if len({is_conversation(part) for part in parts}) > 1:
+        kinds = ", ".join("a conversation" if is_conversation(part) else describe(part, 30) for part in parts)
+        raise DataError(f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages")
+
+
+def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
+    """The error for a row that cannot be read as ``wanted``: what it is, what is expected, and two lines that help."""
+    form = recognise(row) if isinstance(row, Mapping) else None
+    given = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
+    name = "prompts" if wanted == "prompt" else "samples"
+    return DataError(
+        f"{what} {given}{f', which is {form}' if form else ''}; expected here: {EXPECTED[wanted]}. "
+        f"{_advice(form, wanted)}For example:\n"
+        f"    {name} = [{_example(row, form, wanted)} for row in {name}{condition}]\n"
+        f"    trainkit.train(..., {name}={name})"
+    )
+
+
+def _advice(form: Format | None, wanted: str) -> str:
+    if form == "prompt-only" and wanted != "prompt":
+        return "Prompts without outputs are for prompts=, with a reward_fn. "
+    if form in ("preference", "implicit preference") and wanted == "sample":
+        return "Pairs are for methods that compare, as method='dpo'. "
+    if form == "unpaired preference":
+        return "This method would learn from what is labelled False as from the rest; ilql takes labels as rewards. "
+    return ""
+
+
+def _example(row: Any, form: Format | None, wanted: str) -> str:
+    """An expression that makes a row of the wanted form."""
+    if not isinstance(row, Mapping):
+        return {"sample": '{"text": row}', "prompt": '{"prompt": row}'}.get(
+            wanted, '{"prompt": row[0], "chosen": row[1], "rejected": row[2]}'
+        )
+    at = {name: f'row["{name}"]' for name in row}
+    texts = [at[name] for name, value in row.items() if isinstance(value, str) or is_conversation(value)]
+    names = {"sample": ["prompt", "completion"], "prompt": ["prompt"], "pair": ["prompt", "chosen", "rejected"]}[wanted]
+    if form == "preference":
+        texts = [at["prompt"], at["chosen"]]
+    elif form == "implicit preference":
+        names, texts = ["messages" if is_conversation(row["chosen"]) else "text"], [at["chosen"]]
+    elif form == "language modelling" and "messages" in row and wanted == "prompt":
+        texts = ['row["messages"][:-1]']
+    if wanted == "sample" and len(texts) == 1 and names[0] == "prompt":
+        names = ["text"] if form != "prompt-only" else names
+    values = [*texts, *['row["..."]'] * len(names)][: len(names)]
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in zip(names, values, strict=True)) + "}"
