@@ -1,4 +1,4 @@
-"""From a configuration to a model and a tokenizer."""
+"""From a configuration to a model, its policy and a tokenizer; the only place that knows kinds of models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,11 +29,13 @@ from trainkit.models.adapters import (
     make_peft_config,
     merge_adapter,
 )
-from trainkit.models.trunk import freeze_below
+from trainkit.models.policy import CausalPolicy, Policy
+from trainkit.models.seq2seq import Seq2SeqPolicy
+from trainkit.models.trunk import depth_of, freeze_below
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
-    """The causal language model that ``config`` names, or the live ``model``, with what is to be trained trainable.
+    """The language model that ``config`` names, or the live ``model``, with what is to be trained trainable.
 
     A mapping as ``model_path`` gives random weights from torch's global generator. Where ``model_path`` holds an
     adapter, it is merged into the weights it belongs to. A live model stays the object it is; its parameters are
@@ -56,15 +59,33 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     return model
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class of automatic models for this kind of language model."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def make_policy(
+    model: PreTrainedModel,
+    *,
+    temperature: float = 1.0,
+    logit_mask: Tensor | None = None,
+    value_head: bool = False,
+    head: nn.Module | None = None,
+) -> Policy:
+    """The policy that fits the model's architecture; the arguments are those of `Policy`."""
+    kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
+    return kind(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
+
+
 def _load(config: ModelConfig) -> PreTrainedModel:
     arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
     model_config = load_model_config(config)
     if not isinstance(config.model_path, str):
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(model_config, **arguments))
+        return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
     try:
         base = adapter_base(config.model_path)
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
-        model = AutoModelForCausalLM.from_pretrained(base or config.model_path, **arguments)
+        model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
         return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
@@ -82,7 +103,7 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a new directory")
     try:
-        model = AutoModelForCausalLM.from_pretrained(found, dtype="auto")
+        model = auto_class(AutoConfig.from_pretrained(found)).from_pretrained(found, dtype="auto")
         merged = merge_adapter(model, adapter)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
@@ -100,7 +121,7 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
     Raises:
         ConfigError: there are fewer layers than ``num_layers_unfrozen``, or the adapter fits nowhere.
     """
-    depth = getattr(model_config.get_text_config(), "num_hidden_layers", None)
+    depth = depth_of(model_config)
     if depth is not None and config.num_layers_unfrozen > depth:
         raise ConfigError(
             f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the model has {depth} layers; "
@@ -117,7 +138,7 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         if not live:
             with torch.device("meta"):
                 trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
-                skeleton = AutoModelForCausalLM.from_config(model_config, **trust)
+                skeleton = auto_class(model_config).from_config(model_config, **trust)
             if hasattr(wanted, "init_lora_weights"):
                 wanted.init_lora_weights = False  # some ways of initialising read the weights
             add_adapter(skeleton, wanted)
@@ -189,9 +210,11 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens the model can attend to; None if it sets no limit."""
+    """The most tokens the model can attend to, of an encoder-decoder on either side; None if it sets no limit."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    limit = getattr(text, "max_position_embeddings", None)
+    if not config.is_encoder_decoder:  # T5's n_positions is how long its training data was
+        limit = limit or getattr(text, "n_positions", None)
     return int(limit) if limit else None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from trainkit.models.reference import Reference
 
 log = logging.getLogger(__name__)
+
+P = TypeVar("P", bound="Policy")
 
 CHUNK = 2**22
 """Logits that are alive at a time: 16 MB in float32."""
@@ -56,10 +59,10 @@ class TokenOutputs(NamedTuple):
     """What the policy's further head says, by name."""
 
 
-class CausalPolicy(nn.Module):
-    """A causal language model as a policy: ``policy(sequences) -> TokenOutputs``.
+class Policy(nn.Module, ABC):
+    """A language model as a policy: ``policy(sequences) -> TokenOutputs``. Subclasses know an architecture.
 
-    Where the lower layers are frozen (`Trunk`), `through_trunk` runs them once for sequences that are read often.
+    Where the lower layers are frozen, `through_trunk` runs them once for sequences that are read often.
 
     The language-model head runs at response positions only, so nothing of size [B, T, V] is made. At construction
     it is compared with the model's own logits on a small input; where a model scales or caps its logits in ways
@@ -72,9 +75,13 @@ class CausalPolicy(nn.Module):
         value_head: whether to add a critic's head on the trunk.
         head: a further head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``, which reads the states in which
             response tokens were chosen, and these tokens; its answers are `TokenOutputs.head`.
+
+    Attributes:
+        head_alone: whether the model's logits are those of its output head on the states that `_states` gives.
     """
 
     logit_mask: Tensor | None
+    head_alone: bool
 
     def __init__(
         self,
@@ -94,14 +101,31 @@ class CausalPolicy(nn.Module):
             if added is not None:
                 added.to(model.device)
         self.register_buffer("logit_mask", check_logit_mask(logit_mask, model), persistent=False)
-        self.head_alone = _head_gives_logits(model)
-        self.trunk = Trunk(model)
+
+    @property
+    @abstractmethod
+    def has_trunk(self) -> bool:
+        """Whether there are frozen lower layers from whose output the model can go on."""
+
+    @abstractmethod
+    def _through_trunk(self, sequences: Sequences) -> Tensor:
+        """What the frozen lower layers say about sequences [B, ≤ T, D]."""
+
+    @abstractmethod
+    def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the N states in which response tokens were chosen, row after row: what the head reads [N, D] (or full
+        logits [N, V]), the hidden states [N, D], and the tokens before [N]."""
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode for what is trained; a frozen trunk stays in evaluation mode."""
+        """Training mode for what is trained; frozen lower layers stay in evaluation mode."""
         super().train(mode)
-        self.trunk.eval()
+        for module in self._frozen():
+            module.eval()
         return self
+
+    @abstractmethod
+    def _frozen(self) -> Iterable[nn.Module]:
+        """The frozen lower layers, which with dropout would say something else each time."""
 
     def forward(self, sequences: Sequences, entropy: bool = False, reference: Reference | None = None) -> TokenOutputs:
         """Log-probabilities and values of the response tokens; from the same pass entropies, and divergences.
@@ -123,14 +147,13 @@ class CausalPolicy(nn.Module):
         return TokenOutputs(**found, head=head)
 
     def _read(self, sequences: Sequences, entropy: bool, reference: Reference | None) -> TokenOutputs:
-        chosen = sequences.response_mask[:, 1:]  # token t is chosen in the state that ends with token t-1
-        states, hidden = self._states(sequences, chosen)
+        states, hidden, previous = self._states(sequences)
         others = None
         if reference is not None:
             with torch.no_grad():
-                others, _ = reference.policy._states(sequences, chosen)
-        tokens = sequences.input_ids[:, 1:][chosen]
-        inputs = (states, tokens, sequences.input_ids[:, :-1][chosen], others)
+                others, *_ = reference.policy._states(sequences)
+        tokens = sequences.input_ids[sequences.response_mask]
+        inputs = (states, tokens, previous, others)
         logprobs, entropies, divergences = self._read_states(inputs, entropy, reference)
         head = {} if self.head is None else self.head(hidden, tokens)
         return TokenOutputs(
@@ -144,10 +167,10 @@ class CausalPolicy(nn.Module):
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
         """The sequences with what the frozen trunk says about them; as they are where nothing is frozen."""
-        if not self.trunk.depth or sequences.trunk is not None:
+        if not self.has_trunk or sequences.trunk is not None:
             return sequences
         buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
-        parts = [self.trunk(self.model.base_model, _inputs(sequences.select(rows))) for rows in buckets]
+        parts = [self._through_trunk(sequences.select(rows)) for rows in buckets]
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
 
     def _read_states(
@@ -199,30 +222,46 @@ class CausalPolicy(nn.Module):
         scaled = logits if self.temperature == 1 else logits / self.temperature  # a copy of all logits
         return allow_logits(scaled, previous, self.logit_mask)
 
-    def _states(self, sequences: Sequences, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head reads [N, D] (or full logits [N, V]) and hidden states [N, D], where tokens were chosen."""
+
+class CausalPolicy(Policy):
+    """A causal language model as a policy; the arguments are those of `Policy`.
+
+    Attributes:
+        trunk: the frozen lower layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if model.config.is_encoder_decoder:
+            raise ConfigError(f"{type(model).__name__} is an encoder-decoder; make its policy with make_policy(model)")
+        super().__init__(model, **kwargs)
+        self.head_alone = _head_gives_logits(model)
+        self.trunk = Trunk(model)
+
+    @property
+    def has_trunk(self) -> bool:
+        """Whether there are frozen lower layers from whose output the model can go on."""
+        return self.trunk.depth > 0
+
+    def _frozen(self) -> Iterable[nn.Module]:
+        return self.trunk.frozen
+
+    def _through_trunk(self, sequences: Sequences) -> Tensor:
+        return self.trunk(self.model.base_model, _inputs(sequences))
+
+    def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """As they are where token t is chosen: in the state that ends with token t − 1."""
+        chosen = sequences.response_mask[:, 1:]
+        previous = sequences.input_ids[:, :-1][chosen]
         known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
         with known:
             if self.head_alone:
                 hidden = self.model.base_model(**_inputs(sequences)).last_hidden_state[:, :-1][chosen]
-                return hidden, hidden
+                return hidden, hidden, previous
             logits, hidden = logits_and_hidden(self.model, **_inputs(sequences))
-            return logits[:, :-1][chosen], hidden[:, :-1][chosen]
+            return logits[:, :-1][chosen], hidden[:, :-1][chosen], previous
 
 
-def make_policy(
-    model: PreTrainedModel,
-    *,
-    temperature: float = 1.0,
-    logit_mask: Tensor | None = None,
-    value_head: bool = False,
-    head: nn.Module | None = None,
-) -> CausalPolicy:
-    """The policy that fits the model's architecture; the arguments are those of `CausalPolicy`."""
-    return CausalPolicy(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
-
-
-def load_heads(policy: CausalPolicy, model_path: object) -> CausalPolicy:
+def load_heads(policy: P, model_path: object) -> P:
     """The policy with the heads that an export at ``model_path`` has beside the model, if it has any."""
     path = Path(model_path) / HEADS if isinstance(model_path, str) else None
     if path is None or not path.is_file():
@@ -284,20 +323,43 @@ def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | No
 @torch.no_grad()
 def _head_gives_logits(model: PreTrainedModel) -> bool:
     """Whether head(trunk(x)) is what the model returns as logits."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
-    scaled = [
-        name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
-    ]
-    training, probe = model.training, tiny_input(model)
-    model.eval()
-    full = model(**probe).logits.float()
-    alone = head(model.base_model(**probe).last_hidden_state).float()
-    model.train(training)
-    if not scaled and full.shape == alone.shape and torch.allclose(full, alone, rtol=1e-4, atol=1e-4):
+    with evaluating(model):
+        full = model(**tiny_input(model)).logits
+        alone = head(model.base_model(**tiny_input(model)).last_hidden_state)
+    if gives_logits(model, alone, full):
         return True
+    warn_of_full_logits(model)
+    return False
+
+
+SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""What configs call a change of the logits after the head."""
+
+
+def gives_logits(model: PreTrainedModel, alone: Tensor, full: Tensor) -> bool:
+    """Whether ``alone``, what the model's head gives on a small input, is what the whole model does."""
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in SCALED) or full.shape != alone.shape:
+        return False
+    return torch.allclose(full.float(), alone.float(), rtol=1e-4, atol=1e-4)
+
+
+def warn_of_full_logits(model: PreTrainedModel) -> None:
+    """Say that full logits are used."""
     log.warning(
         "%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__
     )
-    return False
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in evaluation mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

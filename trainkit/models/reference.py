@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.data import Sequences
 from trainkit.models.adapters import has_adapter, switch_off, switch_on
-from trainkit.models.policy import CausalPolicy, TokenOutputs
+from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.trunk import tiny_input
 
 
@@ -26,7 +26,7 @@ class Reference:
     divergence is exactly 0 before the first update.
     """
 
-    def __init__(self, policy: CausalPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         heads, policy.value_head, policy.head = (policy.value_head, policy.head), None, None
         shared = [tensor for tensor in policy.parameters() if not tensor.requires_grad]
         try:

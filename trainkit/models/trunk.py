@@ -14,27 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
+def depth_of(config: PreTrainedConfig) -> int | None:
+    """How many transformer blocks are counted: a causal model's, and of an encoder-decoder the decoder's."""
+    text = config.get_text_config()
+    names = ("num_decoder_layers", "decoder_layers") if config.is_encoder_decoder else ()
+    found = (getattr(text, name, None) for name in (*names, "num_hidden_layers"))
+    return next((depth for depth in found if depth is not None), None)
+
+
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The model's transformer blocks: its first module list that is as long as its config says; None without one."""
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    """The model's transformer blocks, of an encoder-decoder the decoder's: the first module list that is as long as
+    the config says; None without one."""
+    depth = depth_of(model.config)
+    root = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+    lists = (module for module in root.modules() if isinstance(module, nn.ModuleList))
     return next((blocks for blocks in lists if len(blocks) == depth), None)
 
 
 def freeze_below(model: PreTrainedModel, unfrozen: int) -> None:
     """Leave only the top ``unfrozen`` blocks, and what follows them, trainable: embeddings and lower blocks are frozen.
 
-    A head that is tied to the embeddings is frozen with them.
+    A head that is tied to the embeddings is frozen with them. The blocks of an encoder-decoder are the decoder's
+    (S-59); its encoder is frozen.
 
     Raises:
-        ConfigError: the model has fewer blocks, or none that can be found.
+        ConfigError: the model has fewer blocks, none that can be found, or nothing that would be trained.
     """
     blocks = find_blocks(model)
     if blocks is None:
@@ -49,6 +60,11 @@ def freeze_below(model: PreTrainedModel, unfrozen: int) -> None:
         )
     for module in modules_below(model, blocks, len(blocks) - unfrozen):
         module.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.num_layers_unfrozen is {unfrozen}, and in {type(model).__name__} nothing follows the layers that "
+            f"could be trained; give 1 to {len(blocks)}, or -1 to train everything"
+        )
 
 
 class Trunk:
@@ -73,11 +89,6 @@ class Trunk:
         if depth and not any(p.requires_grad for module in below for p in module.parameters()):
             self.depth, self.frozen = depth, below
             self._check(model)
-
-    def eval(self) -> None:
-        """Evaluation mode, which the trunk never leaves: with dropout it would say something else each time."""
-        for module in self.frozen:
-            module.eval()
 
     @torch.no_grad()
     def __call__(self, base: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -191,7 +202,8 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
     finally:
         for handle in handles:
             handle.remove()
-    return [*called, *blocks[:depth]]
+    encoder = [model.get_encoder()] if model.config.is_encoder_decoder else []
+    return [*encoder, *called, *blocks[:depth]]
 
 
 def _first(output: Any) -> Tensor:
@@ -200,6 +212,7 @@ def _first(output: Any) -> Tensor:
 
 
 def tiny_input(model: PreTrainedModel) -> dict[str, Any]:
-    """Four tokens, to see what a model does."""
+    """Four tokens, to see what a model does; for an encoder-decoder, on both sides."""
     ids = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs

@@ -57,3 +57,44 @@ def tiny_llama(vocab_size: int, **overrides: Any) -> dict[str, Any]:
         "pad_token_id": None,
         **overrides,
     }
+
+
+def tiny_t5(vocab_size: int, **overrides: Any) -> dict[str, Any]:
+    """The fields of a T5 config of 2 + 2 layers × 32, for ``model_path``; the decoder starts with the last id, which
+    in `character_tokenizer` is padding."""
+    return {
+        "model_type": "t5",
+        "vocab_size": vocab_size,
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 64,
+        "decoder_start_token_id": vocab_size - 1,
+        "pad_token_id": vocab_size - 1,
+        "eos_token_id": None,
+        **overrides,
+    }
+
+
+def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
+    """The fields of a BART config of 2 + 2 layers × 32, for ``model_path``; the decoder starts with the last id but
+    one, which in `character_tokenizer` is EOS."""
+    return {
+        "model_type": "bart",
+        "vocab_size": vocab_size,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "d_model": 32,
+        "max_position_embeddings": 64,
+        "decoder_start_token_id": vocab_size - 2,
+        "pad_token_id": vocab_size - 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+        **overrides,
+    }
