@@ -242,11 +242,11 @@ def test_a_dataset_of_several_splits_is_an_error_that_names_one(read: Any) -> No
 
 
 def test_a_formatting_function_makes_the_rows_and_its_errors_name_one() -> None:
-    assert list(formatted([{"q": "a"}, {"q": "b"}], lambda row: (row["q"], "x"))) == [("a", "x"), ("b", "x")]
+    assert formatted([{"q": "a"}, {"q": "b"}], lambda row: (row["q"], "x")) == [("a", "x"), ("b", "x")]
     with pytest.raises(DataError, match=r"formatting_func raised KeyError at sample 1.*'q'"):
-        list(formatted([{"q": "a"}, {"p": "b"}], lambda row: row["q"]))
+        formatted([{"q": "a"}, {"p": "b"}], lambda row: row["q"])
     with pytest.raises(DataError, match="formatting_func returned None for sample 0"):
-        list(formatted(["a"], lambda row: None))
+        formatted(["a"], lambda row: None)
 
 
 def test_a_model_generates_from_conversations(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,15 @@ def train(
     method: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     eval_samples: Iterable[Any] | None = None,
+    formatting_func: Callable[[Any], Any] | None = None,
     allow_drift: bool = False,
 ) -> AccelerateRLTrainer[Any]:
     """Train a language model, by reinforcement or offline, and return its trainer.
 
     What is given decides the kind of training: ``reward_fn`` with ``prompts`` is online (``ppo`` unless ``method``
     or ``config`` names another), ``samples`` with ``rewards`` is offline reinforcement learning (``ilql``),
-    ``samples`` alone is supervised fine-tuning (``sft``), or ``dpo`` if they are pairs of ``chosen`` and ``rejected``.
+    ``samples`` alone is supervised fine-tuning (``sft``), or ``dpo`` if they are pairs of ``chosen`` and ``rejected``,
+    or ``ilql`` if they are labelled true or false.
 
     Args:
         model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
@@ -53,11 +55,14 @@ def train(
             or for dense rewards a list of numbers per sample, one for each token of the response from the first on
             and at most as many. All are lists of text; ``columns`` are the further keys of the prompts.
         dataset: ``(samples, rewards)``; the older way to give both.
-        samples: text, ``(prompt, output)`` turns, or dicts with ``prompt`` and ``output``; pairs are dicts with
-            ``prompt``, ``chosen`` and ``rejected``.
+        samples: text, ``(prompt, output)`` turns, lists of messages, or dicts of a dataset format (docs/datasets.md):
+            ``text``, ``messages``, ``prompt`` and ``completion`` or ``output``; pairs are dicts with ``prompt``,
+            ``chosen`` and ``rejected``. A list, a `datasets.Dataset`, any finite iterator; what has no length and can
+            be gone over again, as a `datasets.IterableDataset`, is a stream and read while training.
         rewards: one number per sample.
-        prompts: strings, or dicts with ``prompt`` and further columns; a list, a `datasets.Dataset`, any finite
-            iterable. Online and without prompts, every response starts from the tokenizer's beginning token.
+        prompts: strings, lists of messages, or dicts with one of them under ``prompt`` and further columns; a list, a
+            `datasets.Dataset`, any finite iterable. Online and without prompts, every response starts from the
+            tokenizer's beginning token.
         eval_prompts: prompts of evaluations. Online they default to the first of ``prompts``.
         metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` gives a dict of numbers, or of lists with one
             number per sample; measured at evaluations.
@@ -69,6 +74,7 @@ def train(
         tokenizer: a live tokenizer, instead of the model's own.
         eval_samples: held-out samples of the same form as ``samples``, over which evaluations measure the loss;
             ``(samples, rewards)`` where rewards belong to them.
+        formatting_func: makes a sample of each row of ``samples`` and ``eval_samples``, where these are something else.
         allow_drift: with ``train.resume``, go on also where settings differ on which the course of training depends;
             the new ones hold from then on, and the run says which they are.
 
@@ -84,6 +90,10 @@ def train(
     """
     if dataset is not None:
         samples, rewards = _unpack_dataset(dataset, samples, rewards)
+    if samples is not None:
+        from trainkit.formats import formatted
+
+        samples = formatted(samples, formatting_func)
     given = {"reward_fn": reward_fn, "prompts": prompts, "samples": samples, "rewards": rewards}
     present = [name for name, value in given.items() if value is not None]
     _check_combination(present)
@@ -93,6 +103,7 @@ def train(
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     settled = _settle_config(config, method, model_path, _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
+    present += _labels(samples, trainer_class.inputs, present)
     _check_inputs(settled.method.name, trainer_class.inputs, present)
     trainer = trainer_class(
         settled,
@@ -116,17 +127,31 @@ def train(
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
     if eval_samples is not None:
-        trainer.add_eval_samples(*_eval_samples(eval_samples, trainer.inputs))
+        trainer.add_eval_samples(*_eval_samples(eval_samples, trainer.inputs, formatting_func))
     trainer.learn()
     return trainer
 
 
-def _eval_samples(eval_samples: Any, inputs: tuple[str, ...]) -> tuple[Any, Any]:
-    if "rewards" not in inputs:
-        return eval_samples, None
-    if not isinstance(eval_samples, tuple) or len(eval_samples) != 2:
+def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[str]:
+    """``["rewards"]`` where the samples' labels are the rewards that the method needs."""
+    from trainkit.formats import first_format
+
+    if "rewards" not in inputs or "rewards" in present or first_format(samples) != "unpaired preference":
+        return []
+    return ["rewards"]
+
+
+def _eval_samples(
+    eval_samples: Any, inputs: tuple[str, ...], formatting_func: Callable[[Any], Any] | None
+) -> tuple[Any, Any]:
+    from trainkit.formats import first_format, formatted
+
+    if "rewards" in inputs and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
+        return formatted(eval_samples[0], formatting_func), eval_samples[1]
+    made = formatted(eval_samples, formatting_func)
+    if "rewards" in inputs and first_format(made) != "unpaired preference":
         raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
-    return eval_samples
+    return made, None
 
 
 def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]:
@@ -193,9 +218,10 @@ def _usual_method(present: list[str], samples: Any) -> str:
     """The algorithm for what is given, where none is named."""
     if "reward_fn" in present or "rewards" in present:
         return "ppo" if "reward_fn" in present else "ilql"
-    first = samples[0] if hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and len(samples) else None
-    pairs = isinstance(first, Mapping) and {"chosen", "rejected"} <= first.keys()
-    return "dpo" if pairs else "sft"
+    from trainkit.formats import first_format
+
+    form = first_format(samples)
+    return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "ilql"}.get(form or "", "sft")
 
 
 def _config_sections(config: Any) -> dict[str, Any]:

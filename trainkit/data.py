@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -115,6 +116,9 @@ class Sequences(Batch):
     """bool: tokens that were chosen by the policy (terminating EOS included) and are trained on."""
     trunk: Tensor | None = None
     """What a policy's frozen lower layers say about them [B, T, D], so that they need not run again."""
+    segments: Tensor | None = None
+    """Of packed rows: which sample each token belongs to, counted from 1 in every row; 0 in padding [B, T]. A sample
+    attends to itself alone, and its positions begin at 0."""
 
     def __post_init__(self) -> None:
         if self.attention_mask.dtype != torch.bool or self.response_mask.dtype != torch.bool:
@@ -144,8 +148,16 @@ class Sequences(Batch):
 
     @property
     def position_ids(self) -> Tensor:
-        """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02)."""
-        return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02).
+
+        In packed rows they are counted over each sample; each token of padding is at 0, as a sample of its own.
+        """
+        if self.segments is None:
+            return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        columns = torch.arange(self.segments.size(1), device=self.segments.device).expand_as(self.segments)
+        before = F.pad(self.segments, (1, 0))[:, :-1]
+        begins = (self.segments != before) | ~self.attention_mask
+        return columns - (columns * begins).cummax(1).values
 
     def buckets(self, cost: int) -> list[Tensor]:
         """Rows of like length together, as indices [b]: a bucket more wherever it saves over ``cost`` padded tokens."""
@@ -170,6 +182,23 @@ class Sequences(Batch):
         """What is known of the response tokens, row after row [N], at their places; 0 elsewhere. -> [B, T]."""
         mask = self.response_mask
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+    def packed(self, counts: Sequence[int], pad_id: int = 0) -> Self:
+        """The rows put one after the other, ``counts[i]`` of them in row i, told apart by `segments`."""
+        rows = zip(self.input_ids, self.attention_mask, self.response_mask, strict=True)
+        parts = [(ids[real].tolist(), chosen[real].tolist()) for ids, real, chosen in rows]
+        ends = list(accumulate(counts, initial=0))
+        groups = [parts[start:end] for start, end in pairwise(ends)]
+        joined = type(self).from_rows(
+            [[token for ids, _ in group for token in ids] for group in groups],
+            [[keep for _, chosen in group for keep in chosen] for group in groups],
+            pad_id,
+        )
+        lengths = [torch.tensor([len(ids) for ids, _ in group]) for group in groups]
+        segments = [torch.arange(1, len(each) + 1).repeat_interleave(each) for each in lengths]
+        return replace(joined, segments=torch.nn.utils.rnn.pad_sequence(segments, batch_first=True)).to(
+            self.input_ids.device
+        )
 
     @property
     def weight(self) -> Tensor:

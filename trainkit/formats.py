@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.chat import Chat, is_conversation
 from trainkit.data import Row
 from trainkit.errors import DataError, describe
-from trainkit.pipeline import check_text
+from trainkit.pipeline import check_text, is_stream
 from trainkit.rewards import GIVEN
 from trainkit.seeding import check_seed
 
@@ -112,6 +112,7 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     rated: bool = False,
+    first: int = 0,
 ) -> list[Row]:
     """Samples to learn from as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
@@ -123,18 +124,21 @@ def sample_rows(
         rewards: one number per sample.
         tokenizer: writes conversations.
         rated: every sample needs a reward; the label of unpaired preference is one.
+        first: the index that errors call the first sample by.
 
     Raises:
         DataError: no samples, one of another form, or not as many rewards; names its index.
     """
     _check_list(samples, "sample")
-    rows = [sample_row(sample, f"sample {index}", tokenizer, rated=rated) for index, sample in enumerate(samples)]
+    rows = [
+        sample_row(sample, f"sample {index}", tokenizer, rated=rated) for index, sample in enumerate(samples, first)
+    ]
     if not rows:
         raise DataError("samples is empty; give at least one sample")
     if rewards is not None:
         return _rewarded(rows, list(rewards))
     if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
-        raise DataError(f"sample {missing[0]} has no reward; give rewards, one per sample, or a column 'label'")
+        raise DataError(f"sample {first + missing[0]} has no reward; give rewards, one per sample, or a column 'label'")
     return rows
 
 
@@ -195,7 +199,9 @@ def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
 # ------------------------------------------------------------------------------------------------------------ pairs
 
 
-def preference_rows(samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> list[Row]:
+def preference_rows(
+    samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, first: int = 0
+) -> list[Row]:
     """Pairs to learn from as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
 
     Without a column ``prompt``, the prompt is what both sides begin with: messages, or text up to a word's end.
@@ -204,7 +210,7 @@ def preference_rows(samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase |
         DataError: no pairs, one of another form, or one whose sides are the same; names its index.
     """
     _check_list(samples, "sample")
-    rows = [preference_row(sample, f"sample {index}", tokenizer) for index, sample in enumerate(samples)]
+    rows = [preference_row(sample, f"sample {index}", tokenizer) for index, sample in enumerate(samples, first)]
     if not rows:
         raise DataError("samples is empty; give at least one pair")
     return rows
@@ -254,25 +260,52 @@ def _common_text(what: str, chosen: Any, rejected: Any) -> int:
 # ---------------------------------------------------------------------------------------------- what all of them need
 
 
-def formatted(rows: Iterable[Any], formatting_func: Callable[[Any], Any], what: str = "sample") -> Iterable[Any]:
-    """What ``formatting_func`` makes of each row, as it is asked for.
+class Formatted:
+    """What ``formatting_func`` makes of each row of a stream, whenever it is gone over.
 
     Raises:
         DataError: the function raised, or returned nothing; names the row.
     """
-    for index, row in enumerate(rows):
-        try:
-            made = formatting_func(row)
-        except Exception as error:
-            raise DataError(
-                f"formatting_func raised {type(error).__name__} at {what} {index}, {describe(row)}: {error}"
-            ) from error
-        if made is None:
-            raise DataError(
-                f"formatting_func returned None for {what} {index}, {describe(row)}; return text, (prompt, output), "
-                "messages, or a dict of a format"
-            )
-        yield made
+
+    def __init__(self, rows: Iterable[Any], formatting_func: Callable[[Any], Any]) -> None:
+        self.rows, self.formatting_func = rows, formatting_func
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a stream that shuffles."""
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, row in enumerate(self.rows):
+            try:
+                made = self.formatting_func(row)
+            except Exception as error:
+                raise DataError(
+                    f"formatting_func raised {type(error).__name__} at sample {index}, {describe(row)}: {error}"
+                ) from error
+            if made is None:
+                raise DataError(
+                    f"formatting_func returned None for sample {index}, {describe(row)}; return text, "
+                    "(prompt, output), messages, or a dict of a format"
+                )
+            yield made
+
+
+def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
+    """The rows as ``formatting_func`` makes them: at once, or those of a stream as they are read."""
+    if formatting_func is None:
+        return list(rows) if isinstance(rows, Iterator) else rows
+    _check_list(rows, "sample")
+    made = Formatted(rows, formatting_func)
+    return made if is_stream(rows) else list(made)
+
+
+def first_format(samples: Any) -> Format | None:
+    """The format of the first sample; None if it is no dict of a format."""
+    if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
+        return None
+    first = next(iter(samples), None)
+    return recognise(first) if isinstance(first, Mapping) else None
 
 
 def _check_list(given: Any, kind: str) -> None:

@@ -1,9 +1,10 @@
-"""Rows as a seeded, shardable, resumable stream, checked in full before training starts."""
+"""Rows in an order that one integer describes, and their token ids."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -51,6 +52,65 @@ class Pipeline:
         """Positions ``start`` to ``start + count``, of which process ``rank`` of ``world`` gets every world-th."""
         positions = range(start + rank, start + count, world)
         return [self.rows[self.order(p // len(self))[p % len(self)]] for p in positions]
+
+
+WINDOW = 256
+"""Rows that a `Stream` reads ahead."""
+
+
+class Stream:
+    """Rows of an iterable without a length, in its own order, read while training; after its end, from its beginning.
+
+    Position ``p`` is the p-th row that comes out. To go on from a position, what comes before it is read once more.
+
+    Args:
+        source: gives the same rows whenever it is gone over; a `datasets.IterableDataset` that shuffles is told the
+            epoch.
+        read: given rows of the source and the index of the first of them -> rows to train on, checked.
+        one_to_one: ``read`` gives a row for each, so that those before a position need not be read to skip them.
+    """
+
+    def __init__(
+        self, source: Iterable[Any], read: Callable[[list[Any], int], list[Row]], *, one_to_one: bool = True
+    ) -> None:
+        self.source, self.read, self.one_to_one = source, read, one_to_one
+        self._rows: Iterator[Row] = self._from(0)
+        self._at = 0
+
+    def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
+        """Positions ``start`` to ``start + count``, of which process ``rank`` of ``world`` gets every world-th."""
+        if start < self._at or (start > self._at and self.one_to_one):
+            self._rows, self._at = self._from(start if self.one_to_one else 0), start if self.one_to_one else 0
+        for _ in range(start - self._at):
+            next(self._rows)
+        taken = list(islice(self._rows, count))
+        self._at = start + count
+        return taken[rank::world]
+
+    def check(self) -> None:
+        """Read the first rows, as they will be read."""
+        self._rows = chain([next(self._rows)], self._rows)
+
+    def _from(self, skip: int) -> Iterator[Row]:
+        """The rows from the one on before which ``skip`` rows of the source stand."""
+        epoch = 0
+        while True:
+            if hasattr(self.source, "set_epoch"):
+                self.source.set_epoch(epoch)
+            given = iter(self.source)
+            index = sum(1 for _ in islice(given, skip))
+            skip -= index
+            while window := list(islice(given, WINDOW)):
+                yield from self.read(window, index)
+                index += len(window)
+            if not index:
+                raise DataError("samples is an empty stream; give at least one sample")
+            epoch += 1
+
+
+def is_stream(rows: object) -> bool:
+    """Whether ``rows`` can be gone over again and has no length, as a `datasets.IterableDataset`."""
+    return isinstance(rows, Iterable) and not isinstance(rows, Iterator) and not hasattr(rows, "__len__")
 
 
 REMEMBERED = 4096

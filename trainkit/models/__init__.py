@@ -1,6 +1,8 @@
 """Models behind the trainers: loading, the policy's one face, its heads, the frozen reference."""
 
 from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
+from trainkit.models.noise import embedding_noise
+from trainkit.models.packing import check_packing
 from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, load_heads
 from trainkit.models.reference import Reference
 from trainkit.models.seq2seq import Seq2SeqPolicy
@@ -13,8 +15,10 @@ __all__ = [
     "Seq2SeqPolicy",
     "TokenOutputs",
     "ValueHead",
+    "check_packing",
     "context_length",
     "disable_dropout",
+    "embedding_noise",
     "load_heads",
     "load_model",
     "load_tokenizer",

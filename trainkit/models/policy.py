@@ -277,6 +277,14 @@ def load_heads(policy: P, model_path: object) -> P:
     return policy
 
 
+def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """The model's last hidden states [B, T, D]."""
+    if model.base_model is model:
+        return logits_and_hidden(model, **_inputs(sequences))[1]
+    states: Tensor = model.base_model(**_inputs(sequences)).last_hidden_state
+    return states
+
+
 def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor]:
     """The model's own logits [B, T, V], and the last hidden state [B, T, D] they come from."""
     if model.base_model is model:
@@ -292,9 +300,10 @@ def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Te
 
 
 def _inputs(sequences: Sequences) -> dict[str, Any]:
+    """What the model is called with; without a mask, transformers tells packed samples apart by their positions."""
     return {
         "input_ids": sequences.input_ids,
-        "attention_mask": sequences.attention_mask,
+        "attention_mask": sequences.attention_mask if sequences.segments is None else None,
         "position_ids": sequences.position_ids,
         "use_cache": False,
     }

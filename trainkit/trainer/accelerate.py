@@ -147,26 +147,28 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
         return [bos] * self.config.rollout.num_rollouts
 
-    def read_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
         """Samples as rows, each of them encoded once to see that it can be."""
         if self.sample_format == "preference":
-            rows = preference_rows(samples, self.tokenizer)
-            cut = sum(cut for _, _, cut in self._encode_sides(rows))
+            rows = preference_rows(samples, self.tokenizer, first=first)
+            cut = sum(cut for _, _, cut in self._encode_sides(rows, first))
         else:
-            rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs)
+            rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs, first=first)
             cut = 0
-            for index, row in enumerate(rows):
+            for index, row in enumerate(rows, first):
                 ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
                 cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
         if cut:
             log.warning("%d texts in %d samples were cut at %s tokens", cut, len(rows), self.limit)
         return rows
 
-    def _encode_sides(self, rows: list[Row]) -> list[tuple[list[int], list[bool], bool]]:
+    def _encode_sides(self, rows: list[Row], first: int = 0) -> list[tuple[list[int], list[bool], bool]]:
         return [
             encode_joint(self.tokenizer, row["prompt"], row[side], self.limit, f"sample {index}: {side}")
             for side in ("chosen", "rejected")
-            for index, row in enumerate(rows)
+            for index, row in enumerate(rows, first)
         ]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:

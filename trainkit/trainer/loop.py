@@ -26,7 +26,7 @@ from trainkit.data import Batch, Row
 from trainkit.errors import ConfigError, DataError, NonFiniteError
 from trainkit.formats import Prompts, prompt_rows
 from trainkit.functional import exact
-from trainkit.pipeline import Pipeline
+from trainkit.pipeline import Pipeline, Stream, is_stream
 from trainkit.plugins import discover, hook_manager
 from trainkit.registry import get_trainer
 from trainkit.seeding import Seen, generator, global_rng
@@ -126,7 +126,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.live_model = model
         self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
         self.progress = Progress()
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Pipeline | Stream | None = None
         self.eval_rows: list[Row] = []
         self.eval_samples: list[Row] = []
         self.run_dir: Path | None = None
@@ -223,8 +223,31 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.pipeline = prompts
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take the samples to train on offline. All are checked now."""
-        self.pipeline = Pipeline(self.read_samples(samples, rewards), seed=self.config.train.seed)
+        """Take the samples to train on offline. All are checked now; those of a stream as they are read.
+
+        Raises:
+            DataError: one of them cannot be used.
+            ConfigError: samples are a stream, and the settings or other arguments need its length.
+        """
+        if is_stream(samples):
+            self._add_stream(samples, rewards)
+        else:
+            self.pipeline = Pipeline(self.arrange(self.read_samples(samples, rewards)), seed=self.config.train.seed)
+
+    def _add_stream(self, samples: Iterable[Any], rewards: Any) -> None:
+        train = self.config.train
+        if rewards is not None or train.total_steps is None or train.epochs is not None:
+            raise ConfigError(
+                "samples is a stream, whose length is not known: set train.total_steps, leave out train.epochs, and "
+                "give rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
+                "before training, give list(samples)"
+            )
+        plain = getattr(self.arrange, "__func__", None) is AcceleratedLoop.arrange
+        stream = Stream(
+            samples, lambda rows, first: self.arrange(self.read_samples(rows, first=first)), one_to_one=plain
+        )
+        stream.check()
+        self.pipeline = stream
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
@@ -246,8 +269,14 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """The rows of prompts that can be used, all of them checked."""
         return rows
 
-    def read_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
-        """Samples to learn from as rows, all of them checked."""
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Samples as the rows that are shuffled and stepped over: as they are, or several in one."""
+        return rows
+
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
+        """Samples to learn from as rows, all of them checked; errors count them from ``first`` on."""
         raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
 
     def default_prompts(self) -> list[Any]:
@@ -270,11 +299,21 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         return steps if train.total_steps is None else min(steps, train.total_steps)
 
     @property
+    def passes(self) -> int | None:
+        """How often one collection of experience is gone over; None: until the run ends."""
+        return 1 if isinstance(self.pipeline, Stream) else super().passes
+
+    @property
+    def collects_once(self) -> bool:
+        """Whether there is one collection, of the whole dataset."""
+        return not self.online and isinstance(self.pipeline, Pipeline)
+
+    @property
     def collections(self) -> int | None:
         """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
-        if self.pipeline is None:
+        if not isinstance(self.pipeline, Pipeline):
             return None
-        if not self.online:
+        if self.collects_once:
             return 1
         return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
 
@@ -351,9 +390,9 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     @property
     def collection_rows(self) -> int:
         """Rows of the stream that one collection uses, all processes together."""
-        assert self.pipeline is not None
-        if self.online:
+        if not self.collects_once:
             return self.config.rollout.num_rollouts // self.samples_per_prompt
+        assert isinstance(self.pipeline, Pipeline)
         world = int(self.accelerator.num_processes)
         return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
 

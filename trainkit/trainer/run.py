@@ -237,7 +237,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
 def _write(trainer: Trainer, building: Path) -> None:
     """This process's part of a checkpoint."""
     accelerator = trainer.accelerator
-    if trainer.online and len(trainer.store):
+    if not trainer.collects_once and len(trainer.store):
         name = f"store-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"experience": trainer.store.experience})
     if accelerator.is_main_process:
@@ -318,7 +318,7 @@ def load(trainer: Trainer, path: Path) -> None:
     state = checkpoint.read_state(path, "loop")
     drift = _check_identity(trainer, state, path)
     trainer.store.clear()
-    if trainer.pipeline is not None and not trainer.online:
+    if trainer.collects_once:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
     trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
     try:

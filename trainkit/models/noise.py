@@ -1,0 +1,53 @@
+"""Noise on embeddings while training (NEFTune)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@contextmanager
+def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
+    """Within, in training mode, e_t + U(−1, 1) · α / sqrt(L · D) for e_t of a sample of L tokens; 0 on padding (F-20).
+
+    NEFTune: Jain et al. 2023, algorithm 1. Noise is drawn from the global generator, as dropout is. Packed samples
+    have each its own L. It is made anew for every micro-batch, so other micro-batches are other noise.
+    """
+    lengths: list[Tensor] = []
+
+    def enter(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        lengths[:] = [_lengths(inputs["attention_mask"], inputs["position_ids"])]
+
+    def add(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        scale = torch.where(lengths[0] > 0, alpha / (lengths[0].clamp(min=1) * embedded.size(-1)).sqrt(), 0.0)
+        noise = torch.empty_like(embedded).uniform_(-1, 1)
+        return embedded + noise * scale.unsqueeze(-1).to(embedded.dtype)
+
+    if not alpha or not model.training:
+        yield
+        return
+    handles = [
+        model.base_model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.get_input_embeddings().register_forward_hook(add),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _lengths(mask: Tensor | None, positions: Tensor) -> Tensor:
+    """How long the sample is that each token belongs to; 0 in padding. -> [B, T]."""
+    if mask is not None:
+        return mask.sum(1, keepdim=True) * mask
+    begins = positions == 0
+    sample = begins.long().cumsum(1) - 1
+    counts = torch.zeros_like(positions).scatter_add_(1, sample, torch.ones_like(positions))
+    each = counts.gather(1, sample)
+    return each * (each > 1)  # no sample is of one token, and every token of packed padding is one

@@ -1,0 +1,73 @@
+"""Whether a model can read packed rows: several samples in one, none of which sees another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.models.policy import hidden_states
+
+LENGTHS = (5, 3, 4)
+"""Tokens of the samples that are packed to see what a model makes of them."""
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel) -> None:
+    """See to it that a packed sample gets the hidden states that it gets alone.
+
+    Two packed rows are compared with their samples one by one, and with themselves after another first sample.
+
+    Raises:
+        ConfigError: it does not; a recurrent model carries its state over, and some attention ignores positions.
+    """
+    training, vocabulary = model.training, model.config.get_text_config().vocab_size
+    model.eval()
+    try:
+        fault = _fault(model, vocabulary)
+    finally:
+        model.train(training)
+    if fault:
+        attention = getattr(model.config, "_attn_implementation", None)
+        raise ConfigError(
+            f"{type(model).__name__} (attention: {attention}) cannot be trained on packed rows: {fault}. Set "
+            "method.packing to false, or, if the model has attention only, model.kwargs.attn_implementation to 'sdpa'"
+        )
+
+
+def _fault(model: PreTrainedModel, vocabulary: int) -> str:
+    """What is wrong with the model's reading of packed rows; empty if nothing is."""
+    if model.config.is_encoder_decoder:
+        return "its prompts and outputs are read apart"
+    total = 2 * sum(LENGTHS)
+    ids = [(7 * i * i + i) % vocabulary for i in range(total)]  # without a pattern that positions could follow
+    samples = _samples(ids, model)
+    other = _samples([(i + 1) % vocabulary if at < LENGTHS[0] else i for at, i in enumerate(ids)], model)
+    try:
+        packed, spoilt = (hidden_states(model, rows.packed([3, 3])) for rows in (samples, other))
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    alone = hidden_states(model, samples)
+    apart = torch.cat([state[:length] for state, length in zip(alone, samples.lengths.tolist(), strict=True)])
+    if not torch.equal(packed[0, LENGTHS[0] :], spoilt[0, LENGTHS[0] :]):
+        return "what a sample's tokens are changes the states of the sample behind it"
+    if not _close(packed.flatten(0, 1), apart):
+        return "a sample's states are others than those that it has alone"
+    return ""
+
+
+def _samples(ids: list[int], model: PreTrainedModel) -> Sequences:
+    rows, at = [], 0
+    for length in 2 * LENGTHS:
+        rows.append(ids[at : at + length])
+        at += length
+    return Sequences.from_lists([row[:1] for row in rows], [row[1:] for row in rows]).to(model.device)
+
+
+def _close(packed: Tensor, apart: Tensor) -> bool:
+    """Equal but for rounding, which in half precision is coarse."""
+    coarse = packed.dtype in (torch.bfloat16, torch.float16)
+    tolerance = (5e-2 if coarse else 1e-4) * max(float(apart.abs().max()), 1.0)
+    return torch.allclose(packed.float(), apart.float(), rtol=0, atol=tolerance)
