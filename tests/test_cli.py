@@ -338,6 +338,20 @@ def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, mo
     assert "pip install 'trainkit[examples]'" in message
 
 
+def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run_dir = tmp_path / "talk"
+    result = call("examples", "run", "sft_dialogue", "--steps", "2", "--run-dir", str(run_dir))
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (run_dir / "sft" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["eval/loss/nll"] for line in lines if "eval/loss/nll" in line]
+    row = next(line for line in result.stdout.splitlines() if "loss per token" in line)
+    assert row.replace("│", " ").split()[-2:] == [f"{losses[0]:.3f}", f"{losses[-1]:.3f}"]
+    assert losses[-1] < losses[0]
+    assert min(line["rows/filled"] for line in lines if "rows/filled" in line) > 0.9
+    assert result.stdout.count("?") == 4
+
+
 def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "walks"
