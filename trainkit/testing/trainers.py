@@ -12,6 +12,8 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 LETTERS = "abcdefgh"
+FITTED: dict[str, dict[str, Any]] = {"rft": {"rft_k": 4}}
+"""Settings of algorithms whose own are too large for so little data."""
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
 
@@ -41,7 +43,7 @@ def tiny_trainer(
     tokenizer = character_tokenizer(LETTERS)
     config: TRLConfig[Any] = TRLConfig.from_dict(
         {
-            "method": name,
+            "method": {"name": name, **FITTED.get(name, {})},
             "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
