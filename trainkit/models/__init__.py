@@ -3,6 +3,7 @@
 from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
 from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, load_heads
 from trainkit.models.reference import Reference
+from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.value_head import ValueHead
 
@@ -10,6 +11,8 @@ __all__ = [
     "CausalPolicy",
     "Policy",
     "Reference",
+    "RewardModel",
+    "Scorer",
     "Seq2SeqPolicy",
     "TokenOutputs",
     "ValueHead",
@@ -17,6 +20,7 @@ __all__ = [
     "disable_dropout",
     "load_heads",
     "load_model",
+    "load_scorer",
     "load_tokenizer",
     "make_policy",
 ]

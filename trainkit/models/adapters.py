@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 HEADS = "heads.safetensors"
 """In an export, the weights that transformers does not know, such as the value head's."""
+MARK = "trainkit.json"
+"""The file that says which step of which algorithm an export is of."""
 BASE = "base"
 """In an export, the directory of the weights below an adapter, where they have no path of their own."""
 ADAPTER_CONFIG = "adapter_config.json"
