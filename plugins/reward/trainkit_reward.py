@@ -76,7 +76,7 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
             raise DataError(f"{len(given)} of {len(rows)} samples have a margin; give all of them one, or none")
         for index in given:
             margin = rows[index]["margin"]
-            if not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+            if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
                 raise DataError(f"sample {index}: margin should be a finite number; given {margin!r}")
         return rows
 
