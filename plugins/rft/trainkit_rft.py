@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from accelerate.utils import gather_object
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
@@ -38,6 +38,12 @@ class RFTConfig(MethodConfig):
     """... and in the last visit before the next one. Between the two it moves in equal steps."""
     pool_size: int = Field(128, ge=1)
     """Different responses that a prompt's pool holds; those sampled longest ago leave."""
+
+    @model_validator(mode="after")
+    def _thresholds_rise(self) -> Self:
+        if self.start_percentile > self.end_percentile:
+            raise ValueError(f"from {self.start_percentile} to {self.end_percentile} percentiles fall; they must not")
+        return self
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,8 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         queries = [self.encode(row["prompt"]) for row in rows]
         grow = [self.visits.get(_text(query), 0) % self.method.n_improve_steps == 0 for query in queries]
         rest = [query for query, now in zip(queries, grow, strict=True) if not now]
-        parts = [
-            RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), torch.zeros(len(rest)), torch.zeros(len(rest)) > 0)
-        ]
+        none = torch.zeros(len(rest))
+        parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), none, none.bool())]
         if any(grow):
             rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
             parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
@@ -103,32 +108,32 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """What is fresh into the pools; then what reaches the thresholds, an equal part of it for each process."""
-        x, n = experience, self.method.n_improve_steps
-        ids = [[_text(i.tolist()) for i in part] for part in (x.sequences.queries, x.sequences.responses)]
+        x = experience
+        ids = ([_text(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
         found = gather_object(list(zip(*ids, x.scores.tolist(), x.fresh.tolist(), strict=True)))
         for query, response, score, fresh in found:
-            pool = self.pools.setdefault(query, {})
             if fresh:
-                pool.pop(response, None)
-                self.pools[query] = dict([*pool.items(), (response, score)][-self.method.pool_size :])
-        visited = list(dict.fromkeys(query for query, *_ in found))
-        schedule = torch.linspace(self.method.start_percentile, self.method.end_percentile, n).tolist()
-        percentiles = [schedule[self.visits.get(query, 0) % n] for query in visited]
-        self.visits |= {query: self.visits.get(query, 0) + 1 for query in visited}
-        pooled = [(query, *item) for query in visited for item in self.pools[query].items()]
-        keep = select([list(self.pools[query].values()) for query in visited], percentiles)
-        kept = [row for row, good in zip(pooled, chain.from_iterable(keep), strict=True) if good]
+                others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
+                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
         if any(fresh for *_, fresh in found):
             self.record({"reward/mean": Mean.of(x.scores, x.fresh), "reward/std": Std.of(x.scores, x.fresh)})
-        self.record(
-            {
-                "pool/kept": Mean.of(torch.tensor(list(chain.from_iterable(keep)))),
-                "pool/kept_reward": Mean.of(torch.tensor([score for *_, score in kept])),
-            }
-        )
+        kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
         return Sequences.from_lists(*([list(map(int, row[i].split())) for row in mine] for i in (0, 1)))
+
+    def improve(self, queries: list[str]) -> list[tuple[str, str]]:
+        """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
+        method, pools = self.method, [self.pools[query] for query in queries]
+        schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
+        visits = [self.visits.get(query, 0) for query in queries]
+        keep = select([list(pool.values()) for pool in pools], [schedule[n % method.n_improve_steps] for n in visits])
+        self.visits |= {query: n + 1 for query, n in zip(queries, visits, strict=True)}
+        flags = list(chain.from_iterable(keep))
+        pooled = [(query, *item) for query, pool in zip(queries, pools, strict=True) for item in pool.items()]
+        scores, kept = torch.tensor([score for *_, score in pooled]), torch.tensor(flags)
+        self.record({"pool/kept": Mean.of(kept), "pool/kept_reward": Mean.of(scores, kept)})
+        return [(query, response) for (query, response, _), good in zip(pooled, flags, strict=True) if good]
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
         """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""
