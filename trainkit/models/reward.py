@@ -39,25 +39,14 @@ class Scorer(nn.Module):
         model: the model, trained in place.
 
     Raises:
-        ConfigError: it is a classifier with several labels.
+        ConfigError: it is a classifier with several labels, or an encoder-decoder.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        _check(model)
         self.model = model
-        self.head: nn.Linear | None = None
-        if not _is_classifier(model):
-            if model.config.is_encoder_decoder:
-                raise ConfigError(
-                    f"{type(model).__name__} is an encoder-decoder, of which scores are not read; give a causal language "
-                    "model, or a sequence classifier"
-                )
-            self.head = _new_head(model)
-        elif model.config.num_labels != 1:
-            raise ConfigError(
-                f"{type(model).__name__} has {model.config.num_labels} labels, and a reward is one number; give one with "
-                "num_labels 1, or write a reward function that chooses among its labels"
-            )
+        self.head = None if _is_classifier(model) else _new_head(model)
         self.reads_last = self.head is not None or _reads_last(model)
 
     def forward(self, sequences: Sequences) -> Tensor:
@@ -79,6 +68,18 @@ class Scorer(nn.Module):
             return logits_and_hidden(self.model, **inputs)[1]
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden
+
+
+def _check(model: PreTrainedModel) -> None:
+    if _is_classifier(model):
+        labels, fault = model.config.num_labels, "a reward is one number; give one with num_labels 1"
+        if labels != 1:
+            raise ConfigError(f"{type(model).__name__} has {labels} labels, and {fault}, or write a reward function")
+    elif model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder-decoder, whose states no score is read from; give a causal language "
+            "model or a sequence classifier"
+        )
 
 
 def _is_classifier(model: PreTrainedModel) -> bool:
