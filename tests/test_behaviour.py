@@ -15,7 +15,8 @@ from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
 TRAINERS = trainkit.available_trainers()
-ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+COMPARING = [name for name in TRAINERS if trainkit.get_trainer(name).needs_reference is True]
+"""Those that ask what the policy said when it sampled."""
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
@@ -43,7 +44,7 @@ def two_collections(trainer: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("model", [tiny_gpt2(10), tiny_llama(10)])
 def test_after_the_first_collection_the_policy_is_not_run_again(
     name: str, model: dict[str, Any], tmp_path: Path
@@ -54,7 +55,7 @@ def test_after_the_first_collection_the_policy_is_not_run_again(
     assert trainer.progress.sampler_exact is True
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", COMPARING)
 def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, rollout__temperature=0.7, optimizer__lr=0.01)
     two_collections(trainer)
@@ -70,14 +71,14 @@ def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: st
             torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_model_that_samples_by_generate_asks_the_policy(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model=MAMBA)
     assert sum(two_collections(trainer)) == 16
     assert trainer.progress.sampler_exact is None, "there was nothing to compare"
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     class Off:
         @trainkit.hookimpl
@@ -96,7 +97,7 @@ def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     assert trainer.progress.sampler_exact is False
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", COMPARING)
 def test_another_sampler_than_the_one_that_was_compared_is_compared_anew(name: str, tmp_path: Path) -> None:
     """As when a run is resumed with a plugin's sampler."""
     trainer = tiny_trainer(name, tmp_path)

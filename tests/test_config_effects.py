@@ -65,6 +65,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plugins": (["no-such-plugin"], {}),
 }  # fmt: skip
 METHOD_CONTEXT: dict[str, dict[str, Any]] = {
+    "rft.pool_size": {"method.pool_size": 2},
     "ppo.horizon": {"method.target": 0.01, "method.horizon": 50},
     "ppo.cliprange": {"method.cliprange": 1e-4},
     "ppo.cliprange_value": {"method.cliprange_value": 1e-3},

@@ -157,7 +157,7 @@ def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str,
 @pytest.mark.parametrize("name", ONLINE)
 def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, train__mixed_precision="bf16")
-    assert trainer._pending["policy/kl"].compute() == 0.0
+    assert "policy/kl" not in trainer._pending or trainer._pending["policy/kl"].compute() == 0.0
     rollouts = trainer._rollouts[0]
     torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=2e-2)
 
@@ -166,8 +166,15 @@ def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distributi
 def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path)
     sampled = [r.tolist() for rollouts in trainer._rollouts for r in rollouts.responses]
-    trained = [r.tolist() for r in trainer.store.experience.sequences.responses]
-    assert sampled == trained
+    batch = trainer.store.experience
+    trained = [r.tolist() for r in (batch if isinstance(batch, Sequences) else batch.sequences).responses]
+    if len(trained) < len(sampled):  # some were selected
+        sampled = [response for response in sampled if response in trained]
+        trained = [response for response in trained if response in sampled]
+        assert len(trained) == len(batch)
+        assert {*map(tuple, sampled)} == {*map(tuple, trained)}
+    else:
+        assert sampled == trained
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -312,10 +319,13 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
     assert trainer.total_steps == planned
     judged(trainer, {1: Verdict.STOP})
     trainer.learn()
-    left_out = trainer.passes * 2 - 1
-    assert trainer.progress.step == planned - left_out
-    assert trainer.progress.samples == collections * 16
-    assert seen == ["evaluate 0", f"evaluate {planned - left_out}", f"save {planned - left_out}"]
+    made, left_out = trainer.progress.step, trainer.passes * 2 - 1
+    assert trainer.progress.collection + 1 == collections
+    if "make_experience" in vars(type(trainer)):  # it may select among the rollouts, and make fewer steps
+        assert 0 < made <= planned - left_out
+    else:
+        assert (made, trainer.progress.samples) == (planned - left_out, collections * 16)
+    assert seen == ["evaluate 0", f"evaluate {made}", f"save {made}"]
     del trainer
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     again = tiny_trainer(
@@ -323,7 +333,7 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
         train__resume="auto",
     )  # fmt: skip
     again.learn()
-    assert again.progress.step == planned - left_out, "it is finished, with fewer steps than planned"
+    assert again.progress.step == made < planned, "it is finished, with fewer steps than planned"
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert {path: after[path] for path in before if path.name != "run.lock"} == {
         path: at for path, at in before.items() if path.name != "run.lock"

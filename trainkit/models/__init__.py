@@ -5,6 +5,7 @@ from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
 from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, load_heads
 from trainkit.models.reference import Reference
+from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.value_head import ValueHead
 
@@ -12,6 +13,8 @@ __all__ = [
     "CausalPolicy",
     "Policy",
     "Reference",
+    "RewardModel",
+    "Scorer",
     "Seq2SeqPolicy",
     "TokenOutputs",
     "ValueHead",
@@ -21,6 +24,7 @@ __all__ = [
     "embedding_noise",
     "load_heads",
     "load_model",
+    "load_scorer",
     "load_tokenizer",
     "make_policy",
 ]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 HEADS = "heads.safetensors"
 """In an export, the weights that transformers does not know, such as the value head's."""
+MARK = "trainkit.json"
+"""The file that says which step of which algorithm an export is of."""
 BASE = "base"
 """In an export, the directory of the weights below an adapter, where they have no path of their own."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -184,6 +186,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    merged.requires_grad_(True)  # peft has frozen what is below the adapter
     merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet
     return merged
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,7 +36,8 @@ from trainkit.models.trunk import depth_of, freeze_below
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
-    """The language model that ``config`` names, or the live ``model``, with what is to be trained trainable.
+    """The language model (or classifier) that ``config`` names, or the live ``model``, with what is to be trained
+    trainable.
 
     A mapping as ``model_path`` gives random weights from torch's global generator. Where ``model_path`` holds an
     adapter, it is merged into the weights it belongs to. A live model stays the object it is; its parameters are
@@ -60,8 +62,15 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class of automatic models for this kind of language model."""
+    """transformers' class of automatic models for what the config says that the model is."""
+    if is_classifier(config):
+        return AutoModelForSequenceClassification
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Whether the config is that of a model that gives texts scores, not tokens probabilities."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def make_policy(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", bound="Policy")
+P = TypeVar("P", bound=nn.Module)
 
 CHUNK = 2**22
 """Logits that are alive at a time: 16 MB in float32."""
@@ -93,6 +93,8 @@ class Policy(nn.Module, ABC):
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if model.get_output_embeddings() is None:
+            raise ConfigError(f"{type(model).__name__} gives tokens no probabilities; give a causal language model")
         self.model = model
         self.temperature = temperature
         self.value_head = ValueHead(model.config.get_text_config().hidden_size) if value_head else None
@@ -262,7 +264,7 @@ class CausalPolicy(Policy):
 
 
 def load_heads(policy: P, model_path: object) -> P:
-    """The policy with the heads that an export at ``model_path`` has beside the model, if it has any."""
+    """The policy, or scorer, with the heads that an export at ``model_path`` has beside the model, if it has any."""
     path = Path(model_path) / HEADS if isinstance(model_path, str) else None
     if path is None or not path.is_file():
         return policy

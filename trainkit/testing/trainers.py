@@ -12,8 +12,11 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 LETTERS = "abcdefgh"
+FITTED: dict[str, dict[str, Any]] = {"rft": {"rft_k": 4}}
+"""Settings of algorithms whose own are too large for so little data."""
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
+PAIRS = tuple({"prompt": p, "chosen": output, "rejected": output[::-1] + "h"} for p, output in SAMPLES)
 
 
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
@@ -41,7 +44,7 @@ def tiny_trainer(
     tokenizer = character_tokenizer(LETTERS)
     config: TRLConfig[Any] = TRLConfig.from_dict(
         {
-            "method": name,
+            "method": {"name": name, **FITTED.get(name, {})},
             "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
@@ -62,6 +65,6 @@ def tiny_trainer(
         trainer.add_prompt_pipeline(list(PROMPTS))
     else:
         rewards = [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None
-        trainer.add_samples(SAMPLES, rewards)
+        trainer.add_samples(PAIRS if cls.sample_format == "preference" else SAMPLES, rewards)
     trainer.add_eval_pipeline(list(PROMPTS))
     return trainer

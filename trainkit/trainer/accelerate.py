@@ -120,6 +120,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
+        if not self.unwrapped.model.can_generate():
+            raise ConfigError(
+                f"{type(self.unwrapped.model).__name__} scores text and generates none; leave prompts out"
+            )
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         if made is not None:
             return generation.checked_sampler(made)

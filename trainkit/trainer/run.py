@@ -33,6 +33,7 @@ from torch import Tensor
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, TrainkitError
+from trainkit.models.adapters import MARK
 from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
 from trainkit.trainer import checkpoint
@@ -52,8 +53,6 @@ MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "tra
 """... except these of the section ``train``, on which the course of training depends."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
 """Settings that even a run which may differ cannot change: the checkpoint's state is theirs."""
-MARK = "trainkit.json"
-"""The file that says which step an export is of."""
 
 T = TypeVar("T")
 

@@ -1,0 +1,128 @@
+"""RFT's own mathematics: what is kept, when is sampled, what pools hold, and that it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trainkit
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.trainers import tiny_trainer
+from trainkit_rft import RFTRows, select
+
+SCORES = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def test_what_is_kept_equals_the_golden_table() -> None:
+    """Golden 10.7: the .7-quantiles are 1, 1 and 0. Half of the first pool reaches its own, the others are all equal:
+    the ones reach the median of all twelve, which is ½, and the zeros do not (S-28)."""
+    pools = [[0.0, 0, 1, 1], [1.0, 1, 1, 1], [0.0, 0, 0, 0]]
+    assert select(pools, [0.7] * 3) == [[False, False, True, True], [True] * 4, [False] * 4]
+
+
+def test_the_least_of_a_pool_is_not_kept_however_low_the_threshold() -> None:
+    """At p = 0 the threshold is the minimum itself."""
+    assert select([[1.0, 2, 3]], [0.0]) == [[False, True, True]]
+    assert select([[1.0, 2, 3]], [1.0]) == [[False, False, True]]
+
+
+@given(SCORES, st.floats(0, 1))
+def test_something_is_always_kept_and_the_best_first(scores: list[list[float]], percentile: float) -> None:
+    kept = select(scores, [percentile] * len(scores))
+    assert any(any(row) for row in kept)
+    for row, keep in zip(scores, kept, strict=True):
+        if min(row) < max(row):
+            assert keep[row.index(max(row))]
+            assert not keep[row.index(min(row))]
+
+
+def rows(*found: tuple[list[int], list[int], float]) -> RFTRows:
+    """Fresh responses."""
+    sequences = Sequences.from_lists([query for query, _, _ in found], [response for _, response, _ in found])
+    return RFTRows(sequences, torch.tensor([score for *_, score in found]), torch.ones(len(found), dtype=torch.bool))
+
+
+def visited(trainer: Any) -> RFTRows:
+    """Another visit to the prompt [1], without anything fresh."""
+    return RFTRows(Sequences.from_lists([[1]], [[]]), torch.zeros(1), torch.zeros(1, dtype=torch.bool))
+
+
+def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_anew(tmp_path: Path) -> None:
+    """linspace(0, 1, 3) of the scores 0 … 4 is 0, 2, 4; trlX's schedule would end at 2/3 of the way (X9.03)."""
+    trainer = tiny_trainer("rft", tmp_path, method__start_percentile=0.0, method__end_percentile=1.0,
+                           method__n_improve_steps=3)  # fmt: skip
+    pool = [([1], [2, i], float(i)) for i in range(5)]
+    kept = [len(trainer.prepare_experience(rows(*pool)))]
+    kept += [len(trainer.prepare_experience(visited(trainer))) for _ in range(3)]
+    assert kept == [4, 3, 1, 4]
+    assert trainer.visits == {"1": 4}
+
+
+def test_only_every_nth_visit_samples(tmp_path: Path) -> None:
+    """Eight prompts, four to a collection: two collections that sample, two that do not, and so on (X9.02)."""
+    trainer = tiny_trainer("rft", tmp_path, method__n_improve_steps=2, train__total_steps=100, train__epochs=4)
+    fresh: list[bool] = []
+
+    class Watch:
+        @trainkit.hookimpl
+        def on_experience(self, rollouts: Any) -> None:
+            fresh.append(sum(map(len, rollouts)) == 16)
+
+    trainer.hooks.register(Watch())
+    trainer.learn()
+    assert fresh == [True, True, False, False] * 2
+    assert set(trainer.visits.values()) == {4}
+
+
+def test_a_response_that_comes_again_is_held_once_with_its_latest_score_and_the_oldest_leave(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rft", tmp_path, method__pool_size=2)
+    trainer.prepare_experience(rows(([1], [2], 0.0), ([1], [3], 1.0), ([1], [2], 2.0)))
+    assert trainer.pools == {"1": {"3": 1.0, "2": 2.0}}
+    trainer.prepare_experience(rows(([1], [4, 5], 3.0)))
+    assert trainer.pools == {"1": {"2": 2.0, "4 5": 3.0}}
+
+
+def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_path: Path) -> None:
+    """S-29; a response that was cut at the length limit has no EOS, and none is added."""
+    trainer = tiny_trainer("rft", tmp_path)
+    kept = trainer.prepare_experience(rows(([1, 2], [3, 4, 8], 1.0), ([1, 2], [5], 0.0), ([6], [7], 2.0)))
+    assert [(q.tolist(), r.tolist()) for q, r in zip(kept.queries, kept.responses, strict=True)] == [
+        ([1, 2], [3, 4, 8]),
+        ([6], [7]),
+    ]
+    loss, found = trainer.loss(kept)
+    logprobs = trainer.unwrapped(kept).logprobs[kept.response_mask]
+    assert logprobs.numel() == 4
+    torch.testing.assert_close(loss, -logprobs.mean())
+    assert found["loss/nll"].compute() == pytest.approx(loss.item())
+
+
+def test_thresholds_that_fall_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"from 0\.99 to 0\.95 percentiles fall"):
+        tiny_trainer("rft", tmp_path, method__start_percentile=0.99)
+
+
+def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
+    """The prompt's letter, again and again: half a letter of four is right by chance."""
+    tokenizer = character_tokenizer("abcdefgh")
+    trainer = trainkit.train(
+        tiny_gpt2(len(tokenizer)),
+        reward_fn=lambda prompts, outputs, **_: [float(o.count(p)) for p, o in zip(prompts, outputs, strict=True)],
+        prompts=list("abcd"),
+        tokenizer=tokenizer,
+        config={
+            "method": {"name": "rft", "rft_k": 16, "n_improve_steps": 2, "pool_size": 32},
+            "optimizer": {"lr": 1e-2},
+            "rollout": {"max_new_tokens": 4, "num_rollouts": 64},
+            "train": {"batch_size": 16, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
+        },
+    )
+    outputs = trainer.generate(list("abcd") * 25).outputs
+    assert sum(output.count("abcd"[i % 4]) for i, output in enumerate(outputs)) / 100 > 3

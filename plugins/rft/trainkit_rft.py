@@ -1,0 +1,153 @@
+"""RFT: sample, keep the best responses to each prompt, fine-tune on them, and ask for more each time.
+
+Dong et al. 2023 (RAFT); Gulcehre et al. 2023 (ReST: thresholds that rise between two rounds of sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+import torch
+from accelerate.utils import gather_object
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
+from trainkit.functional import nll
+from trainkit.metrics import Mean, Metrics, Std
+from trainkit.models import CausalPolicy, load_model, make_policy
+
+
+class RFTConfig(MethodConfig):
+    """The numbers of RFT. Defaults are those of trlX."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 2e-5}, "train": {"total_steps": 1000}}
+
+    name: str = "rft"
+    """The registered name."""
+    rft_k: int = Field(32, ge=1)
+    """Responses that a growth step samples to each prompt."""
+    n_improve_steps: int = Field(4, ge=1)
+    """Visits to a prompt per growth step, that one included; the others learn from its pool."""
+    start_percentile: float = Field(0.7, ge=0, le=1)
+    """The share of a prompt's pool below the threshold in its growth step ..."""
+    end_percentile: float = Field(0.95, ge=0, le=1)
+    """... and in the last visit before the next one. Between the two it moves in equal steps."""
+    pool_size: int = Field(128, ge=1)
+    """Different responses that a prompt's pool holds; those sampled longest ago leave."""
+
+    @model_validator(mode="after")
+    def _thresholds_rise(self) -> Self:
+        if self.start_percentile > self.end_percentile:
+            raise ValueError(f"from {self.start_percentile} to {self.end_percentile} percentiles fall; they must not")
+        return self
+
+
+@dataclass(frozen=True)
+class RFTRows(TokenBatch):
+    """Responses with their scores [B]; empty ones, which are not ``fresh`` [B], for prompts that only have a pool."""
+
+    scores: Tensor
+    fresh: Tensor
+
+
+def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
+    """s ≥ quantile(s, p) and s > min s, for each prompt's scores s and percentile p (F-19).
+
+    A prompt's responses that all have one score are kept if it reaches the median of all scores (S-28).
+    """
+    median = torch.tensor(list(chain.from_iterable(scores))).quantile(0.5)
+    rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
+    kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
+    return [keep.tolist() for keep in kept]
+
+
+@register_trainer("rft")
+class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
+    """loss = −mean log π(y_t | prompt, y_<t) over the tokens of responses that reach their prompt's threshold."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    visits: dict[str, int]
+    """By prompt, as text of its ids: how often it was visited. A visit is a step of its schedule."""
+    pools: dict[str, dict[str, float]]
+    """By prompt: scores by response, the latest sampled last. The same on all processes: any may get the prompt."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.visits, self.pools = {}, {}
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """k."""
+        return self.method.rft_k
+
+    def get_arch(self, config: Any) -> CausalPolicy:
+        """The language model, trained as the distribution that it samples from."""
+        model = load_model(config.model, self.live_model)
+        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
+
+    def make_experience(self, rows: list[Row]) -> RFTRows:
+        """Scored responses to prompts at a growth step; the other prompts."""
+        queries = [self.encode(row["prompt"]) for row in rows]
+        grow = [self.visits.get(_text(query), 0) % self.method.n_improve_steps == 0 for query in queries]
+        rest = [query for query, now in zip(queries, grow, strict=True) if not now]
+        none = torch.zeros(len(rest))
+        parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), none, none.bool())]
+        if any(grow):
+            rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
+            parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
+        return RFTRows.cat(parts)
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
+        """Rollouts with their scores; rewards per token count with their sum."""
+        whole = scores if scores.dim() == 1 else scores.sum(1)
+        return RFTRows(rollouts.sequences, whole, torch.ones_like(whole, dtype=torch.bool))
+
+    def prepare_experience(self, experience: RFTRows) -> Sequences:
+        """What is fresh into the pools; then what reaches the thresholds, an equal part of it for each process."""
+        x = experience
+        ids = ([_text(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
+        found = gather_object(list(zip(*ids, x.scores.tolist(), x.fresh.tolist(), strict=True)))
+        for query, response, score, fresh in found:
+            if fresh:
+                others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
+                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
+        if any(fresh for *_, fresh in found):
+            self.record({"reward/mean": Mean.of(x.scores, x.fresh), "reward/std": Std.of(x.scores, x.fresh)})
+        kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
+        return Sequences.from_lists(*([list(map(int, row[i].split())) for row in mine] for i in (0, 1)))
+
+    def improve(self, queries: list[str]) -> list[tuple[str, str]]:
+        """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
+        method, pools = self.method, [self.pools[query] for query in queries]
+        schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
+        visits = [self.visits.get(query, 0) for query in queries]
+        keep = select([list(pool.values()) for pool in pools], [schedule[n % method.n_improve_steps] for n in visits])
+        self.visits |= {query: n + 1 for query, n in zip(queries, visits, strict=True)}
+        flags = list(chain.from_iterable(keep))
+        pooled = [(query, *item) for query, pool in zip(queries, pools, strict=True) for item in pool.items()]
+        scores, kept = torch.tensor([score for *_, score in pooled]), torch.tensor(flags)
+        self.record({"pool/kept": Mean.of(kept), "pool/kept_reward": Mean.of(scores, kept)})
+        return [(query, response) for (query, response, _), good in zip(pooled, flags, strict=True) if good]
+
+    def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
+        """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""
+        logprobs = self.policy(batch).logprobs
+        return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Visits and pools."""
+        return {"visits": self.visits, "pools": self.pools}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes them over."""
+        self.visits, self.pools = dict(state["visits"]), {query: dict(pool) for query, pool in state["pools"].items()}
+
+
+def _text(ids: Iterable[int]) -> str:
+    return " ".join(map(str, ids))

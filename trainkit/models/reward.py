@@ -1,0 +1,311 @@
+"""Models that give a text a number, and such a model as the reward function of a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+from trainkit.config import ModelConfig
+from trainkit.data import Sequences
+from trainkit.errors import ConfigError, DataError
+from trainkit.models.adapters import HEADS, MARK, has_adapter
+from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
+from trainkit.models.policy import _inputs, load_heads, logits_and_hidden
+from trainkit.models.trunk import tiny_input
+from trainkit.pipeline import PromptEncoder
+
+log = logging.getLogger(__name__)
+
+
+class Scorer(nn.Module):
+    """r = wᵀ h_last, one number for a whole sequence: ``scorer(sequences) -> [B]``.
+
+    h_last is the hidden state of the last token that is attended to, which the mask tells, and no token id (S-27). The
+    model is a causal language model, to which a head is added, or one that transformers calls a sequence classifier,
+    with one label: its own head is used. Classifiers that do not read the last token, as BERT's, read what they read.
+
+    Args:
+        model: the model, trained in place.
+
+    Raises:
+        ConfigError: it is a classifier with several labels, or an encoder-decoder.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        _check(model)
+        self.model = model
+        self.head = None if _is_classifier(model) else _new_head(model)
+        self.reads_last = self.head is not None or _reads_last(model)
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """Scores of the sequences, in one pass. -> [B]."""
+        if not self.reads_last:
+            logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
+            return logits.squeeze(-1).float()  # type: ignore[no-any-return]
+        head: Any = self.model.score if self.head is None else self.head
+        hidden = self._hidden(sequences)
+        columns = torch.arange(hidden.size(1), device=hidden.device)
+        last = (sequences.attention_mask * columns).argmax(1)  # [B]
+        states = hidden[torch.arange(len(last), device=last.device), last]  # [B, D]
+        scores: Tensor = head(states.to(next(head.parameters()).dtype)).squeeze(-1)
+        return scores.float()
+
+    def _hidden(self, sequences: Sequences) -> Tensor:
+        inputs = _inputs(sequences)
+        if self.model.base_model is self.model:
+            return logits_and_hidden(self.model, **inputs)[1]
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return hidden
+
+
+def _check(model: PreTrainedModel) -> None:
+    if _is_classifier(model):
+        labels, fault = model.config.num_labels, "a reward is one number; give one with num_labels 1"
+        if labels != 1:
+            raise ConfigError(f"{type(model).__name__} has {labels} labels, and {fault}, or write a reward function")
+    elif model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder-decoder, whose states no score is read from; give a causal language "
+            "model or a sequence classifier"
+        )
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+def _new_head(model: PreTrainedModel) -> nn.Linear:
+    """A linear head of small random weights (Stiennon et al. 2020), on the model's device."""
+    width = model.config.get_text_config().hidden_size
+    head = nn.Linear(width, 1, bias=False)
+    nn.init.normal_(head.weight, std=(width + 1) ** -0.5)
+    words, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if words is not None and words.weight is not embeddings.weight:
+        words.requires_grad_(False)  # no score depends on it
+    return head.to(model.device)
+
+
+@torch.no_grad()
+def _reads_last(classifier: PreTrainedModel) -> bool:
+    """Whether a classifier's number is its ``score`` of the last token, so that it can be read where the mask says."""
+    if not hasattr(classifier, "score"):
+        return False
+    training, probe = classifier.training, tiny_input(classifier)
+    classifier.eval()
+    own = classifier(**probe).logits
+    hidden = classifier.base_model(**probe).last_hidden_state[:, -1]
+    classifier.train(training)
+    score: Any = classifier.score
+    return torch.allclose(score(hidden).float(), own.float(), rtol=1e-4, atol=1e-4)
+
+
+class RewardModel:
+    """A reward function that is a model: ``trainkit.train(reward_fn=RewardModel.from_pretrained(path), prompts=...)``.
+
+    It reads prompt and output as one text that ends in EOS, as reward training does; or as two turns of a chat, in the
+    tokenizer's template. The tokenizer is its own, so the policy may have another. Texts that are too long lose their
+    beginning, and `truncated` counts them. Nothing has a gradient, and the order of rows is kept.
+
+    Args:
+        scorer: gives sequences their scores.
+        tokenizer: the scorer's.
+        chat: whether texts go through the tokenizer's chat template.
+        batch_size: texts that go through the model at a time.
+        max_length: the most tokens of a text; the model's context without it.
+        device: where the model goes; without it to this process's GPU if there is one.
+    """
+
+    truncated: int
+    """How many texts were cut so far."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat: bool = False,
+        batch_size: int = 32,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if chat and not tokenizer.chat_template:
+            raise ConfigError("chat is asked for, and the tokenizer has no chat template; give chat=False")
+        self.scorer = scorer.to(device or _default_device()).eval()
+        self.tokenizer, self.chat, self.batch_size = tokenizer, chat, batch_size
+        limits = (max_length, context_length(scorer.model.config), tokenizer.model_max_length)
+        self.limit = min(limit for limit in limits if limit is not None)
+        self.truncated = 0
+        self._encoder = PromptEncoder(tokenizer, None)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel | Scorer,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        chat: bool | None = None,
+        dtype: str = "float32",
+        **options: Any,
+    ) -> Self:
+        """The reward model at a path, or a live one.
+
+        Args:
+            model: an export of reward training (an adapter's too), the directory or hub id of any sequence classifier
+                with one label, or a live one of these.
+            tokenizer: its tokenizer, instead of the one beside it.
+            chat: as for the class. Without it: no for what trainkit trained, whose texts were taken as they are; for
+                others yes if the tokenizer has a chat template.
+            dtype: of its weights, unless it is live.
+            **options: further arguments of the class.
+
+        Raises:
+            ConfigError: there is no such model, it gives no score, or it comes without a tokenizer.
+        """
+        if isinstance(model, str | Path):
+            scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))  # type: ignore[arg-type]
+            if scorer.head is not None and not (Path(model) / HEADS).is_file():
+                raise ConfigError(
+                    f"{str(model)!r} is a language model without a head for scores; give an export of reward training, "
+                    "or a sequence classifier with one label"
+                )
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model))
+        else:
+            scorer = model if isinstance(model, Scorer) else Scorer(model)
+        if tokenizer is None:
+            raise ConfigError("a live reward model is given without a tokenizer; give it as tokenizer=")
+        if chat is None:
+            chat = bool(tokenizer.chat_template) and not _trained_here(model)
+        return cls(scorer, tokenizer, chat=chat, **options)
+
+    def __call__(
+        self,
+        samples: Sequence[str] | None = None,
+        prompts: Sequence[str] | None = None,
+        outputs: Sequence[str] | None = None,
+        **_: Any,
+    ) -> list[float]:
+        """A score for each text: samples, or prompts and outputs; for a chat always the two."""
+        rows = [self._fit(ids) for ids in self._encode(samples, prompts, outputs)]
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        scores = [0.0] * len(rows)
+        self.scorer.eval()
+        for start in range(0, len(rows), self.batch_size):
+            part = order[start : start + self.batch_size]
+            for index, score in zip(part, self._score([rows[index] for index in part]), strict=True):
+                scores[index] = score
+        return scores
+
+    def save_pretrained(self, directory: str | Path) -> Path:
+        """Write it for `from_pretrained`, and for ``AutoModelForSequenceClassification`` if that knows such models.
+
+        What transformers itself says of a batch is equal as long as the padding token, by whose id it looks for the
+        last token, is in no text; so none is set where it is EOS, and transformers then takes one text at a time.
+
+        Raises:
+            ConfigError: the model has an adapter, which the trainer's export holds.
+        """
+        path = Path(directory)
+        if has_adapter(self.scorer.model):
+            raise ConfigError("the reward model has an adapter; load the trainer's export of it, and save that")
+        classifier = self.scorer.model if self.scorer.head is None else _as_classifier(self.scorer, self.tokenizer)
+        (classifier or self.scorer.model).save_pretrained(path)
+        if classifier is None and self.scorer.head is not None:
+            save_file({"head.weight": self.scorer.head.weight.detach().contiguous()}, path / HEADS)
+        self.tokenizer.save_pretrained(path)
+        (path / MARK).write_text(json.dumps({"method": "reward", "chat": self.chat}), encoding="utf-8")
+        return path
+
+    def _encode(
+        self, samples: Sequence[str] | None, prompts: Sequence[str] | None, outputs: Sequence[str] | None
+    ) -> list[list[int]]:
+        """Token ids of the texts, whole."""
+        if self.chat:
+            if prompts is None or outputs is None:
+                raise DataError("a reward model of chats reads prompts and outputs; give both")
+            return [self._encode_chat(*turns) for turns in zip(prompts, outputs, strict=True)]
+        if samples is None:
+            samples = [prompt + output for prompt, output in zip(prompts or [], outputs or [], strict=True)]
+        return [self._encode_text(text) for text in samples]
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids, eos = self._encoder(text) if text else [], self.tokenizer.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    def _encode_chat(self, prompt: str, output: str) -> list[int]:
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _fit(self, ids: list[int]) -> list[int]:
+        if len(ids) <= self.limit:
+            return ids
+        if not self.truncated:
+            log.warning("a text of %d tokens lost its beginning; the reward model reads %d", len(ids), self.limit)
+        self.truncated += 1
+        first = 0 if self.scorer.reads_last else 1  # the token that an encoder's answer stands at
+        return [*ids[:first], *ids[first - self.limit :]]
+
+    @torch.no_grad()
+    def _score(self, rows: list[list[int]]) -> list[float]:
+        sequences = Sequences.from_lists(rows, [[]] * len(rows), pad_id(self.tokenizer))
+        scores: list[float] = self.scorer(sequences.to(self.scorer.model.device)).tolist()
+        return scores
+
+
+def _default_device() -> torch.device:
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def load_scorer(config: ModelConfig, model: PreTrainedModel | None = None) -> Scorer:
+    """The scorer that ``config`` names, or the live ``model`` as one; its head is trained, also beside an adapter.
+
+    Raises:
+        ConfigError: as `load_model`, and if it is a classifier with several labels.
+    """
+    if config.peft_config is not None and (
+        is_classifier(load_model_config(config)) if model is None else _is_classifier(model)
+    ):
+        saved = {"modules_to_save": ["score", "classifier"], **config.peft_config}
+        config = config.model_copy(update={"peft_config": saved})
+    return load_heads(Scorer(load_model(config, model)), config.model_path)
+
+
+def _trained_here(model: Any) -> bool:
+    """Whether trainkit has trained or saved it to read texts as they are."""
+    if isinstance(model, Scorer):
+        return True
+    mark = Path(model) / MARK if isinstance(model, str | Path) else None
+    return mark is not None and mark.is_file() and not json.loads(mark.read_text("utf-8")).get("chat", False)
+
+
+def _as_classifier(scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+    """The scorer as transformers' classifier of its architecture, sharing its weights; None if there is none."""
+    config = copy.deepcopy(scorer.model.config)
+    config.num_labels = 1
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        config.pad_token_id = tokenizer.pad_token_id
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None or scorer.model.base_model is scorer.model:
+        return None
+    with torch.device("meta"):
+        classifier: PreTrainedModel = kind(config)
+    if type(classifier.base_model) is not type(scorer.model.base_model) or not hasattr(classifier, "score"):
+        return None
+    setattr(classifier, classifier.base_model_prefix, scorer.model.base_model)
+    classifier.score = scorer.head
+    return classifier.eval() if _reads_last(classifier) else None
