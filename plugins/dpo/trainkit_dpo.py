@@ -217,6 +217,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
             return batch
         sums = torch.zeros(3, dtype=torch.float64)
         for micro in self.micro_batches(batch):
+            micro = micro.to(self.accelerator.device)
             chosen, rejected = self.read(self.unwrapped, micro)
             ratios = torch.stack([chosen - micro.ref_chosen, rejected - micro.ref_rejected, torch.ones_like(chosen)])
             sums += masked_sum(ratios, micro.decided, dim=1).cpu()
@@ -237,8 +238,10 @@ class PairTrainer(AccelerateRLTrainer[C]):
                 return hinge_loss(margins, beta=method.beta)
             case "ipo":
                 return ipo_loss(margins, beta=method.beta)
-        assert batch.chosen_kl is not None and batch.rejected_kl is not None, "prepare_step has seen the whole step"
-        return sum(kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)) / 2
+        assert batch.chosen_kl is not None, "prepare_step has seen the whole step"
+        assert batch.rejected_kl is not None, "prepare_step has seen the whole step"
+        sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)
+        return (sides[0] + sides[1]) / 2
 
     def loss(self, batch: DPOBatch) -> tuple[Tensor, Metrics]:
         """f, a mean over the pairs with a preference. -> []."""
@@ -285,9 +288,9 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
         return self.method.k
 
     @property
-    def rows_per_prompt(self) -> int:
-        """One pair."""
-        return 1
+    def experience_rows(self) -> int:
+        """A pair for each prompt."""
+        return self.collection_rows
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
         """What the reference says about scored responses, and how far the policy is from it."""
@@ -330,9 +333,9 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
         return self.method.k
 
     @property
-    def rows_per_prompt(self) -> int:
-        """The best one."""
-        return 1
+    def experience_rows(self) -> int:
+        """A response for each prompt."""
+        return self.collection_rows
 
     def get_arch(self, config: TRLConfig[BestOfKConfig]) -> nn.Module:
         """The language model."""

@@ -14,6 +14,10 @@ from trainkit.trainer.accelerate import AccelerateRLTrainer
 LETTERS = "abcdefgh"
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
+PAIRS = tuple(
+    {"prompt": prompt, "chosen": output, "rejected": output[::-1] + "h" * (i % 3 + 1)}
+    for i, (prompt, output) in enumerate(SAMPLES)
+)
 
 
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
@@ -29,7 +33,7 @@ def tiny_trainer(
     model: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> AccelerateRLTrainer[Any]:
-    """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts or 16 samples, ready to ``learn()``.
+    """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
     Args:
         name: the registered name.
@@ -62,6 +66,6 @@ def tiny_trainer(
         trainer.add_prompt_pipeline(list(PROMPTS))
     else:
         rewards = [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None
-        trainer.add_samples(SAMPLES, rewards)
+        trainer.add_samples(PAIRS if cls.sample_format == "preference" else SAMPLES, rewards)
     trainer.add_eval_pipeline(list(PROMPTS))
     return trainer
