@@ -178,6 +178,7 @@ def test_gradients_do_not_depend_on_micro_batches(changes: dict[str, Any], size:
     """Law 3, for every loss: KTO's divergences are means over the step."""
     trainer = collected("dpo", tmp_path, train__microbatch_size=size, **changes)
     batch = trainer.store.experience
+    batch = replace(batch, ref_chosen=1.5 * batch.ref_chosen, ref_rejected=1.5 * batch.ref_rejected)  # so z is large
     whole, seen = gradient(trainer, batch), []
     trainer.optimizer.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.unwrapped.parameters()]))
