@@ -71,6 +71,8 @@ METHOD_CONTEXT: dict[str, dict[str, Any]] = {
     "ppo.cliprange_value": {"method.cliprange_value": 1e-3},
     "ppo.cliprange_reward": {"method.cliprange_reward": 0.5},
     "ppo.target_kl": {"optimizer.lr": 0.03},
+    "dpo.ipo_length_normalize": {"method.loss_type": "ipo"},
+    "online_dpo.ipo_length_normalize": {"method.loss_type": "ipo"},
     "ppo.ratio_threshold": {"method.ratio_threshold": 2.1, "optimizer.lr": 0.1},
 }
 

@@ -7,14 +7,15 @@ import logging
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +26,7 @@ from trainkit.pipeline import (
     Pipeline,
     PromptEncoder,
     encode_joint,
+    encode_pair,
     encode_sample,
 )
 from trainkit.testing import EOS, character_tokenizer
@@ -541,14 +543,153 @@ def test_a_faulty_pair_is_named(sample: Any, said: str) -> None:
         preference_rows([good, sample])
 
 
-def test_prompt_and_output_are_tokenised_as_one_text_and_cut_on_the_left() -> None:
-    tokenizer = character_tokenizer("abcdefgh")
-    ids, chosen, cut = encode_joint(tokenizer, "abc", "de", None)
-    assert tokenizer.decode(ids) == "abcde" + tokenizer.eos_token
-    assert (chosen, cut) == ([False] * 3 + [True] * 3, False)
-    ids, chosen, cut = encode_joint(tokenizer, "abc", "de", 4)
-    assert tokenizer.decode(ids) == "cde" + tokenizer.eos_token
-    assert (chosen, cut) == ([False, True, True, True], True)
-    ids, chosen, cut = encode_joint(tokenizer, "abc", "defgh", 4)  # the output alone is too long: its end goes too
-    assert tokenizer.decode(ids) == "cdef"
-    assert (chosen, cut) == ([False, True, True, True], True)
+def sides(tokenizer: Any, prompt: str, chosen: str, rejected: str, limit: int | None = None) -> list[tuple[str, str]]:
+    """Each side of a pair as it is encoded: the prompt's text and the output's."""
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    found = []
+    for ids, mask in encode_pair(tokenizer, row, limit)[:2]:
+        start = mask.index(True)
+        assert mask == [False] * start + [True] * (len(ids) - start)
+        found.append((tokenizer.decode(ids[:start]), tokenizer.decode(ids[start:])))
+    return found
+
+
+def test_a_pair_that_is_too_long_loses_the_same_beginning_of_its_prompt_on_both_sides() -> None:
+    """S-36: the longer side decides; not the response while the prompt has tokens, of which one is left."""
+    made = character_tokenizer("abcdefgh")
+    assert sides(made, "abc", "de", "f") == [("abc", "de<eos>"), ("abc", "f<eos>")]
+    assert sides(made, "abc", "de", "f", 6) == [("abc", "de<eos>"), ("abc", "f<eos>")]
+    assert sides(made, "abc", "de", "f", 5) == [("bc", "de<eos>"), ("bc", "f<eos>")]
+    assert sides(made, "abc", "defgh", "f", 4) == [("c", "def"), ("c", "f<eos>")]
+
+
+def test_what_was_cut_is_told() -> None:
+    row = {"prompt": "abc", "chosen": "de", "rejected": "f"}
+    assert [encode_pair(character_tokenizer("abcdef"), row, limit)[2] for limit in (None, 6, 5)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "limit", "said"),
+    [
+        ({"chosen": "B", "rejected": "b"}, None, "same tokens as chosen and as rejected; leave it out"),
+        ({"chosen": "bbbc", "rejected": "bbbd"}, 4, "within 4 tokens; raise train.seq_length"),
+        ({"chosen": "b", "rejected": "b<eos>"}, None, "same tokens"),
+    ],
+)
+def test_sides_that_are_the_same_as_tokens_are_refused(row: dict[str, str], limit: int | None, said: str) -> None:
+    made = character_tokenizer("abcd")
+    made.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(DataError, match=f"sample 3 has .*{said}"):
+        encode_pair(made, {"prompt": "a", **row}, limit, "sample 3")
+
+
+TEXTS = [
+    "the cat sat on the mat",
+    "a cat and a dog",
+    "naïve café — déjà vu",
+    "日本語 text 日本",
+    "x  y\n\nz\t1234",
+    "🙂🙃 ok",
+] * 8
+UNTYPICAL = st.text(st.sampled_from("the catsonmd  \n\té—日本🙂1x"), min_size=1, max_size=12)
+
+
+@cache
+def byte_pairs(bos: bool = False, prefix_space: bool = False, trim: bool = True) -> Any:
+    """A byte-level BPE tokenizer as GPT-2's, trained on a few lines; with ``bos`` it begins every text as Llama 3's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    made.decoder = decoders.ByteLevel()
+    special = ["<bos>", "<eos>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=trim)]
+    if bos:
+        steps.append(processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)]))
+    made.post_processor = processors.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+BYTE_PAIRS = [{}, {"bos": True}, {"prefix_space": True}, {"trim": False}]
+
+
+def in_bytes(made: Any, ids: list[int]) -> list[int]:
+    """How many bytes of text each token holds."""
+    special = set(made.all_special_ids)
+    return [0 if i in special else len(token) for i, token in zip(ids, made.convert_ids_to_tokens(ids), strict=True)]
+
+
+@pytest.mark.parametrize("kind", BYTE_PAIRS)
+@given(prompt=UNTYPICAL, output=UNTYPICAL)
+def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_begins(
+    kind: dict[str, bool], prompt: str, output: str
+) -> None:
+    """S-36: BOS and EOS once; the first token of the output is the first that holds a byte of it."""
+    made = byte_pairs(**kind)
+    ids, mask = encode_joint(made, prompt, output)
+    start, ends = mask.index(True), in_bytes(made, ids)
+    assert mask == [False] * start + [True] * (len(ids) - start)
+    assert ids.count(made.bos_token_id) == (ids[0] == made.bos_token_id) == kind.get("bos", False)
+    assert ids.count(made.eos_token_id) == 1
+    assert ids[-1] == made.eos_token_id
+    assert start > 0
+    whole = made(prompt + output)["input_ids"]
+    added = kind.get("prefix_space", False) and prompt[0] != " "
+    held, size = sum(ends[:start]) - added, len(prompt.encode())
+    assert held <= size
+    if ids[:-1] == whole:
+        assert held + ends[start] > size
+    else:  # one token for the prompt and the beginning of the output, and nothing before it
+        assert ids[:-1] == made(prompt)["input_ids"] + made(output, add_special_tokens=False)["input_ids"]
+        assert ends[0] - added < in_bytes(made, whole)[0]
+
+
+@pytest.mark.parametrize("kind", BYTE_PAIRS)
+@given(prompt=UNTYPICAL, chosen=UNTYPICAL, rejected=UNTYPICAL, limit=st.integers(2, 20))
+def test_cut_sides_are_ends_of_the_whole_ones_and_answer_to_one_prompt(
+    kind: dict[str, bool], prompt: str, chosen: str, rejected: str, limit: int
+) -> None:
+    made, row = byte_pairs(**kind), {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    assume(chosen != rejected)
+    whole = encode_pair(made, row, None)[:2]
+    try:
+        *found, cut = encode_pair(made, row, limit)
+    except DataError:
+        assert max(len(ids) for ids, _ in whole) > limit
+        return
+    assert cut == (max(len(ids) for ids, _ in whole) > limit)
+    starts = []
+    for (ids, mask), (part, part_mask) in zip(whole, found, strict=True):
+        start = mask.index(True) - part_mask.index(True)
+        starts.append(start)
+        assert part == ids[start : start + limit]
+        assert part_mask == mask[start : start + limit]
+        assert part_mask[0] is False
+        assert part_mask.index(True) <= len(part) <= limit
+    assert starts[0] == starts[1]
+
+
+@given(prompt=UNTYPICAL, output=UNTYPICAL)
+def test_bos_and_eos_that_a_text_spells_out_are_not_added_again(prompt: str, output: str) -> None:
+    made = byte_pairs(bos=True)
+    ids, _ = encode_joint(made, "<bos>" + prompt, output + "<eos>")
+    assert (ids.count(made.bos_token_id), ids.count(made.eos_token_id)) == (1, 1)
+    assert ids[0] == made.bos_token_id
+    assert ids[-1] == made.eos_token_id
+
+
+def test_an_eos_inside_a_text_is_a_token_like_others() -> None:
+    """S-36: chat templates end every turn with one."""
+    made = byte_pairs()
+    ids, mask = encode_joint(made, "the cat<eos>", "sat<eos>on")
+    assert made.decode(ids) == "the cat<eos>sat<eos>on<eos>"
+    assert made.decode([i for i, chosen in zip(ids, mask, strict=True) if chosen]) == "sat<eos>on<eos>"

@@ -21,8 +21,14 @@ import trainkit
 from trainkit.trainer.checkpoint import newest_whole
 
 TRAINERS = trainkit.available_trainers()
+STEPS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in TRAINERS},
+    "means over a step": {"name": "dpo", "method__loss_type": "kto_pair"},
+    "no weight in one process": {"name": "dpo"},
+}
 
 STEP = """
+import json
 import sys
 from pathlib import Path
 import torch
@@ -31,16 +37,26 @@ from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
-for name in sys.argv[2:]:
-    alone = tiny_trainer(name, out / name / "unused", train__max_grad_norm=None, train__microbatch_size=3)
+for name, changes in json.loads(sys.argv[2]).items():
+    alone = tiny_trainer(
+        run_dir=out / name / "unused", train__max_grad_norm=None, train__microbatch_size=3, **changes
+    )
     rank, world = alone.accelerator.process_index, alone.accelerator.num_processes
     batch = torch.load(out / name / "batch.pt", weights_only=False)
-    ragged = [torch.arange(0, 6), torch.arange(6, len(batch))][rank] if world == 2 else torch.arange(len(batch))
+    cut = 3 * len(batch) // 8
+    ragged = [torch.arange(cut), torch.arange(cut, len(batch))][rank] if world == 2 else torch.arange(len(batch))
+    if name == "no weight in one process":
+        batch.decided[:cut] = False
+    if name == "means over a step":
+        batch.ref_chosen.mul_(1.5), batch.ref_rejected.mul_(1.5)
     alone.optimizer.optimizer.register_step_pre_hook(
         lambda *_: save_file(
             {n: p.grad.clone() for n, p in alone.unwrapped.named_parameters()}, out / name / f"gradient-{world}-{rank}"
         )
     )
+    torch.manual_seed(0)
+    for parameter in alone.unwrapped.parameters():  # so that old and new policy differ
+        parameter.data += 0.02 * torch.randn(parameter.shape)
     alone.update(batch.select(ragged))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
@@ -51,13 +67,16 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
+from trainkit import get_trainer
 from trainkit.testing.trainers import tiny_trainer
+
+def online(name): return "prompts" in get_trainer(name).inputs
 
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
 for name in sys.argv[2:]:
     trainer = tiny_trainer(
-        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=name != "sft"
+        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=online(name)
     )
     trainer.learn()
     rank = trainer.accelerator.process_index
@@ -201,17 +220,17 @@ def succeed(script: str, processes: int, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One step on the same sixteen rows, by one process and by two that hold six and ten of them."""
+    """One step on the same rows, by one process and by two that hold three and five eighths of them."""
     from trainkit.testing.trainers import tiny_trainer
 
     out = tmp_path_factory.mktemp("step")
-    for name in TRAINERS:
-        trainer = tiny_trainer(name, out / name / "source")
+    for name, changes in STEPS.items():
+        trainer = tiny_trainer(run_dir=out / name / "source", **changes)
         trainer.fill_store()
         (out / name).mkdir(exist_ok=True)
         torch.save(trainer.store.experience, out / name / "batch.pt")
     for processes in (1, 2):
-        succeed(STEP, processes, str(out), *TRAINERS)
+        succeed(STEP, processes, str(out), json.dumps(STEPS))
     return out
 
 
@@ -223,7 +242,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", STEPS)
 def test_two_processes_have_the_gradient_of_one(name: str, gradients: Path) -> None:
     alone = load_file(gradients / name / "gradient-1-0")
     first, second = (load_file(gradients / name / f"gradient-2-{rank}") for rank in (0, 1))

@@ -221,32 +221,59 @@ def check_text(text: Any, what: str) -> None:
         raise DataError(f"{what} holds a character that is no text: {error}; remove it") from error
 
 
-def encode_joint(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, limit: int | None, what: str = "the sample"
-) -> tuple[list[int], list[bool], bool]:
-    """Token ids of a prompt and an output that are tokenised as one text, which of them are the output's, and whether
-    something was cut.
+EncodedSide = tuple[list[int], list[bool]]
+"""Token ids of a prompt with an output, and which of them are the output's."""
 
-    A token that reaches from the prompt into the output is the output's. The tokenizer's beginning token comes first,
-    where it adds one and the text does not; EOS ends the output, where it does not. What is too long loses the
-    beginning of its prompt; an output that is longer still, its end (S-36).
+
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+) -> tuple[EncodedSide, EncodedSide, bool]:
+    """Both sides of a pair row, chosen and rejected, and whether something was cut at ``limit`` tokens.
+
+    What is too long loses the beginning of the prompt, the same of both sides, so that they answer to one prompt; an
+    output that is longer still loses its end, EOS with it (S-36).
+
+    Raises:
+        DataError: a text has no tokens, or the sides have the same ones, or one loses its whole output.
+    """
+    chosen, rejected = (
+        encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}") for side in ("chosen", "rejected")
+    )
+    room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
+    if room > 0:
+        first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # a state to choose in is left
+        cut = slice(first, first + (limit or 0))
+        chosen, rejected = ((ids[cut], mask[cut]) for ids, mask in (chosen, rejected))
+    same = chosen == rejected
+    if same or not (any(chosen[1]) and any(rejected[1])):
+        raise DataError(
+            f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
+            f"{f' within {limit} tokens; raise train.seq_length, or leave it out' if room > 0 else '; leave it out'}"
+        )
+    return chosen, rejected, room > 0
+
+
+def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str = "the sample") -> EncodedSide:
+    """Token ids of a prompt and an output that are tokenised as one text, and which of them are the output's.
+
+    A token that reaches from the prompt into the output is the output's; where it would be the first of all, and the
+    output have nothing to follow, the two are tokenised apart. The tokenizer's beginning token comes first, where it
+    adds one and the text does not; EOS ends the output, where it does not (S-36).
 
     Raises:
         DataError: the prompt or the output has no tokens.
     """
-    ids = PromptEncoder(tokenizer, None)(prompt + output, what)
-    start = len(ids) - _output_tokens(tokenizer, prompt, output, what)
-    chosen = [index >= start for index in range(len(ids))]
-    if start == len(ids):
+    encode = PromptEncoder(tokenizer, None)
+    ids = encode(prompt + output, what)
+    count = _output_tokens(tokenizer, prompt, output, what)
+    if count == len(ids):
+        alone = encode_text(tokenizer, output, what)
+        ids, count = [*encode(prompt, what), *alone], len(alone)
+    if not count:
         raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
-    if start == 0:
-        raise DataError(f"{what} has a prompt without tokens, {describe(prompt)}; give text that the tokenizer keeps")
     if ids[-1] != tokenizer.eos_token_id:
-        ids, chosen = [*ids, tokenizer.eos_token_id], [*chosen, True]
-    if limit is None or len(ids) <= limit:
-        return ids, chosen, False
-    first = min(len(ids) - limit, start - 1)  # a response is chosen after at least one token
-    return ids[first:][:limit], chosen[first:][:limit], True
+        ids, count = [*ids, tokenizer.eos_token_id], count + 1
+    return ids, [index >= len(ids) - count for index in range(len(ids))]
 
 
 def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str) -> int:

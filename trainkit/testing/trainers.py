@@ -16,7 +16,10 @@ FITTED: dict[str, dict[str, Any]] = {"rft": {"rft_k": 4}}
 """Settings of algorithms whose own are too large for so little data."""
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
-PAIRS = tuple({"prompt": p, "chosen": output, "rejected": output[::-1] + "h"} for p, output in SAMPLES)
+PAIRS = tuple(
+    {"prompt": prompt, "chosen": output, "rejected": output[::-1] + "h" * (i % 3 + 1)}
+    for i, (prompt, output) in enumerate(SAMPLES)
+)
 
 
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
@@ -32,7 +35,7 @@ def tiny_trainer(
     model: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> AccelerateRLTrainer[Any]:
-    """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts or 16 samples, ready to ``learn()``.
+    """A trainer of the algorithm ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
     Args:
         name: the registered name.

@@ -23,7 +23,7 @@ from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import CausalPolicy, TokenOutputs
 from trainkit.models.reference import Reference
-from trainkit.pipeline import PromptEncoder, encode_joint, encode_sample
+from trainkit.pipeline import EncodedSide, PromptEncoder, encode_pair, encode_sample
 from trainkit.rewards import check_scores, score
 from trainkit.sampling import CausalSampler, Sampler
 from trainkit.seeding import generator, row_seeds
@@ -157,7 +157,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Samples as rows, each of them encoded once to see that it can be."""
         if self.sample_format == "preference":
             rows = preference_rows(samples, self.tokenizer, first=first)
-            cut = sum(cut for _, _, cut in self._encode_sides(rows, first))
+            cut = sum(cut for _, _, cut in self._encode_pairs(rows, first))
         else:
             rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs, first=first)
             cut = 0
@@ -165,14 +165,12 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
                 cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
         if cut:
-            log.warning("%d texts in %d samples were cut at %s tokens", cut, len(rows), self.limit)
+            log.warning("%d of %d samples were cut at %s tokens", cut, len(rows), self.limit)
         return rows
 
-    def _encode_sides(self, rows: list[Row], first: int = 0) -> list[tuple[list[int], list[bool], bool]]:
+    def _encode_pairs(self, rows: list[Row], first: int = 0) -> list[tuple[EncodedSide, EncodedSide, bool]]:
         return [
-            encode_joint(self.tokenizer, row["prompt"], row[side], self.limit, f"sample {index}: {side}")
-            for side in ("chosen", "rejected")
-            for index, row in enumerate(rows, first)
+            encode_pair(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)
         ]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
@@ -233,11 +231,9 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
-        sides = self._encode_sides(rows)
-        fill = pad_id(self.tokenizer)
+        chosen, rejected, _ = zip(*self._encode_pairs(rows), strict=True)
         chosen, rejected = (
-            Sequences.from_rows([ids for ids, _, _ in part], [mask for _, mask, _ in part], fill)
-            for part in (sides[: len(rows)], sides[len(rows) :])
+            Sequences.from_rows(*zip(*side, strict=True), pad_id(self.tokenizer)) for side in (chosen, rejected)
         )
         return Preferences(chosen, rejected).to(self.accelerator.device)
 
@@ -374,7 +370,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         with torch.no_grad(), self.accelerator.autocast():
             self.store.push(self._experience(rollouts, checked))
             self.store.experience = self.prepare_experience(self.store.experience)
-        self.progress.samples += len(rollouts) * self.accelerator.num_processes
+        self.progress.samples += len(self.store) * self.accelerator.num_processes
         self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
         for _ in range(self.passes or 1):
             for batch in self._one_pass():

@@ -35,7 +35,8 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     The arrows: `get_arch` (config → model), `make_experience` (rows → experience, no gradient) and `loss`
     (experience → loss and metrics). An algorithm that learns from scored samples of its own writes `experience`
-    instead of `make_experience`. The pockets: `prepare_experience`, `judge`, `after_step`, `state_dict`.
+    instead of `make_experience`. The pockets: `prepare_experience`, `prepare_step`, `judge`, `after_step`,
+    `state_dict`.
 
     Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``; the argument tells which class validates the
     section ``method``.
@@ -137,6 +138,13 @@ class BaseRLTrainer(ABC, Generic[M]):
     def prepare_experience(self, experience: Any) -> Batch:
         """One whole collection, before the first pass over it: whitening, controllers, statistics."""
         return cast(Batch, experience)
+
+    def prepare_step(self, batch: Any) -> Batch:
+        """The rows of one step, before they are split into micro-batches: means over them that `loss` needs.
+
+        Called on every process, without gradient, with the weights that the step starts from.
+        """
+        return cast(Batch, batch)
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
         """Whether to make a step; ``metrics`` are those of its `loss`, over all micro-batches and processes."""

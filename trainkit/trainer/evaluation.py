@@ -12,6 +12,7 @@ from trainkit import metrics as m
 from trainkit.errors import RewardError
 from trainkit.rewards import metrics, score
 from trainkit.seeding import row_seeds
+from trainkit.store import RolloutStore
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -45,13 +46,14 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
     found: m.Metrics = {}
-    pending = trainer._pending  # what making experience records is of training alone
+    pending, store = trainer._pending, RolloutStore[Any]()  # what making experience records is of training alone
     trainer.unwrapped.eval()
-    for start in range(0, len(rows), size):
-        with accelerator.autocast():
-            experience = trainer.make_experience(rows[start : start + size])
-        for micro in trainer.micro_batches(experience):
-            found = m.merge(found, trainer.measure(micro.to(accelerator.device))[1])
+    with accelerator.autocast():
+        for start in range(0, len(rows), size):
+            store.push(trainer.make_experience(rows[start : start + size]))
+        experience = trainer.prepare_step(store.experience)
+    for micro in trainer.micro_batches(experience):
+        found = m.merge(found, trainer.measure(micro.to(accelerator.device))[1])
     trainer._pending = pending
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 

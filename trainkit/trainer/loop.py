@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -101,9 +101,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         ConfigError, PluginError: at the door, before a model is loaded.
     """
 
-    needs_reference: ClassVar[bool] = False
-    """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
-
     def __init__(
         self,
         config: TRLConfig[M],
@@ -139,6 +136,11 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self._rollouts: list[Any] = []
         self._seen: Seen = Counter()
         self._clock = time.perf_counter()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
+        return False
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -438,24 +440,18 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """One optimizer step on ``batch``: the whole of it, for every algorithm.
 
         The gradient is that of the mean over the batches of all processes, however they are split (law 3). A step that
-        `judge` leaves out is left out on all of them; it counts, and the schedule moves on.
+        `judge` leaves out, or that has nothing to average over, is left out on all of them; it counts, and the schedule
+        moves on.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
         """
         at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
-        self.policy.train()
-        device = self.accelerator.device
-        weight = self.reduce(batch.weight.to(device))
-        share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
-        found: m.Metrics = {}
-        rank = self.accelerator.process_index
-        micros = self.micro_batches(batch)
-        with global_rng(self.config.train.seed, "dropout", at.step, rank, device=device):
-            for index, micro in enumerate(micros):
-                with self._synchronised(last=index == len(micros) - 1):
-                    found = m.merge(found, self._backward(micro.to(device), share))
-        verdict = self._judged(found)
+        weight = self.reduce(batch.weight.to(self.accelerator.device))
+        found, verdict = {}, Verdict.SKIP
+        if weight > 0:
+            found = self._gradient(batch, weight)
+            verdict = self._judged(found)
         found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
         self.optimizer.zero_grad()
         optim.advance(scheduler)
@@ -463,6 +459,21 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
         self.after_step()
         return {**found, "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))}
+
+    def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
+        """Leave the gradient of the mean over ``weight`` units, those of all processes, and give the loss's metrics."""
+        device, rank = self.accelerator.device, self.accelerator.process_index
+        self.unwrapped.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            micros = self.micro_batches(self.prepare_step(batch))
+        share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
+        found: m.Metrics = {}
+        self.policy.train()
+        with global_rng(self.config.train.seed, "dropout", self.progress.step, rank, device=device):
+            for index, micro in enumerate(micros):
+                with self._synchronised(last=index == len(micros) - 1):
+                    found = m.merge(found, self._backward(micro.to(device), share))
+        return found
 
     def _judged(self, found: m.Metrics) -> Verdict:
         """`judge`'s verdict on metrics of all processes, so that all hear the same; who does not judge pays nothing."""

@@ -1,0 +1,41 @@
+"""Pairs of random walks: a small model learns walks by SFT, then DPO teaches it the shorter of two from one start.
+
+Run as ``trainkit examples run dpo_randomwalks``, or ``python examples/dpo_randomwalks/run.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainkit.examples import option_parser, positive, run_stage, show
+from trainkit.files import load_file
+
+HERE = Path(__file__).parent
+WALKS = HERE.parent / "randomwalks"
+SHOWN = {
+    "mean optimality": "eval/optimality",
+    "pairs judged right": "eval/rewards/accuracies",
+    "log π of the shorter": "eval/logps/chosen",
+    "log π of the longer": "eval/logps/rejected",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run both trainings, then say what the second changed."""
+    parser = option_parser("dpo_randomwalks", __doc__)
+    parser.add_argument("--steps", type=positive, help="steps of DPO, instead of what dpo.yaml says")
+    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what its YAML file says")
+    options = parser.parse_args(argv)
+    walks, task = load_file(WALKS / "task.py"), load_file(HERE / "task.py")
+
+    sft = run_stage(WALKS / "sft.yaml", options, walks.sft(options.seed), {"train.epochs": options.sft_epochs})
+    changes = {"model.model_path": sft.model, "train.total_steps": options.steps}
+    dpo = run_stage(HERE / "dpo.yaml", options, task.dpo(options.seed), changes)
+
+    before, after = dpo.evaluations.metrics[0], dpo.evaluations.metrics[-1]
+    rows = [(what, before[name], after[name]) for what, name in SHOWN.items()]
+    show("pairs of random walks", ["before DPO", "after DPO"], rows, [sft, dpo], options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Pairs of random walks: of two walks from one start, the one that reaches the goal sooner is preferred."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainkit.files import load_file
+from trainkit.testing import character_tokenizer
+
+walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")
+
+RIVALS = 8
+"""Walks from the same start that a walk is compared with."""
+
+
+def pairs(task: Any, seed: int) -> list[dict[str, str]]:
+    """Each walk with a few others from its start; no pair of equally long ones, nor of two that miss the goal."""
+    rng = np.random.default_rng(seed)
+    by_start: dict[str, list[str]] = {}
+    for walk in task.walks:
+        by_start.setdefault(walk[0], []).append(walk)
+    found: dict[tuple[str, str], None] = {}
+    for walk in task.walks:
+        for rival in rng.choice(by_start[walk[0]], RIVALS):
+            better, worse = sorted((walk, str(rival)), key=task.optimality, reverse=True)
+            if task.optimality(better) > task.optimality(worse):
+                found[better, worse] = None
+    return [{"prompt": better[0], "chosen": better[1:], "rejected": worse[1:]} for better, worse in found]
+
+
+def dpo(seed: int = 1) -> dict[str, Any]:
+    """Arguments of ``trainkit.train`` to prefer short walks; every tenth pair is held out."""
+    task = walks.RandomWalks.generate(seed)
+    found = pairs(task, seed)
+    return {
+        "samples": [pair for index, pair in enumerate(found) if index % 10],
+        "eval_samples": found[::10],
+        "eval_prompts": task.starts * 10,
+        "metric_fn": task.metric,
+        "tokenizer": character_tokenizer(walks.LETTERS),
+    }
