@@ -16,7 +16,8 @@ FLOORS = {
     "trainkit.config": 1, "trainkit.files": 1, "trainkit.hookspecs": 1, "trainkit.plugins": 1, "trainkit.registry": 1,
     "trainkit.backend": 2,
     "trainkit.chat": 2, "trainkit.formats": 2,
-    "trainkit.pipeline": 2, "trainkit.store": 2, "trainkit.sampling": 2, "trainkit.rewards": 2, "trainkit.models": 2,
+    "trainkit.pipeline": 2, "trainkit.store": 2, "trainkit.sampling": 2, "trainkit.stepping": 2, "trainkit.rewards": 2,
+    "trainkit.models": 2,
     "trainkit.trainer": 3, "trainkit.trackers": 3,
     "trainkit.api": 4, "trainkit.cli": 4, "trainkit.examples": 4, "trainkit.testing": 4, "trainkit.__main__": 4,
     "trainkit": 5,  # the public names; loaded lazily, so importable from anywhere

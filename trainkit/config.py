@@ -53,7 +53,8 @@ class ModelConfig(Section):
     """The weights' type. For mixed precision keep float32 here and set `train.mixed_precision`."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
     """Train only so many of the uppermost layers, and what follows them; embeddings and the layers below are frozen,
-    run once per sequence, and shared with the reference. -1: train everything."""
+    run once per sequence, and shared with the reference. Of an encoder-decoder, the decoder's layers; the encoder is
+    frozen. -1: train everything."""
     peft_config: Plain | None = None
     """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA unless given), or
     the object. The reference is the model without it."""
@@ -149,8 +150,9 @@ class SamplingConfig(Section):
     """Sample from the tokens that are at least this share of the likeliest one's probability; 0 is off.
     Log-probabilities stay those of the whole distribution."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Tokens of the prompt and the response so far are sampled with their logits divided by this if positive,
-    multiplied if negative; 1 is off, above 1 makes repeating rarer. Log-probabilities stay those without it."""
+    """Tokens of the prompt and the response so far (with an encoder-decoder, of the response) are sampled with their
+    logits divided by this if positive, multiplied if negative; 1 is off, above 1 makes repeating rarer.
+    Log-probabilities stay those without it."""
     stop_sequences: list[str] = []
     """Strings that end a response; cut from the text that the reward function sees."""
 
@@ -205,7 +207,8 @@ class TrainConfig(Section):
     """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: as many
     as make up 2,048 tokens on a CPU, 32,768 on an accelerator."""
     seq_length: int | None = Field(None, ge=2)
-    """Longest prompt and response together, in tokens. None: the model's context."""
+    """Longest prompt and response together, in tokens; of an encoder-decoder, the longest of each, its decoder's start
+    token included. None: the model's context."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm at every step. None: never."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"

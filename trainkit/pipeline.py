@@ -124,6 +124,7 @@ class PromptEncoder:
         tokenizer: its own beginning token is added, once, and no end token.
         budget: most tokens a prompt may have; None: no limit.
         overlong: what to do with longer ones; ``"truncate"`` keeps a prompt's *end* (S-44).
+        ends: add the tokenizer's end token too, if it has the habit: so an encoder reads prompts.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         budget: int | None,
         overlong: Literal["error", "truncate", "drop"] = "error",
+        ends: bool = False,
     ) -> None:
-        self.tokenizer, self.budget, self.overlong = tokenizer, budget, overlong
+        self.tokenizer, self.budget, self.overlong, self.ends = tokenizer, budget, overlong, ends
         self._known: dict[str, list[int]] = {}  # prompts come again with every sample and every epoch
 
     def __call__(self, prompt: Any, what: str = "the prompt") -> list[int]:
@@ -158,27 +160,30 @@ class PromptEncoder:
             return ids
         if self.overlong == "truncate":
             return ids[-self.budget :]
+        room = "are read" if self.ends else "leave room for the response"
         raise DataError(
-            f"{what} has {len(ids)} tokens, and at most {self.budget} leave room for the response. Shorten it, "
-            "lower rollout.max_new_tokens, raise train.seq_length if it is what limits, "
+            f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. Shorten it, "
+            f"{'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if it is what limits, "
             "or set rollout.overlong_prompts to 'truncate' or 'drop'"
         )
 
     def _encode(self, prompt: str, what: str) -> list[int]:
-        """The tokenizer's ids, without the EOS it may append, nor a second BOS where the text spells one out."""
+        """The tokenizer's ids, without the EOS it may append unless that is asked for, and neither a second BOS nor a
+        second EOS where the text spells one out."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         bare = encode_text(self.tokenizer, prompt, what)
         if not bare:
             return []
         ids = _tokenize(self.tokenizer, prompt, what, add_special_tokens=True)
-        if ids[-len(bare) - 1 :] == [*bare, eos]:
-            ids = ids[:-1]
-        return bare if bare[0] == bos and ids == [bos, *bare] else ids
+        ended = ids[-len(bare) - 1 :] == [*bare, eos]
+        ids = ids[:-1] if ended else ids
+        ids = bare if bare[0] == bos and ids == [bos, *bare] else ids
+        return [*ids, eos] if ended and self.ends and bare[-1] != eos else ids
 
     def fit(self, rows: Sequence[Row]) -> list[Row]:
         """The rows whose prompts fit, every one of them checked; how many did not is logged."""
         kept, overlong = [], 0
-        whole = PromptEncoder(self.tokenizer, None)
+        whole = PromptEncoder(self.tokenizer, None, ends=self.ends)
         for index, row in enumerate(rows):
             too_long = self.budget is not None and len(whole(row["prompt"], f"prompt {index}")) > self.budget
             overlong += too_long
@@ -253,6 +258,24 @@ def encode_pair(
     return chosen, rejected, room > 0
 
 
+def encode_pair_apart(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+) -> tuple[EncodedSide, EncodedSide, bool]:
+    """As `encode_pair`, for a model that reads prompt and output apart (`encode_apart`).
+
+    Raises:
+        DataError: a text has no tokens, or the sides have the same ones.
+    """
+    chosen, rejected = (
+        encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in ("chosen", "rejected")
+    )
+    if chosen[:2] == rejected[:2]:
+        raise DataError(
+            f"{what} has the same tokens as chosen and as rejected{f' within {limit}' if chosen[2] else ''}; leave it out"
+        )
+    return chosen[:2], rejected[:2], chosen[2] or rejected[2]
+
+
 def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str = "the sample") -> EncodedSide:
     """Token ids of a prompt and an output that are tokenised as one text, and which of them are the output's.
 
@@ -274,6 +297,45 @@ def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, w
     if ids[-1] != tokenizer.eos_token_id:
         ids, count = [*ids, tokenizer.eos_token_id], count + 1
     return ids, [index >= len(ids) - count for index in range(len(ids))]
+
+
+def encode_apart(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, limit: int | None, what: str = "the sample"
+) -> tuple[list[int], list[bool], bool]:
+    """Token ids of a prompt that an encoder reads and the output of a decoder, which are the output's, whether cut.
+
+    The prompt is as the tokenizer makes it, special tokens included; EOS ends the output, where it does not. Each has
+    ``limit`` tokens to itself, the decoder's start token included: a longer prompt loses its beginning, a longer
+    output its end (S-44).
+
+    Raises:
+        DataError: the prompt or the output has no tokens.
+    """
+    query = PromptEncoder(tokenizer, None, ends=True)(prompt, what)
+    response = encode_text(tokenizer, output, what)
+    if not response:
+        raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
+    if response[-1] != tokenizer.eos_token_id:
+        response = [*response, tokenizer.eos_token_id]
+    cut = limit is not None and (len(query) > limit or len(response) >= limit)
+    if limit is not None:
+        query, response = query[-limit:], response[: limit - 1]
+    return [*query, *response], [False] * len(query) + [True] * len(response), cut
+
+
+def one_output(row: Row, what: str = "the sample") -> tuple[str, str]:
+    """The prompt and the output of a sample row.
+
+    Raises:
+        DataError: it has no prompt, or several outputs.
+    """
+    if row["outputs"] != [False, True]:
+        raise DataError(
+            f"{what} has {len(row['turns'])} turns, and an encoder-decoder reads one prompt and writes one output; "
+            "give (prompt, output), with earlier turns in the prompt's text"
+        )
+    prompt, output = row["turns"]
+    return prompt, output
 
 
 def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str) -> int:

@@ -1,17 +1,15 @@
-"""The sampler: prompts in, rollouts out. The only place with left padding, caches and stop rules."""
+"""The sampler: prompts in, rollouts out. With `trainkit.stepping`, the only place with left padding and caches."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -20,7 +18,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer
 
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
@@ -28,15 +25,12 @@ from trainkit.functional import allow_logits, penalise_repetition, truncate_logi
 from trainkit.models.loading import pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.seeding import row_seeds
+from trainkit.stepping import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
 
 log = logging.getLogger(__name__)
 
 SHRINK_AT = 0.75
 """Rows that have ended leave the batch once no more than this share is left: fewer rows against a copy of the cache."""
-
-
-UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
-"""What a model's code may raise when it is given a cache that it does not know."""
 
 
 class Sampler(Protocol):
@@ -52,8 +46,8 @@ class Sampler(Protocol):
         ...
 
 
-class CausalSampler:
-    """Samples from a causal language model with a key-value cache, one token a step for the whole batch.
+class TokenSampler:
+    """Samples from a language model with a cache of keys and values, one token a step for the whole batch.
 
     A prompt that occurs several times runs once; the cache is allocated once; rows that have ended leave the batch.
     The randomness of a row does not depend on when others end.
@@ -67,29 +61,25 @@ class CausalSampler:
     the sampler chooses the tokens; log-probabilities, entropies and states are then None.
 
     Args:
-        model: the language model, unwrapped.
+        decoder: runs the model.
         tokenizer: turns tokens into the text that stop strings and reward functions read.
         logit_mask: bool [V] or [V, V], True = allowed.
         skip_special_tokens: leave special tokens out of the text.
-        head_alone: whether the model's logits are those of its output head on its trunk (`CausalPolicy.head_alone`).
-        hidden: return the states in which tokens were chosen, as a value head reads them.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
         *,
         logit_mask: Tensor | None = None,
         skip_special_tokens: bool = True,
-        head_alone: bool = False,
-        hidden: bool = False,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        model = decoder.model
+        self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.logit_mask = check_logit_mask(logit_mask, model)
         self.skip_special_tokens = skip_special_tokens
-        self.decoder = _Decoder(model, pad_id(tokenizer), head_alone, hidden)
-        self.fault = _stepping_fault(self.decoder)
+        self.fault = stepping_fault(decoder)
         if self.fault:
             log.warning(
                 "%s cannot be sampled from with a cache of keys and values (%s); its own generate() is used, which is "
@@ -106,10 +96,58 @@ class CausalSampler:
         uniforms = _uniforms(rows, queries, settings.max_new_tokens, generator, self.model.device)
         responses = _Responses(self, queries, settings, uniforms)
         if self.fault:
-            _by_generate(self.model, queries, responses)
+            _by_generate(self.decoder, queries, responses)
         else:
             _by_steps(self.decoder, queries, responses)
         return responses.rollouts(rows, queries)
+
+
+class CausalSampler(TokenSampler):
+    """Samples from a causal language model.
+
+    Args:
+        model: the language model, unwrapped.
+        tokenizer: as for `TokenSampler`.
+        head_alone: whether the model's logits are those of its output head on its trunk (`Policy.head_alone`).
+        hidden: return the states in which tokens were chosen, as a value head reads them.
+        **kwargs: those of `TokenSampler`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        head_alone: bool = False,
+        hidden: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(CausalDecoder(model, pad_id(tokenizer), head_alone, hidden), tokenizer, **kwargs)
+
+
+class Seq2SeqSampler(TokenSampler):
+    """Samples from an encoder-decoder: the encoder runs once for each distinct prompt, the decoder token by token.
+
+    Args:
+        model: the encoder-decoder, unwrapped.
+        tokenizer: as for `TokenSampler`.
+        hidden: return the decoder's states in which tokens were chosen, as a value head reads them.
+        **kwargs: those of `TokenSampler`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, hidden: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(Seq2SeqDecoder(model, pad_id(tokenizer), hidden), tokenizer, **kwargs)
+
+
+def make_sampler(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, head_alone: bool = False, **kwargs: Any
+) -> TokenSampler:
+    """The sampler that fits the model's architecture; the arguments are those of `CausalSampler`."""
+    if model.config.is_encoder_decoder:
+        return Seq2SeqSampler(model, tokenizer, **kwargs)
+    return CausalSampler(model, tokenizer, head_alone=head_alone, **kwargs)
 
 
 def _uniforms(
@@ -130,7 +168,7 @@ class _Responses:
     """The responses to B prompts as they grow, with room for R tokens: chooses tokens, notes what is known of them."""
 
     def __init__(
-        self, sampler: CausalSampler, queries: list[list[int]], settings: SamplingConfig, uniforms: Tensor
+        self, sampler: TokenSampler, queries: list[list[int]], settings: SamplingConfig, uniforms: Tensor
     ) -> None:
         (count, self.room), device = uniforms.shape, uniforms.device
         self.sampler, self.settings, self.uniforms = sampler, settings, uniforms
@@ -143,9 +181,9 @@ class _Responses:
         self.alive = torch.ones(count, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # bool [B, V], tokens that have occurred, if they are penalised
         if settings.repetition_penalty != 1:
-            self.seen = torch.zeros((count, _vocabulary(sampler.model)), dtype=torch.bool)
+            self.seen = torch.zeros((count, vocabulary(sampler.model)), dtype=torch.bool)
             for row, query in zip(self.seen, queries, strict=True):
-                row[query] = True
+                row[sampler.decoder.prefix or query] = True
             self.seen = self.seen.to(device)
 
     def extend(self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> Tensor:
@@ -254,128 +292,7 @@ class _Odds:
 # -------------------------------------------------------------------------------------------- running the model
 
 
-class _Preallocated(DynamicLayer):
-    """Keys and values of one layer in a buffer with room for the whole response: a step writes, it does not copy."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.room, self.length = room, 0
-        self.buffers: list[Tensor] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.buffers = [
-                states.new_empty((*states.shape[:2], self.room, states.size(-1)))
-                for states in (key_states, value_states)
-            ]
-        start, self.length = self.length, self.length + key_states.size(-2)
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start : self.length] = states
-        return self._view()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep, repeat or drop rows; what is not yet written is not copied."""
-        if not self.is_initialized:
-            return
-        chosen = []
-        for buffer in self.buffers:
-            kept = buffer.new_empty((len(beam_idx), *buffer.shape[1:]))
-            kept[:, :, : self.length] = buffer[beam_idx, :, : self.length]
-            chosen.append(kept)
-        self.buffers = chosen
-        self._view()
-
-    def _view(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
-        return self.keys, self.values
-
-
-@dataclass
-class _Active:
-    """The rows that are still being sampled: b of the B rows, all tensors on the model's device."""
-
-    rows: Tensor  # [b] which of the B rows each is
-    lengths: Tensor  # [b] real tokens so far
-    real: Tensor  # bool [b, P + room], left-padded; True for all that is still to come
-    padded: bool  # whether any row is
-    width: int  # tokens so far, padding included
-    last: Tensor  # [b] the token before the one to be chosen
-    cache: DynamicCache
-
-    def keep(self, at: Tensor) -> None:
-        """Go on with the rows at the indices ``at`` alone."""
-        self.rows, self.lengths, self.real, self.last = self.rows[at], self.lengths[at], self.real[at], self.last[at]
-        self.padded = not bool(self.real.all())
-        self.cache.reorder_cache(at)  # type: ignore[arg-type]
-
-
-@dataclass
-class _Decoder:
-    """A model that is run step by step with a cache."""
-
-    model: PreTrainedModel
-    fill: int
-    """What padding is filled with."""
-    head_alone: bool
-    hidden: bool
-
-    def prefill(self, queries: list[list[int]], room: int) -> tuple[_Active, Tensor, Tensor | None]:
-        """The state after every prompt has been read, and as `next` the logits and states of the first token.
-
-        A prompt that occurs several times is read once.
-        """
-        device = self.model.device
-        distinct = {query: index for index, query in enumerate(dict.fromkeys(map(tuple, queries)))}
-        use = torch.tensor([distinct[tuple(query)] for query in queries], device=device)
-        width = max(map(len, distinct))
-        ids = torch.tensor([[self.fill] * (width - len(query)) + list(query) for query in distinct], device=device)
-        lengths = torch.tensor([len(query) for query in distinct], device=device)
-        real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
-        rows, padded = torch.arange(len(queries), device=device), min(map(len, distinct)) < width
-        active = _Active(rows, lengths, real, padded, width, ids[:, -1], self._cache(width + room))
-        positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
-        logits, hidden = self._forward(ids, real[:, :width], positions, active.cache)
-        if len(distinct) < len(queries):
-            active.keep(use)
-            logits, hidden = logits[use], None if hidden is None else hidden[use]
-        active.rows = rows
-        return active, logits, hidden
-
-    def next(self, active: _Active) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next token [b, V] in float32, and the states [b, D] they come from if asked for."""
-        positions = active.lengths.unsqueeze(1)
-        active.lengths = active.lengths + 1
-        active.width += 1
-        real = active.real[:, : active.width] if active.padded else None
-        return self._forward(active.last.unsqueeze(1), real, positions, active.cache)
-
-    def _forward(
-        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `next`, feeding ``ids`` [b, S] into the cache. Without padding no mask is made, which is quicker."""
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": real,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        if self.head_alone:
-            state = self.model.base_model(**inputs).last_hidden_state[:, -1]
-            return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
-        outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
-        return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
-
-    def _cache(self, room: int) -> DynamicCache:
-        """The model's cache, its plain layers preallocated; sliding and recurrent layers stay transformers' own."""
-        cache = DynamicCache(config=self.model.config)
-        cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        return cache
-
-
-def _by_steps(decoder: _Decoder, queries: list[list[int]], responses: _Responses) -> None:
+def _by_steps(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
     """Sample all responses with a cache of keys and values."""
     active, logits, hidden = decoder.prefill(queries, responses.room)
     for step in range(responses.room):
@@ -390,69 +307,34 @@ def _by_steps(decoder: _Decoder, queries: list[list[int]], responses: _Responses
         logits, hidden = decoder.next(active)
 
 
-@torch.no_grad()
-def _stepping_fault(decoder: _Decoder) -> str:
-    """Why `_by_steps` would not sample from this model; empty if it does.
-
-    Two prompts of unlike length go a few steps, while rows are repeated, change places and leave; whole forward passes
-    of each row alone must give the same logits.
-    """
-    model, vocabulary = decoder.model, _vocabulary(decoder.model)
-    rows, training = [[1, 2, 3], [4, 5, 6, 7, 8]], model.training
-    model.eval()
-    try:
-        with torch.autocast(model.device.type, enabled=False):
-            active, logits, _ = decoder.prefill([[token % vocabulary for token in row] for row in rows], 4)
-            found = [_difference(model, rows, logits)]
-            for keep in ([1, 0, 1], [2, 1], [0]):  # the last one goes on without padding
-                active.keep(torch.tensor(keep, device=model.device))
-                rows = [[*rows[at], 9 + at] for at in keep]
-                active.last = torch.tensor([row[-1] % vocabulary for row in rows], device=model.device)
-                found.append(_difference(model, rows, decoder.next(active)[0]))
-    except UNFIT as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        model.train(training)
-    allowed = torch.finfo(model.dtype).eps ** 0.5
-    return "" if max(found) <= allowed else f"cached steps differ from whole passes by {max(found):.1%}"
-
-
-def _difference(model: PreTrainedModel, rows: list[list[int]], logits: Tensor) -> float:
-    """How far ``logits`` [b, V] are from those of whole forward passes of each row, relative to their spread."""
-    whole = []
-    for row in rows:
-        ids = torch.tensor([row], device=model.device) % _vocabulary(model)
-        whole.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1].float())
-    expected = torch.cat(whole)
-    spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    found = (logits - expected).norm() / spread.clamp(min=1e-6)
-    return float(found.nan_to_num(torch.inf))
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
 # --------------------------------------------------------------------------------- models that run only themselves
 
 
-def _by_generate(model: PreTrainedModel, queries: list[list[int]], responses: _Responses) -> None:
+def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
     """Sample all responses with the model's own ``generate``, prompts of one length together: nothing is padded."""
+    model, prefix = decoder.model, decoder.prefix
     groups: dict[int, list[int]] = {}
     for row, query in enumerate(queries):
         groups.setdefault(len(query), []).append(row)
     settings = GenerationConfig(
-        max_new_tokens=responses.room, do_sample=False, pad_token_id=0, use_cache=True, disable_compile=True
+        max_new_tokens=responses.room,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=True,
+        disable_compile=True,
+        decoder_start_token_id=prefix[0] if prefix else None,
     )
     for width, members in groups.items():
         rows = torch.tensor(members, device=model.device)
         ids = torch.tensor([queries[row] for row in members], device=model.device)
+        start = {"decoder_input_ids": torch.tensor([prefix] * len(members), device=model.device)} if prefix else {}
         with _no_settings(model):
             model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
+                **start,
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([_Chooser(responses, rows, width)]),
+                logits_processor=LogitsProcessorList([_Chooser(responses, rows, len(prefix) or width)]),
                 stopping_criteria=StoppingCriteriaList([_Ended(responses, rows)]),
             )
 

@@ -39,7 +39,7 @@ from trainkit.functional import (
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics, RunningMoments
-from trainkit.models import CausalPolicy, load_heads, load_model
+from trainkit.models import Policy, load_heads, load_model, make_policy
 
 
 class PPOConfig(MethodConfig):
@@ -146,9 +146,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """PPO's epochs."""
         return self.method.ppo_epochs
 
-    def get_arch(self, config: TRLConfig[PPOConfig]) -> CausalPolicy:
+    def get_arch(self, config: TRLConfig[PPOConfig]) -> Policy:
         """The language model with a value head."""
-        policy = CausalPolicy(
+        policy = make_policy(
             load_model(config.model, self.live_model),
             temperature=config.rollout.temperature,
             logit_mask=self.logit_mask,
@@ -178,7 +178,9 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         cut = ~rollouts.terminated
         if not self.method.bootstrap_truncated or not cut.any():
             return torch.zeros(cut.shape, device=cut.device)
-        return zero_masked(self.unwrapped(followed(rollouts.sequences)).values.sum(1), cut)
+        further = followed(rollouts.sequences)
+        ends = further.response_mask & ~further.attention_mask
+        return zero_masked(masked_sum(self.unwrapped(further).values, ends, dim=1), cut)
 
     def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
         """Shaped rewards, returns, and advantages whitened over the collection; β is steered once (F-06, F-10)."""
@@ -258,7 +260,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
 
 def followed(sequences: Sequences) -> Sequences:
-    """One more token after each row, and no other, for the policy to speak about: its value is V of the row's end.
+    """One more token after each row for the policy to speak about: its value is V of the row's end.
 
     The token is chosen and not real: nothing attends to it, and it needs no room in the model's context. [B, T + 1].
     """
@@ -266,6 +268,6 @@ def followed(sequences: Sequences) -> Sequences:
     return Sequences(
         F.pad(sequences.input_ids, (0, 1)),
         F.pad(real, (0, 1)),
-        F.pad(real, (1, 0)) & ~F.pad(real, (0, 1)),
+        F.pad(sequences.response_mask, (0, 1)) | (F.pad(real, (1, 0)) & ~F.pad(real, (0, 1))),
         trunk=None if trunk is None else F.pad(trunk, (0, 0, 0, 1)),
     )

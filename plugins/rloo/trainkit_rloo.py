@@ -15,7 +15,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
 from trainkit.functional import clipped_surrogate, kl_k1, kl_k3, leave_one_out, masked_mean, place_scores, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import CausalPolicy, load_model
+from trainkit.models import Policy, load_model, make_policy
 
 
 class RLOOConfig(MethodConfig):
@@ -89,10 +89,10 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         """k."""
         return self.method.rloo_k
 
-    def get_arch(self, config: TRLConfig[RLOOConfig]) -> CausalPolicy:
+    def get_arch(self, config: TRLConfig[RLOOConfig]) -> Policy:
         """The language model."""
         model = load_model(config.model, self.live_model)
-        return CausalPolicy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
+        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RLOORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

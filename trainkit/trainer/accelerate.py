@@ -21,11 +21,19 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
-from trainkit.models.policy import CausalPolicy, TokenOutputs
+from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.reference import Reference
-from trainkit.pipeline import EncodedSide, PromptEncoder, encode_pair, encode_sample
+from trainkit.pipeline import (
+    EncodedSide,
+    PromptEncoder,
+    encode_apart,
+    encode_pair,
+    encode_pair_apart,
+    encode_sample,
+    one_output,
+)
 from trainkit.rewards import check_scores, score
-from trainkit.sampling import CausalSampler, Sampler
+from trainkit.sampling import Sampler, make_sampler
 from trainkit.seeding import generator, row_seeds
 from trainkit.trainer import generation, run
 from trainkit.trainer.evaluation import evaluate, sweep
@@ -85,17 +93,17 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.tokenizer = load_tokenizer(config, tokenizer)
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
+        self.apart = bool(self.model_config.is_encoder_decoder)
+        """Whether the model reads prompt and response apart, each with its own budget."""
         self.limit = self._length_limit()
-        self.encode = PromptEncoder(
-            self.tokenizer,
-            None if self.limit is None else self.limit - config.rollout.max_new_tokens,
-            config.rollout.overlong_prompts,
-        )
+        budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
+        self.encode = PromptEncoder(self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.apart)
 
     # ------------------------------------------------------------------------------------------------ construction
 
     def _length_limit(self) -> int | None:
-        """The most tokens of prompt and response together: the smaller of train.seq_length and the model's context."""
+        """The most tokens of prompt and response together, or of each apart: the smaller of train.seq_length and the
+        model's context."""
         context, asked = context_length(self.model_config), self.config.train.seq_length
         if context and asked and asked > context:
             raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
@@ -107,10 +115,25 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
         limit, room = asked or context, self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
+            what = "the decoder's start token" if self.apart else "a prompt"
             raise ConfigError(
-                f"rollout.max_new_tokens is {room}, which leaves no room for a prompt within {limit} tokens; lower it"
+                f"rollout.max_new_tokens is {room}, which leaves no room for {what} within {limit} tokens; lower it"
             )
         return limit
+
+    def fits(self, prompt: int, response: int) -> bool:
+        """Whether the model can read so many tokens: together, or apart, the response after a start token (S-44)."""
+        if self.limit is None:
+            return True
+        return max(prompt, response + 1) <= self.limit if self.apart else prompt + response <= self.limit
+
+    @property
+    def what_fits(self) -> str:
+        """The limit in words."""
+        if self.limit is None:
+            return "any number fits"
+        each = f"a prompt of {self.limit} and a response of {self.limit - 1} tokens fit"
+        return f"at most {each}" if self.apart else f"together at most {self.limit} fit"
 
     def make_reference(self, model: Any) -> Reference:
         """The policy as it is now, frozen; what is not trained is shared."""
@@ -127,7 +150,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         if made is not None:
             return generation.checked_sampler(made)
-        return CausalSampler(
+        return make_sampler(
             self.unwrapped.model,
             self.tokenizer,
             logit_mask=self.logit_mask,
@@ -162,15 +185,15 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs, first=first)
             cut = 0
             for index, row in enumerate(rows, first):
-                ids, _ = encode_sample(self.tokenizer, row, self.limit, f"sample {index}")
-                cut += self.limit is not None and len(ids) == self.limit and ids[-1] != self.tokenizer.eos_token_id
+                cut += self._encode_sample(row, f"sample {index}")[2]
         if cut:
             log.warning("%d of %d samples were cut at %s tokens", cut, len(rows), self.limit)
         return rows
 
     def _encode_pairs(self, rows: list[Row], first: int = 0) -> list[tuple[EncodedSide, EncodedSide, bool]]:
+        encode = encode_pair_apart if self.apart else encode_pair
         return [
-            encode_pair(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)
+            encode(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)
         ]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
@@ -179,10 +202,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
         for _, overrides in sweep(self.config.rollout.eval_kwargs):
             room = self.settings(**overrides).max_new_tokens
-            if self.limit is not None and longest + room > self.limit:
+            if not self.fits(longest, room):
                 raise DataError(
                     f"the longest evaluation prompt has {longest} tokens, and rollout.eval_kwargs asks for {room} new "
-                    f"ones; together at most {self.limit} fit. Lower max_new_tokens there"
+                    f"ones; {self.what_fits}. Lower max_new_tokens there"
                 )
 
     # ----------------------------------------------------------------------------------------- for the algorithm
@@ -217,17 +240,24 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 "rollout/terminated": m.Mean.of(rollouts.terminated),
             }
         )
-        if isinstance(self.unwrapped, CausalPolicy):  # the frozen layers run here, and not again
+        if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
         return self.experience(rollouts, scores)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Sample rows as sequences on the device, outputs and their EOS marked as responses."""
-        encoded = [encode_sample(self.tokenizer, row, self.limit) for row in rows]
+        encoded = [self._encode_sample(row) for row in rows]
         sequences = Sequences.from_rows(
-            [ids for ids, _ in encoded], [chosen for _, chosen in encoded], pad_id(self.tokenizer)
+            [ids for ids, _, _ in encoded], [chosen for _, chosen, _ in encoded], pad_id(self.tokenizer)
         )
         return sequences.to(self.accelerator.device)
+
+    def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
+        """Ids, which of them are outputs, and whether some were cut."""
+        if self.apart:
+            return encode_apart(self.tokenizer, *one_output(row, what), self.limit, what)
+        ids, chosen = encode_sample(self.tokenizer, row, self.limit, what)
+        return ids, chosen, ids[-1] != self.tokenizer.eos_token_id
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
@@ -311,11 +341,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     ) -> Rollouts:
         """Rollouts drawn for one purpose at one place; ``seeds`` are those of the rows that have one."""
         longest = max(len(query) for query in queries)
-        if self.limit is not None and longest + settings.max_new_tokens > self.limit:
+        if not self.fits(longest, settings.max_new_tokens):
             raise DataError(
                 f"a prompt of {longest} tokens and max_new_tokens {settings.max_new_tokens} do not fit into "
-                f"{self.limit} tokens, the model's context or train.seq_length; lower max_new_tokens or "
-                "shorten the prompt"
+                f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
+                "max_new_tokens or shorten the prompt"
             )
         sampler, rank = self.sampler, self.accelerator.process_index
         draws = generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device)
@@ -388,7 +418,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Export for transformers: base-model weights, config and tokenizer; the heads in a file beside them (S-19).
 
-        ``AutoModelForCausalLM.from_pretrained(directory)`` gives a model with equal logits.
+        ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``, gives a
+        model with equal logits.
         """
         return super().save_pretrained(directory)
 

@@ -144,12 +144,15 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
 
 def check_ids(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]], responses: list[list[int]]) -> None:
     """Raise a `DataError` unless the model can read every prompt with its response."""
-    vocabulary, limit = trainer.model_config.get_text_config().vocab_size, trainer.limit
-    for index, row in enumerate(prompt + response for prompt, response in zip(prompts, responses, strict=True)):
+    vocabulary = trainer.model_config.get_text_config().vocab_size
+    for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        row = prompt + response
         if min(row) < 0 or max(row) >= vocabulary:
             raise DataError(f"query or response {index} holds ids outside the model's vocabulary of {vocabulary}")
-        if limit is not None and len(row) > limit:
-            raise DataError(f"query and response {index} have {len(row)} tokens together; at most {limit} fit")
+        if not trainer.fits(len(prompt), len(response)):
+            raise DataError(
+                f"query and response {index} have {len(prompt)} and {len(response)} tokens; {trainer.what_fits}"
+            )
 
 
 def decode_samples(

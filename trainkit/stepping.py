@@ -1,0 +1,312 @@
+"""A model that is run step by step: it reads prompts, then one token a step, with a cache of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+from trainkit.models.seq2seq import decoder_prefix, encode
+
+UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
+"""What a model's code may raise when it is given a cache that it does not know."""
+
+
+class _Preallocated(DynamicLayer):
+    """Keys and values of one layer in a buffer with room for the whole response: a step writes, it does not copy."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.room, self.length = room, 0
+        self.buffers: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.buffers = [
+                states.new_empty((*states.shape[:2], self.room, states.size(-1)))
+                for states in (key_states, value_states)
+            ]
+        start, self.length = self.length, self.length + key_states.size(-2)
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start : self.length] = states
+        return self._view()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep, repeat or drop rows; what is not yet written is not copied."""
+        if not self.is_initialized:
+            return
+        chosen = []
+        for buffer in self.buffers:
+            kept = buffer.new_empty((len(beam_idx), *buffer.shape[1:]))
+            kept[:, :, : self.length] = buffer[beam_idx, :, : self.length]
+            chosen.append(kept)
+        self.buffers = chosen
+        self._view()
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
+        return self.keys, self.values
+
+
+@dataclass
+class Active:
+    """The rows that are still being sampled: b of the B rows, all tensors on the model's device."""
+
+    rows: Tensor  # [b] which of the B rows each is
+    real: Tensor  # bool [b, *], which tokens of the prompts are padding
+    padded: bool  # whether any row is
+    last: Tensor  # [b] the token before the one to be chosen
+    cache: DynamicCache | EncoderDecoderCache
+
+    def keep(self, at: Tensor) -> None:
+        """Go on with the rows at the indices ``at`` alone."""
+        self.rows, self.real, self.last = self.rows[at], self.real[at], self.last[at]
+        self.padded = not bool(self.real.all())
+        self.cache.reorder_cache(at)  # type: ignore[arg-type]
+
+
+class Decoder(Protocol):
+    """A model that reads prompts, then one token a step."""
+
+    model: PreTrainedModel
+
+    @property
+    def prefix(self) -> list[int]:
+        """What an encoder-decoder's decoder reads before it chooses; nothing where prompt and response are one text."""
+        ...
+
+    def prefill(self, queries: list[list[int]], room: int) -> tuple[Any, Tensor, Tensor | None]:
+        """The `Active` rows after every prompt has been read, and as `next` the logits and states of the first token.
+
+        A prompt that occurs several times is read once.
+        """
+        ...
+
+    def next(self, active: Any) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next token [b, V] in float32, and the states [b, D] they come from if asked for."""
+        ...
+
+    def whole(self, query: list[int], response: list[int]) -> Tensor:
+        """The next token's logits [1, V], from a pass over all tokens without a cache."""
+        ...
+
+
+def _distinct(queries: list[list[int]], device: torch.device) -> tuple[list[list[int]], Tensor]:
+    """The queries without repetitions, and which of them each row has [B]."""
+    places = {query: index for index, query in enumerate(dict.fromkeys(map(tuple, queries)))}
+    use = torch.tensor([places[tuple(query)] for query in queries], device=device)
+    return [list(query) for query in places], use
+
+
+def _read_once(
+    active: Active, rows: int, use: Tensor, found: tuple[Tensor, Tensor | None]
+) -> tuple[Any, Tensor, Tensor | None]:
+    """What is known of distinct prompts, for all rows."""
+    logits, hidden = found
+    if len(active.rows) < rows:
+        active.keep(use)
+        logits, hidden = logits[use], None if hidden is None else hidden[use]
+    active.rows = torch.arange(rows, device=use.device)
+    return active, logits, hidden
+
+
+def _cache(config: PreTrainedConfig, room: int) -> DynamicCache:
+    """The model's cache, its plain layers preallocated; sliding and recurrent layers stay transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+# ------------------------------------------------------------------------------------------------- causal models
+
+
+@dataclass
+class _ActiveText(Active):
+    """Prompts are padded on the left; ``real`` is [b, P + room], True for all that is still to come."""
+
+    lengths: Tensor  # [b] real tokens so far
+    width: int  # tokens so far, padding included
+
+    def keep(self, at: Tensor) -> None:
+        super().keep(at)
+        self.lengths = self.lengths[at]
+
+
+@dataclass
+class CausalDecoder:
+    """A causal language model, run step by step."""
+
+    model: PreTrainedModel
+    fill: int
+    """What padding is filled with."""
+    head_alone: bool
+    hidden: bool
+
+    @property
+    def prefix(self) -> list[int]:
+        """Nothing: the response goes on from the prompt."""
+        return []
+
+    def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActiveText, Tensor, Tensor | None]:
+        """As in `Decoder`."""
+        device = self.model.device
+        distinct, use = _distinct(queries, device)
+        width = max(map(len, distinct))
+        ids = torch.tensor([[self.fill] * (width - len(query)) + query for query in distinct], device=device)
+        lengths = torch.tensor([len(query) for query in distinct], device=device)
+        real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
+        padded, cache = min(map(len, distinct)) < width, _cache(self.model.config, width + room)
+        active = _ActiveText(use.new_zeros(len(distinct)), real, padded, ids[:, -1], cache, lengths, width)
+        positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
+        return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache))
+
+    def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
+        """As in `Decoder`."""
+        positions = active.lengths.unsqueeze(1)
+        active.lengths = active.lengths + 1
+        active.width += 1
+        real = active.real[:, : active.width] if active.padded else None
+        return self._forward(active.last.unsqueeze(1), real, positions, active.cache)
+
+    def whole(self, query: list[int], response: list[int]) -> Tensor:
+        """As in `Decoder`."""
+        ids = torch.tensor([[*query, *response]], device=self.model.device)
+        logits: Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        return logits[:, -1].float()
+
+    def _forward(
+        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `next`, feeding ``ids`` [b, S] into the cache. Without padding no mask is made, which is quicker."""
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": real,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self.head_alone:
+            state = self.model.base_model(**inputs).last_hidden_state[:, -1]
+            return self.model.get_output_embeddings()(state).float(), state if self.hidden else None
+        outputs = self.model(**inputs, logits_to_keep=1, output_hidden_states=self.hidden)
+        return outputs.logits[:, -1].float(), outputs.hidden_states[-1][:, -1] if self.hidden else None
+
+
+# ---------------------------------------------------------------------------------------------- encoder-decoders
+
+
+@dataclass
+class _ActivePair(Active):
+    """Prompts are padded on the right, ``real`` is [b, P]; the decoder's tokens need no padding."""
+
+    states: Tensor  # [b, P, D] what the encoder says about them
+
+    def keep(self, at: Tensor) -> None:
+        super().keep(at)
+        self.states = self.states[at]
+
+
+@dataclass
+class Seq2SeqDecoder:
+    """An encoder-decoder: the encoder runs once, the decoder step by step."""
+
+    model: PreTrainedModel
+    fill: int
+    """What padding is filled with."""
+    hidden: bool
+
+    @property
+    def prefix(self) -> list[int]:
+        """The decoder's start token, and a forced first one."""
+        return decoder_prefix(self.model)
+
+    def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActivePair, Tensor, Tensor | None]:
+        """As in `Decoder`."""
+        device, prefix = self.model.device, self.prefix
+        distinct, use = _distinct(queries, device)
+        width = max(map(len, distinct))
+        ids = torch.tensor([query + [self.fill] * (width - len(query)) for query in distinct], device=device)
+        lengths = torch.tensor([len(query) for query in distinct], device=device)
+        real = torch.arange(width, device=device) < lengths.unsqueeze(1)
+        start = torch.tensor([prefix] * len(distinct), device=device)
+        config: Any = self.model.get_decoder().config
+        cache = EncoderDecoderCache(_cache(config, len(prefix) + room), DynamicCache(config=config))
+        padded, states = not bool(real.all()), encode(self.model, ids, real)
+        active = _ActivePair(use.new_zeros(len(distinct)), real, padded, start[:, -1], cache, states)
+        return _read_once(active, len(queries), use, self._forward(start, active))
+
+    def next(self, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
+        """As in `Decoder`."""
+        return self._forward(active.last.unsqueeze(1), active)
+
+    def whole(self, query: list[int], response: list[int]) -> Tensor:
+        """As in `Decoder`."""
+        device = self.model.device
+        ids, start = (torch.tensor([tokens], device=device) for tokens in (query, [*self.prefix, *response]))
+        logits: Tensor = self.model(input_ids=ids, decoder_input_ids=start, use_cache=False).logits
+        return logits[:, -1].float()
+
+    def _forward(self, ids: Tensor, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
+        """As `next`, feeding the decoder's ``ids`` [b, S] into the cache."""
+        outputs = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=active.states),  # type: ignore[arg-type]
+            attention_mask=active.real if active.padded else None,
+            decoder_input_ids=ids,
+            past_key_values=active.cache,
+            use_cache=True,
+            output_hidden_states=self.hidden,
+        )
+        hidden = outputs.decoder_hidden_states[-1][:, -1] if self.hidden else None
+        return outputs.logits[:, -1].float(), hidden
+
+
+# ------------------------------------------------------------------------------------ whether stepping is right
+
+
+@torch.no_grad()
+def stepping_fault(decoder: Decoder) -> str:
+    """Why a model cannot be sampled from step by step; empty if it can.
+
+    Two prompts of unlike length go a few steps, while rows are repeated, change places and leave; whole forward passes
+    of each row alone must give the same logits.
+    """
+    model, size = decoder.model, vocabulary(decoder.model)
+    queries = [[token % size for token in query] for query in ([1, 2, 3], [4, 5, 6, 7, 8])]
+    rows: list[tuple[list[int], list[int]]] = [(query, []) for query in queries]
+    training = model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            active, logits, _ = decoder.prefill(queries, 4)
+            found = [_difference(decoder, rows, logits)]
+            for keep in ([1, 0, 1], [2, 1], [0]):  # the last one goes on without padding
+                active.keep(torch.tensor(keep, device=model.device))
+                rows = [(rows[at][0], [*rows[at][1], (9 + at) % size]) for at in keep]
+                active.last = torch.tensor([response[-1] for _, response in rows], device=model.device)
+                found.append(_difference(decoder, rows, decoder.next(active)[0]))
+    except UNFIT as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.train(training)
+    allowed = torch.finfo(model.dtype).eps ** 0.5
+    return "" if max(found) <= allowed else f"cached steps differ from whole passes by {max(found):.1%}"
+
+
+def _difference(decoder: Decoder, rows: list[tuple[list[int], list[int]]], logits: Tensor) -> float:
+    """How far ``logits`` [b, V] are from those of whole passes over (query, response), relative to their spread."""
+    expected = torch.cat([decoder.whole(query, response) for query, response in rows])
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    found = (logits - expected).norm() / spread.clamp(min=1e-6)
+    return float(found.nan_to_num(torch.inf))
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many tokens the model knows."""
+    return int(model.config.get_text_config().vocab_size)
