@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,29 @@ from trainkit import Verdict
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.errors import NonFiniteError
 from trainkit.models import CausalPolicy, load_model
-from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.models.trunk import tiny_input
+from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
 TRAINERS = trainkit.available_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
+BOTH_SIDES = [name for name in ("ppo", "rloo", "sft") if name in TRAINERS]
+"""Algorithms that train encoder-decoders too."""
+
+
+def on_models(names: list[str], *causal: Any) -> Any:
+    """Every algorithm on the causal models, and on encoder-decoders those that train them."""
+    both = [(name, model) for name in names if name in BOTH_SIDES for model in (tiny_t5, tiny_bart)]
+    return pytest.mark.parametrize(("name", "model"), [*product(names, causal), *both])
+
+
+DROPOUT = {
+    tiny_gpt2: {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    tiny_llama: {"attention_dropout": 0.1},
+    tiny_t5: {"dropout_rate": 0.1},
+    tiny_bart: {"dropout": 0.1, "attention_dropout": 0.1},
+}
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
@@ -79,8 +97,7 @@ def widened(batch: Batch, columns: int) -> Batch:
 # --------------------------------------------------------------------------------------------- law 1: masks
 
 
-@all_trainers
-@pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
+@on_models(TRAINERS, tiny_gpt2, tiny_llama)
 def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -89,9 +106,9 @@ def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model
     torch.testing.assert_close(clean, dirty, rtol=0, atol=1e-7)
 
 
-@all_trainers
-def test_the_amount_of_padding_changes_nothing(name: str, tmp_path: Path) -> None:
-    trainer = collected(name, tmp_path)
+@on_models(TRAINERS, tiny_gpt2)
+def test_the_amount_of_padding_changes_nothing(name: str, model: Any, tmp_path: Path) -> None:
+    trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
     torch.testing.assert_close(gradient(trainer, batch), gradient(trainer, widened(batch, 5)), rtol=1e-4, atol=1e-6)
 
@@ -124,11 +141,11 @@ def test_logprobs_depend_neither_on_padding_side_nor_on_batch_mates(model: Any) 
 # ------------------------------------------------------------------------------ law 3: exact normalisation
 
 
-@all_trainers
+@on_models(TRAINERS, tiny_gpt2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_gradient_is_the_same_for_every_microbatch_size(name: str, size: int, tmp_path: Path) -> None:
+def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, size: int, tmp_path: Path) -> None:
     """S-11, S-62: rows of different length, sizes that do not divide the batch."""
-    trainer = collected(name, tmp_path, train__microbatch_size=size, train__max_grad_norm=None)
+    trainer = collected(name, tmp_path, model=model(10), train__microbatch_size=size, train__max_grad_norm=None)
     batch = trainer.store.experience
     whole = gradient(trainer, batch)
     seen: list[Tensor] = []
@@ -142,12 +159,10 @@ def test_gradient_is_the_same_for_every_microbatch_size(name: str, size: int, tm
 # ------------------------------------------------------------------------------- law 5 and 6: on policy
 
 
-@pytest.mark.parametrize("name", ONLINE)
-@pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
+@on_models(ONLINE, tiny_gpt2, tiny_llama)
 def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str, model: Any, tmp_path: Path) -> None:
     """Also with dropout configured, and at a temperature other than 1 (S-08, S-17)."""
-    dropout = {"attention_dropout": 0.5} if model is tiny_llama else {"resid_pdrop": 0.5, "attn_pdrop": 0.5}
-    trainer = collected(name, tmp_path, model=model(10, **dropout), rollout__temperature=0.7)
+    trainer = collected(name, tmp_path, model=model(10, **DROPOUT[model]), rollout__temperature=0.7)
     found = trainer._pending
     _, at_loss = trainer.loss(trainer.store.experience)
     if "policy/kl" in found:
@@ -156,9 +171,11 @@ def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str,
         assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ONLINE)
-def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(name: str, tmp_path: Path) -> None:
-    trainer = collected(name, tmp_path, train__mixed_precision="bf16")
+@on_models(ONLINE, tiny_gpt2)
+def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(
+    name: str, model: Any, tmp_path: Path
+) -> None:
+    trainer = collected(name, tmp_path, model=model(10), train__mixed_precision="bf16")
     assert ("policy/kl" in trainer._pending) == trainer.needs_reference
     assert not trainer.needs_reference or trainer._pending["policy/kl"].compute() == 0.0
     rollouts = trainer._rollouts[0]
@@ -183,10 +200,12 @@ def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
         assert all(row in sampled for row in trained)
 
 
-@pytest.mark.parametrize("name", ONLINE)
-def test_the_samplers_logprobs_are_the_policys(name: str, tmp_path: Path) -> None:
+@on_models(ONLINE, tiny_gpt2)
+def test_the_samplers_logprobs_are_the_policys(name: str, model: Any, tmp_path: Path) -> None:
     """F-02: one distribution, at the sampling temperature, whatever top-k and top-p cut."""
-    trainer = tiny_trainer(name, tmp_path, rollout__temperature=0.7, rollout__top_k=4, rollout__top_p=0.9)
+    trainer = tiny_trainer(
+        name, tmp_path, model=model(10), rollout__temperature=0.7, rollout__top_k=4, rollout__top_p=0.9
+    )
     rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
     torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=1e-5)
 
@@ -194,12 +213,12 @@ def test_the_samplers_logprobs_are_the_policys(name: str, tmp_path: Path) -> Non
 # ----------------------------------------------------------------------------------------- law 7: resume
 
 
-@all_trainers
+@on_models(TRAINERS, tiny_gpt2)
 @pytest.mark.parametrize("at", [1, 3, 4])
-def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, at: int, tmp_path: Path) -> None:
+def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, model: Any, at: int, tmp_path: Path) -> None:
     """Mid-collection, mid-pass and at a boundary, with dropout on."""
     changes = {
-        "model": tiny_gpt2(10, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+        "model": model(10, **DROPOUT[model]),
         "model__disable_dropout": False,
         "train__batch_size": 6,
         "train__save_interval": 1,
@@ -226,17 +245,18 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
     assert_same_weights(weights(first), weights(again))
 
 
-@pytest.mark.parametrize("name", ONLINE)
-def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+@on_models(ONLINE, tiny_gpt2)
+def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model: Any, tmp_path: Path) -> None:
     def turns(trainer: Any, count: int) -> Any:
         for _ in range(count):
             rollouts = trainer.generate(["ab", "c", "def", "g"])
             trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
         return trainer
 
-    straight = turns(tiny_trainer(name, tmp_path / "straight"), 4)
-    turns(tiny_trainer(name, tmp_path / "stopped"), 2).save()
-    resumed = turns(tiny_trainer(name, tmp_path / "stopped", train__resume="auto"), 2)
+    fields = model(10)
+    straight = turns(tiny_trainer(name, tmp_path / "straight", model=fields), 4)
+    turns(tiny_trainer(name, tmp_path / "stopped", model=fields), 2).save()
+    resumed = turns(tiny_trainer(name, tmp_path / "stopped", model=fields, train__resume="auto"), 2)
     assert resumed.progress.step == straight.progress.step
     assert_same_weights(weights(straight), weights(resumed))
 
@@ -478,27 +498,28 @@ def test_learning_rates_follow_the_schedule_from_its_first_value(name: str, tmp_
 # ------------------------------------------------------------------------------------------------- exports
 
 
-@all_trainers
-def test_export_loads_in_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
+@on_models(TRAINERS, tiny_gpt2)
+def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, tmp_path: Path) -> None:
     """S-19: base-model keys only; heads beside them."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    trainer = tiny_trainer(name, tmp_path / "run")
+    trainer = tiny_trainer(name, tmp_path / "run", model=model(10))
     trainer.learn()
     path = trainer.save_pretrained(tmp_path / "export")
-    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    kind = AutoModelForSeq2SeqLM if model in (tiny_t5, tiny_bart) else AutoModelForCausalLM
+    loaded, info = kind.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    ids = torch.tensor([[1, 2, 3, 4]])
-    assert torch.equal(loaded(ids).logits, trainer.unwrapped.model(ids).logits)
+    inputs = tiny_input(loaded)
+    assert torch.equal(loaded(**inputs).logits, trainer.unwrapped.model(**inputs).logits)
 
 
-@all_trainers
-def test_training_on_from_an_export_takes_the_heads_along(name: str, tmp_path: Path) -> None:
-    trainer = tiny_trainer(name, tmp_path / "run")
+@on_models(TRAINERS, tiny_gpt2)
+def test_training_on_from_an_export_takes_the_heads_along(name: str, model: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path / "run", model=model(10))
     trainer.learn()
     path = trainer.save_pretrained()
-    again = tiny_trainer(name, tmp_path / "again")
+    again = tiny_trainer(name, tmp_path / "again", model=model(10))
     again.config = again.config.update({"model.model_path": str(path)})
     assert_same_weights(weights(trainer), weights(again))
 
