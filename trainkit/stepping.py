@@ -256,7 +256,7 @@ class Seq2SeqDecoder:
     def _forward(self, ids: Tensor, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
         """As `next`, feeding the decoder's ``ids`` [b, S] into the cache."""
         outputs = self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=active.states),  # type: ignore[arg-type]
+            encoder_outputs=BaseModelOutput(last_hidden_state=active.states),
             attention_mask=active.real if active.padded else None,
             decoder_input_ids=ids,
             past_key_values=active.cache,

@@ -60,7 +60,7 @@ class Seq2SeqPolicy(Policy):
             hidden = response.at_actions(_decode(self.model, before, mask, response.input_ids, response.real))
             return hidden if self.scale == 1 else hidden * self.scale, hidden, previous
         outputs = self.model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=before),  # type: ignore[arg-type]
+            encoder_outputs=BaseModelOutput(last_hidden_state=before),
             attention_mask=mask,
             decoder_input_ids=response.input_ids,
             decoder_attention_mask=response.real,
@@ -170,8 +170,10 @@ def _head_scale(model: PreTrainedModel) -> float | None:
         full = model(**probe).logits
         decoder = model.get_decoder()(input_ids=ids, encoder_hidden_states=encode(model, ids, mask), use_cache=False)
         hidden = getattr(decoder, "last_hidden_state", None)
-        for scale in () if head is None or hidden is None else (1.0, hidden.size(-1) ** -0.5):
-            if gives_logits(model, head(hidden * scale), full):
-                return scale
+        if isinstance(head, nn.Module) and isinstance(hidden, Tensor):
+            scales: tuple[float, ...] = (1.0, hidden.size(-1) ** -0.5)
+            found = next((scale for scale in scales if gives_logits(model, head(hidden * scale), full)), None)
+            if found is not None:
+                return found
     warn_of_full_logits(model)
     return None
