@@ -25,14 +25,14 @@ from trainkit.testing.trainers import tiny_trainer
 TRAINERS = trainkit.available_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
-BOTH_SIDES = [name for name in ("ppo", "rloo", "sft") if name in TRAINERS]
+BOTH_SIDES = [name for name in ("dpo", "ppo", "rloo", "sft") if name in TRAINERS]
 """Algorithms that train encoder-decoders too."""
 
 
-def on_models(names: list[str], *causal: Any) -> Any:
+def on_models(names: list[str], *models: Any) -> Any:
     """Every algorithm on the causal models, and on encoder-decoders those that train them."""
-    both = [(name, model) for name in names if name in BOTH_SIDES for model in (tiny_t5, tiny_bart)]
-    return pytest.mark.parametrize(("name", "model"), [*product(names, causal), *both])
+    pairs = [pair for pair in product(names, models) if pair[0] in BOTH_SIDES or pair[1] not in (tiny_t5, tiny_bart)]
+    return pytest.mark.parametrize(("name", "model"), pairs)
 
 
 DROPOUT = {
@@ -97,7 +97,7 @@ def widened(batch: Batch, columns: int) -> Batch:
 # --------------------------------------------------------------------------------------------- law 1: masks
 
 
-@on_models(TRAINERS, tiny_gpt2, tiny_llama)
+@on_models(TRAINERS, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
 def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -106,7 +106,7 @@ def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model
     torch.testing.assert_close(clean, dirty, rtol=0, atol=1e-7)
 
 
-@on_models(TRAINERS, tiny_gpt2)
+@on_models(TRAINERS, tiny_gpt2, tiny_t5)
 def test_the_amount_of_padding_changes_nothing(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -141,7 +141,7 @@ def test_logprobs_depend_neither_on_padding_side_nor_on_batch_mates(model: Any) 
 # ------------------------------------------------------------------------------ law 3: exact normalisation
 
 
-@on_models(TRAINERS, tiny_gpt2)
+@on_models(TRAINERS, tiny_gpt2, tiny_t5)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, size: int, tmp_path: Path) -> None:
     """S-11, S-62: rows of different length, sizes that do not divide the batch."""
@@ -159,7 +159,7 @@ def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, s
 # ------------------------------------------------------------------------------- law 5 and 6: on policy
 
 
-@on_models(ONLINE, tiny_gpt2, tiny_llama)
+@on_models(ONLINE, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
 def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str, model: Any, tmp_path: Path) -> None:
     """Also with dropout configured, and at a temperature other than 1 (S-08, S-17)."""
     trainer = collected(name, tmp_path, model=model(10, **DROPOUT[model]), rollout__temperature=0.7)
@@ -171,7 +171,7 @@ def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str,
         assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
 
 
-@on_models(ONLINE, tiny_gpt2)
+@on_models(ONLINE, tiny_gpt2, tiny_t5)
 def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(
     name: str, model: Any, tmp_path: Path
 ) -> None:
@@ -200,7 +200,7 @@ def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
         assert all(row in sampled for row in trained)
 
 
-@on_models(ONLINE, tiny_gpt2)
+@on_models(ONLINE, tiny_gpt2, tiny_t5)
 def test_the_samplers_logprobs_are_the_policys(name: str, model: Any, tmp_path: Path) -> None:
     """F-02: one distribution, at the sampling temperature, whatever top-k and top-p cut."""
     trainer = tiny_trainer(
@@ -213,7 +213,7 @@ def test_the_samplers_logprobs_are_the_policys(name: str, model: Any, tmp_path: 
 # ----------------------------------------------------------------------------------------- law 7: resume
 
 
-@on_models(TRAINERS, tiny_gpt2)
+@on_models(TRAINERS, tiny_gpt2, tiny_t5)
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, model: Any, at: int, tmp_path: Path) -> None:
     """Mid-collection, mid-pass and at a boundary, with dropout on."""
@@ -245,7 +245,7 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
     assert_same_weights(weights(first), weights(again))
 
 
-@on_models(ONLINE, tiny_gpt2)
+@on_models(ONLINE, tiny_gpt2, tiny_t5)
 def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model: Any, tmp_path: Path) -> None:
     def turns(trainer: Any, count: int) -> Any:
         for _ in range(count):
@@ -498,7 +498,7 @@ def test_learning_rates_follow_the_schedule_from_its_first_value(name: str, tmp_
 # ------------------------------------------------------------------------------------------------- exports
 
 
-@on_models(TRAINERS, tiny_gpt2)
+@on_models(TRAINERS, tiny_gpt2, tiny_t5)
 def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, tmp_path: Path) -> None:
     """S-19: base-model keys only; heads beside them."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -514,7 +514,7 @@ def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, t
     assert torch.equal(loaded(**inputs).logits, trainer.unwrapped.model(**inputs).logits)
 
 
-@on_models(TRAINERS, tiny_gpt2)
+@on_models(TRAINERS, tiny_gpt2, tiny_t5)
 def test_training_on_from_an_export_takes_the_heads_along(name: str, model: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path / "run", model=model(10))
     trainer.learn()

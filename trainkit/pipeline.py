@@ -270,9 +270,8 @@ def encode_pair_apart(
         encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in ("chosen", "rejected")
     )
     if chosen[:2] == rejected[:2]:
-        raise DataError(
-            f"{what} has the same tokens as chosen and as rejected{f' within {limit}' if chosen[2] else ''}; leave it out"
-        )
+        within = f" within {limit} tokens" if chosen[2] else ""
+        raise DataError(f"{what} has the same tokens as chosen and as rejected{within}; leave it out")
     return chosen[:2], rejected[:2], chosen[2] or rejected[2]
 
 

@@ -192,9 +192,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def _encode_pairs(self, rows: list[Row], first: int = 0) -> list[tuple[EncodedSide, EncodedSide, bool]]:
         encode = encode_pair_apart if self.apart else encode_pair
-        return [
-            encode(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)
-        ]
+        return [encode(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
