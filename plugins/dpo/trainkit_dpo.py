@@ -263,7 +263,7 @@ class DPOTrainer(PairTrainer[DPOConfig]):
     """DPO on the pairs of a dataset; what the reference says about them is computed once (F-12)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    sample_format: ClassVar[str] = "preference"
+    sample_format = "preference"
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Pairs as sequences, with log π_ref of both sides."""
