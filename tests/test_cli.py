@@ -366,3 +366,25 @@ def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Pat
     assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
     assert f"tensorboard --logdir {run_dir}" in result.stdout
     assert result.stdout.count("a walk from") == 3
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "stage"),
+    [
+        ("dpo_randomwalks", [], "dpo"),
+        ("online_dpo_randomwalks", [], "online_dpo"),
+        ("online_dpo_randomwalks", ["--method", "best_of_k"], "best_of_k"),
+    ],
+)
+def test_walks_from_preferences_run_both_stages(
+    example: str, options: list[str], stage: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    given = ["--steps", "1", "--sft-epochs", "1", "--run-dir", str(tmp_path), *options]
+    result = call("examples", "run", example, *given)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / stage / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line["eval/optimality"] for line in lines if "eval/optimality" in line]
+    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
+    assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
+    assert (tmp_path / stage / "model" / "model.safetensors").is_file()

@@ -221,8 +221,8 @@ class PairTrainer(AccelerateRLTrainer[C]):
             chosen, rejected = self.read(self.unwrapped, micro)
             ratios = torch.stack([chosen - micro.ref_chosen, rejected - micro.ref_rejected, torch.ones_like(chosen)])
             sums += masked_sum(ratios, micro.decided, dim=1).cpu()
-        *means, _ = self.reduce(sums).div(self.reduce(sums)[2]).float()
-        chosen_kl, rejected_kl = (mean.expand(len(batch)) for mean in means)
+        total = self.reduce(sums)
+        chosen_kl, rejected_kl = ((part / total[2]).float().expand(len(batch)) for part in total[:2])
         return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
 
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
@@ -263,7 +263,7 @@ class DPOTrainer(PairTrainer[DPOConfig]):
     """DPO on the pairs of a dataset; what the reference says about them is computed once (F-12)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    sample_format: ClassVar[str] = "preference"
+    sample_format = "preference"
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Pairs as sequences, with log π_ref of both sides."""

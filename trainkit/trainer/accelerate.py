@@ -259,9 +259,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
-        chosen, rejected, _ = zip(*self._encode_pairs(rows), strict=True)
+        pairs, fill = self._encode_pairs(rows), pad_id(self.tokenizer)
         chosen, rejected = (
-            Sequences.from_rows(*zip(*side, strict=True), pad_id(self.tokenizer)) for side in (chosen, rejected)
+            Sequences.from_rows([ids for ids, _ in side], [mask for _, mask in side], fill)
+            for side in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         )
         return Preferences(chosen, rejected).to(self.accelerator.device)
 

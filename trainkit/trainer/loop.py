@@ -40,6 +40,7 @@ from trainkit.trainer.stopping import Stop
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
 
 MICROBATCH_TOKENS = {"cpu": 2048}
 """Tokens of a micro-batch where its rows are not set, by kind of device: more keep no core busier ..."""
@@ -496,7 +497,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
         return made
 
-    def micro_batches(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: B) -> list[B]:
         """What goes through the model at a time."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
         return batch.split(self.config.train.microbatch_size, tokens)
