@@ -199,6 +199,42 @@ said["live"] = [trainer._pending["policy/kl"].compute(), trainer.start]
 torch.distributed.destroy_process_group()
 """
 
+PACKED = """
+import json
+import sys
+from pathlib import Path
+import torch
+from trainkit.testing.trainers import SAMPLES, tiny_trainer
+
+torch.set_num_threads(1)
+out, said = Path(sys.argv[1]), {}
+
+class Stream:
+    def __iter__(self):
+        yield from SAMPLES * 3
+
+def run(where, steps, **changes):
+    trainer = tiny_trainer(
+        "sft", out / where, method__packing=True, train__seq_length=16, train__batch_size=2, rollout__num_rollouts=4,
+        train__total_steps=steps, train__save_interval=1, **changes,
+    )
+    trainer.add_samples(Stream())
+    trainer.learn()
+    return trainer
+
+straight = run("straight", 5)
+run("stopped", 3)
+resumed = run("stopped", 5, train__resume="auto")
+for name, trainer in (("straight", straight), ("resumed", resumed)):
+    said[name] = [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
+rank = straight.accelerator.process_index
+rows = [straight.pipeline.take(0, 6, rank=r, world=2) for r in (0, 1)]
+said["rows"] = rows[rank]
+said["all"] = straight.pipeline.take(0, 6)
+(out / f"said-{rank}.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
+"""
+
 
 def launch(script: str, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in one process, or in several that talk through gloo."""
@@ -320,3 +356,10 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
     newest = newest_whole(tmp_path / "run" / "checkpoints")
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
+
+
+def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(tmp_path: Path) -> None:
+    succeed(PACKED, 2, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["straight"] == second["straight"] == first["resumed"] == second["resumed"]
+    assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]

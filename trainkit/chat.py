@@ -132,13 +132,15 @@ class Chat:
             checked.append({key: value for key, value in message.items() if value is not None})
         return checked
 
-    def _write(self, messages: list[Message], **flags: bool) -> str:
+    def _write(self, messages: list[Message], **flags: Any) -> str:
         assert self._template
+        assert self.tokenizer is not None
+        settings: dict[str, Any] = {**flags, **self.settings}
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **flags, **self.settings)  # type: ignore[union-attr]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         except Exception as error:  # a template is a program, and raises what it likes
             raise DataError(f"{self.what}: the chat template cannot write it: {error}") from error
-        return text
+        return str(text)
 
     def _marked(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -147,12 +149,11 @@ class Chat:
         if not whole.startswith(asked):
             raise self._no_prefix(asked, whole)
         assert self.tokenizer is not None
-        _, (marks,) = render_jinja_template(
-            [messages],
-            chat_template=self._template,
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self.settings},
+        settings: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings}
+        rendered: Any = render_jinja_template(
+            [messages], chat_template=self._template, return_assistant_tokens_mask=True, **settings
         )
+        marks: list[tuple[int, int]] = rendered[1][0]
         return whole, [(start, end) for start, end in marks if start >= len(asked) and end > start]
 
     def _by_prefixes(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +20,8 @@ LENGTHS = (5, 3, 4)
 def check_packing(model: PreTrainedModel) -> None:
     """See to it that a packed sample gets the hidden states that it gets alone.
 
-    Two packed rows are compared with their samples one by one, and with themselves after another first sample.
+    Two packed rows are compared with their samples one by one, and with themselves after another first sample. That
+    may round otherwise where experts see other tokens, but not change a hundredth of what it does when it is seen.
 
     Raises:
         ConfigError: it does not; a recurrent model carries its state over, and some attention ignores positions.
@@ -45,17 +48,24 @@ def _fault(model: PreTrainedModel, vocabulary: int) -> str:
     ids = [(7 * i * i + i) % vocabulary for i in range(total)]  # without a pattern that positions could follow
     samples = _samples(ids, model)
     other = _samples([(i + 1) % vocabulary if at < LENGTHS[0] else i for at, i in enumerate(ids)], model)
+    rows = [each.packed([3, 3]) for each in (samples, other)]
     try:
-        packed, spoilt = (hidden_states(model, rows.packed([3, 3])) for rows in (samples, other))
+        packed, spoilt = (hidden_states(model, each) for each in rows)
+        seen, changed = (hidden_states(model, replace(each, segments=None)) for each in rows)
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     alone = hidden_states(model, samples)
     apart = torch.cat([state[:length] for state, length in zip(alone, samples.lengths.tolist(), strict=True)])
-    if not torch.equal(packed[0, LENGTHS[0] :], spoilt[0, LENGTHS[0] :]):
+    if _change(packed, spoilt) > _change(seen, changed) / 100:
         return "what a sample's tokens are changes the states of the sample behind it"
     if not _close(packed.flatten(0, 1), apart):
         return "a sample's states are others than those that it has alone"
     return ""
+
+
+def _change(states: Tensor, others: Tensor) -> float:
+    """How far the first row's states are from others, behind its first sample."""
+    return float((states - others)[0, LENGTHS[0] :].abs().max())
 
 
 def _samples(ids: list[int], model: PreTrainedModel) -> Sequences:
