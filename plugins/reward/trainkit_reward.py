@@ -68,16 +68,18 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
         """A language model with a head for scores, or a classifier with its own."""
         return load_scorer(config.model, self.live_model)
 
-    def read_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> list[Row]:
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
         """Pairs, all of them with a finite margin or none."""
-        rows = super().read_samples(samples, rewards)
+        rows = super().read_samples(samples, rewards, first=first)
         given = [index for index, row in enumerate(rows) if row.get("margin") is not None]
         if given and len(given) < len(rows):
             raise DataError(f"{len(given)} of {len(rows)} samples have a margin; give all of them one, or none")
         for index in given:
             margin = rows[index]["margin"]
             if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
-                raise DataError(f"sample {index}: margin should be a finite number; given {margin!r}")
+                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
         return rows
 
     def make_experience(self, rows: list[Row]) -> RewardBatch:

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
 from trainkit.functional import nll
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import CausalPolicy, load_model, make_policy
+from trainkit.models import Policy, load_model, make_policy
 
 
 class RFTConfig(MethodConfig):
@@ -84,7 +84,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """k."""
         return self.method.rft_k
 
-    def get_arch(self, config: Any) -> CausalPolicy:
+    def get_arch(self, config: Any) -> Policy:
         """The language model, trained as the distribution that it samples from."""
         model = load_model(config.model, self.live_model)
         return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
@@ -120,7 +120,8 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
-        return Sequences.from_lists(*([list(map(int, row[i].split())) for row in mine] for i in (0, 1)))
+        given, chosen = ([[int(token) for token in row[i].split()] for row in mine] for i in (0, 1))
+        return Sequences.from_lists(given, chosen)
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
