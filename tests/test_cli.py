@@ -388,3 +388,28 @@ def test_walks_from_preferences_run_both_stages(
     row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
     assert [f"{evaluations[0]:.3f}", f"{evaluations[-1]:.3f}"] == row.replace("│", " ").split()[-2:]
     assert (tmp_path / stage / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "row", "metric"),
+    [
+        ("reward_then_ppo", ["sft", "reward", "ppo"], "mean optimality", "eval/optimality"),
+        ("rlhf_pipeline", ["sft", "reward", "ppo", "dpo"], "learnt reward", "eval/learnt"),
+    ],
+)
+def test_examples_of_learnt_rewards_run_all_stages_and_report_what_was_measured(
+    name: str, stages: list[str], row: str, metric: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    few = ["--steps", "2", "--reward-steps", "2", "--sft-epochs", "1", "--run-dir", str(tmp_path / "runs")]
+    result = call("examples", "run", name, *few)
+    assert result.exit_code == 0, result.output
+    measured: list[float] = []
+    for stage in stages[2:]:
+        lines = (tmp_path / "runs" / stage / "metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line)[metric] for line in lines if metric in line]
+        measured += [found[-1]] if measured else [found[0], found[-1]]
+    shown = next(line for line in result.stdout.splitlines() if row in line)
+    assert [f"{value:.3f}" for value in measured] == shown.replace("│", " ").split()[-len(measured) :]
+    for stage in stages:
+        assert f"\n{stage}: " in result.stdout

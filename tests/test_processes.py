@@ -67,22 +67,29 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from trainkit import get_trainer
+from trainkit import get_trainer, hookimpl
 from trainkit.testing.trainers import tiny_trainer
 
 def online(name): return "prompts" in get_trainer(name).inputs
 
+class Texts:
+    def __init__(self): self.seen = []
+
+    @hookimpl
+    def on_experience(self, rollouts): self.seen += [text for part in rollouts for text in part.outputs]
+
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
 for name in sys.argv[2:]:
+    texts = Texts()
     trainer = tiny_trainer(
-        name, out / name / "run", train__eval_interval=3, train__save_interval=3, train__save_best=online(name)
+        name, out / name / "run", callbacks=[texts], train__eval_interval=3, train__save_interval=3,
+        train__save_best=online(name),
     )
     trainer.learn()
     rank = trainer.accelerator.process_index
     save_file({n: v.clone() for n, v in trainer.unwrapped.state_dict().items()}, out / name / f"weights-{rank}")
-    texts = [text for rollouts in trainer._rollouts for text in rollouts.outputs]
-    (out / name / f"sampled-{rank}").write_text(repr(texts))
+    (out / name / f"sampled-{rank}").write_text(repr(texts.seen))
 torch.distributed.destroy_process_group()
 """
 

@@ -1,4 +1,4 @@
-"""Random walks: a small model learns walks by SFT from random weights, then PPO or RLOO teaches it the short ones.
+"""Random walks: a small model learns walks by SFT from random weights, then PPO, RLOO or RFT teaches it the short ones.
 
 Run as ``trainkit examples run randomwalks``, or ``python examples/randomwalks/run.py``.
 """
@@ -19,7 +19,8 @@ METRIC = "eval/optimality"
 def main(argv: list[str] | None = None) -> None:
     """Run both trainings, then say what they changed."""
     parser = option_parser("randomwalks", __doc__)
-    parser.add_argument("--method", choices=["ppo", "rloo"], default="ppo", help="what follows SFT (default: ppo)")
+    methods = ["ppo", "rloo", "rft"]
+    parser.add_argument("--method", choices=methods, default="ppo", help="what follows SFT (default: ppo)")
     parser.add_argument("--steps", type=positive, help="steps after SFT, instead of what the method's YAML file says")
     parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what sft.yaml says")
     options = parser.parse_args(argv)

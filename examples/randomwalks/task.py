@@ -106,5 +106,5 @@ def ppo(seed: int = 1) -> dict[str, Any]:
     }
 
 
-rloo = ppo
-"""Another algorithm, the same task."""
+rloo = rft = ppo
+"""Other algorithms, the same task."""

@@ -120,7 +120,8 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
-        return Sequences.from_lists(*([list(map(int, row[i].split())) for row in mine] for i in (0, 1)))
+        given, chosen = ([[int(token) for token in row[i].split()] for row in mine] for i in (0, 1))
+        return Sequences.from_lists(given, chosen)
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors.torch import save_file
@@ -156,7 +156,7 @@ class RewardModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         chat: bool | None = None,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         **options: Any,
     ) -> Self:
         """The reward model at a path, or a live one.
@@ -174,7 +174,7 @@ class RewardModel:
             ConfigError: there is no such model, it gives no score, or it comes without a tokenizer.
         """
         if isinstance(model, str | Path):
-            scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))  # type: ignore[arg-type]
+            scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))
             if scorer.head is not None and not (Path(model) / HEADS).is_file():
                 raise ConfigError(
                     f"{str(model)!r} is a language model without a head for scores; give an export of reward training, "
@@ -299,8 +299,8 @@ def _as_classifier(scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> PreTra
     config.num_labels = 1
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         config.pad_token_id = tokenizer.pad_token_id
-    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if kind is None or scorer.model.base_model is scorer.model:
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if scorer.head is None or kind is None or scorer.model.base_model is scorer.model:
         return None
     with torch.device("meta"):
         classifier: PreTrainedModel = kind(config)

@@ -35,7 +35,7 @@ def tiny_trainer(
     model: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> AccelerateRLTrainer[Any]:
-    """A trainer of the algorithm ``name`` on a two-layer model, with 8 prompts, 16 samples or pairs, to ``learn()``.
+    """A trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
     Args:
         name: the registered name.
