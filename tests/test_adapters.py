@@ -193,11 +193,14 @@ def test_a_live_model_whose_adapters_do_not_say_what_to_train_is_refused(what: s
     )
     if what == "two adapters":
         live.add_adapter("more", peft.LoraConfig(r=2))
+        live.base_model.set_adapter(["default", "more"])
     else:
         live.requires_grad_(False)
     trainer = tiny_trainer("sft", tmp_path)
     trainer.live_model = live
-    with pytest.raises(ConfigError, match="default, more; keep one" if what == "two adapters" else "is_trainable=True"):
+    with pytest.raises(
+        ConfigError, match="default, more there are 2 active" if what == "two adapters" else "is_trainable=True"
+    ):
         trainer.learn()
 
 

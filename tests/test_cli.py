@@ -352,6 +352,30 @@ def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path
     assert len([line for line in result.stdout.splitlines() if line.startswith("│ Be ")]) == 4
 
 
+def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = load_file(examples.find_examples()["rloo_arithmetic"].parent / "task.py")
+    parts = task.split(3)
+    assert sum(map(len, parts)) == len({problem["prompt"] for part in parts for problem in part}) == 50 * 50
+    for problem in (problem for part in parts for problem in part):
+        a, b = problem["prompt"].removesuffix("=").split("+")
+        assert int(problem["answer"][::-1]) == int(a) + int(b)
+    assert task.reward(["91", "90", "9", "", "19"], ["91"] * 5) == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert task.metric(["91", "90"], ["91"] * 2) == {"accuracy": [1.0, 0.0]}
+
+    run_dir = tmp_path / "sums"
+    result = call("examples", "run", "rloo_arithmetic", "--steps", "2", "--sft-epochs", "1", "--run-dir", str(run_dir))
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (run_dir / "rloo" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    row = next(line for line in result.stdout.splitlines() if "accuracy" in line and "step" not in line)
+    assert row.replace("│", " ").split()[-2:] == [f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}"]
+    samples = [json.loads(line) for line in (run_dir / "rloo" / "samples.jsonl").read_text().splitlines()]
+    held_out = {problem["prompt"] for problem in task.split(1)[0]}
+    assert {sample["kind"] for sample in samples} == {"evaluation", "rollout"}
+    assert all((sample["prompt"] in held_out) is (sample["kind"] == "evaluation") for sample in samples)
+
+
 def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "walks"

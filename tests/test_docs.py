@@ -144,6 +144,7 @@ def test_the_readme_runs_and_its_models_learn_what_it_says(execute: Callable[[Pa
     assert found.reinforced.evaluate()["eval/reward"] > 6
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 @pytest.mark.parametrize("document", [page for page in PAGES if page.stem != "plugins"], ids=name_of)
 def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
     assert blocks(document, "python")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from trainkit.functional import (
+    at_last,
     clipped_surrogate,
     clipped_value_loss,
     entropy_from_logits,
@@ -331,6 +332,14 @@ def test_last_token_is_the_last_selected_position_of_each_row(case):
         if at:
             expected[row, at[-1]] = True
     exactly(last_token(torch.from_numpy(mask)), torch.from_numpy(expected))
+
+
+def test_what_is_said_at_the_last_token_of_each_row_is_picked():
+    # Row 0 ends at token 1, before a padding of NaN; row 1 at token 2, after padding; row 2 has no token.
+    mask = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]])
+    numbers = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 4.0, 5.0], [6.0, 7.0, 8.0]])
+    exactly(at_last(numbers, mask), torch.tensor([2.0, 5.0, 0.0]))
+    exactly(at_last(torch.stack([numbers, 2 * numbers], -1), mask), torch.tensor([[2.0, 4.0], [5.0, 10.0], [0.0, 0.0]]))
 
 
 def test_score_lands_on_last_response_token():

@@ -174,7 +174,7 @@ def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.Monke
 def test_a_state_asked_for_behind_the_last_token_stays_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a critic asks for the value of where a cut response stands; also where rows are divided by length."""
     policy, plain = make(tiny_gpt2(50), value_head=True), batch()
-    torch.nn.init.normal_(policy.value_head.out.weight)
+    torch.nn.init.normal_(policy.value_head.summary.weight)
     pad = torch.nn.functional.pad
     real = plain.attention_mask
     asked = Sequences(pad(plain.input_ids, (0, 1)), pad(real, (0, 1)), pad(real, (1, 0)) & ~pad(real, (0, 1)))

@@ -430,7 +430,7 @@ def test_logprobs_entropies_and_states_are_those_of_the_policy(family: str, head
     model, mask = make_model(FAMILIES[family]), MASKS["[V, V]"] if masked else None
     policy = CausalPolicy(model, temperature=0.7, logit_mask=mask, value_head=True)
     assert policy.value_head is not None
-    torch.nn.init.normal_(policy.value_head.out.weight)
+    torch.nn.init.normal_(policy.value_head.summary.weight)
     sampler = CausalSampler(
         model, tokenizer(), logit_mask=mask, head_alone=head_alone and policy.head_alone, hidden=True
     )

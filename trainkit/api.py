@@ -50,7 +50,8 @@ def train(
 
     Args:
         model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
-            model (with ``tokenizer``), which is trained in place. Overrides ``config.model.model_path``.
+            model (with ``tokenizer``), which is trained in place; also of peft, or one with a value head
+            (`trainkit.models`). Overrides ``config.model.model_path``.
         reward_fn: ``reward_fn(samples, prompts, outputs, tokenizer, **columns)`` gives one finite number per sample,
             or for dense rewards a list of numbers per sample, one for each token of the response from the first on
             and at most as many. All are lists of text; ``columns`` are the further keys of the prompts.

@@ -109,6 +109,15 @@ def last_token(mask: Tensor) -> Tensor:
     return mask & (after == 1)
 
 
+def at_last(numbers: Tensor, mask: Tensor) -> Tensor:
+    """What is said at the last selected position of each row, 0 where none is: a response's reward (S-27).
+
+    [B, T, *], [B, T] -> [B, *].
+    """
+    last = last_token(mask.bool())
+    return zero_masked(numbers, last.reshape(*last.shape, *[1] * (numbers.dim() - 2))).sum(1)
+
+
 def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     """Scores as rewards per token: [B] lands on the last response token (F-07); [B, T] is kept. -> [B, T]."""
     if scores.dim() == 1:

@@ -154,7 +154,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             logit_mask=self.logit_mask,
             value_head=True,
         )
-        return policy if self.live_model is not None else load_heads(policy, config.model.model_path)
+        return load_heads(policy, config.model.model_path if self.live_model is None else self.live_model)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

@@ -1,17 +1,26 @@
-"""Models behind the trainers: loading, the policy's one face, its heads, the frozen reference."""
+"""Models behind the trainers: loading, the policy's one face, heads, wrappers with a head, the frozen reference."""
 
 from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
 from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, load_heads
-from trainkit.models.reference import Reference
+from trainkit.models.reference import Reference, create_reference_model
 from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.value_head import ValueHead
+from trainkit.models.wrappers import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PreTrainedModelWrapper,
+    unwrap_model_for_generation,
+)
 
 __all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
     "CausalPolicy",
     "Policy",
+    "PreTrainedModelWrapper",
     "Reference",
     "RewardModel",
     "Scorer",
@@ -20,6 +29,7 @@ __all__ = [
     "ValueHead",
     "check_packing",
     "context_length",
+    "create_reference_model",
     "disable_dropout",
     "embedding_noise",
     "load_heads",
@@ -27,4 +37,5 @@ __all__ = [
     "load_scorer",
     "load_tokenizer",
     "make_policy",
+    "unwrap_model_for_generation",
 ]

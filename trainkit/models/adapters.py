@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,12 +48,31 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
         config = known[name](**rest)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.peft_config does not fit {known[name].__name__}: {error}") from error
+    check_within_layers(config)
+    return config
+
+
+def check_within_layers(config: PeftConfig) -> None:
+    """Refuse what is no adapter within layers.
+
+    Raises:
+        ConfigError: it puts tokens before the prompt.
+    """
     if getattr(config, "is_prompt_learning", False):
+        kind = getattr(config.peft_type, "value", config.peft_type)
         raise ConfigError(
-            f"model.peft_config.peft_type is {name!r}, which puts tokens before the prompt; trainkit trains adapters "
+            f"model.peft_config.peft_type is {kind!r}, which puts tokens before the prompt; trainkit trains adapters "
             "within the model's layers, such as LORA, DORA (use_dora), IA3, OFT"
         )
-    return config
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Within, peft does not tell of what it settles by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
 
 
 def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
@@ -67,8 +87,7 @@ def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
             "that one, or merge it first"
         )
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
+        with quiet_peft():
             model.add_adapter(config)
     except (ValueError, TypeError, AttributeError) as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
@@ -105,30 +124,43 @@ def switch_on(model: nn.Module) -> None:
         module.enable_adapters(True)
 
 
+def language_model(model: Any) -> PreTrainedModel:
+    """The transformers model in a wrapper, or a `peft.PeftModel`, or both; adapters stay in its layers."""
+    model = getattr(model, "pretrained_model", model)
+    return cast("PreTrainedModel", model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
 def bare(model: Any) -> PreTrainedModel:
-    """A live model as transformers knows it: what a `peft.PeftModel` wraps, with its adapters within.
+    """The `language_model` of a live model, of whose adapters one is trained and saved, and the others stay.
 
     Raises:
-        ConfigError: it has several adapters.
+        ConfigError: several of its adapters are active, or none is.
     """
-    inner = cast("PreTrainedModel", model.get_base_model() if hasattr(model, "get_base_model") else model)
+    inner = language_model(model)
     names = list(getattr(inner, "peft_config", None) or {})
-    if len(names) > 1:
-        raise ConfigError(f"the live model has the adapters {', '.join(names)}; keep one, with delete_adapter(name)")
     if names:
         inner._hf_peft_config_loaded = True  # or transformers would save the wrapped layers as a whole model
+    if len(names) > 1 and len(active := inner.active_adapters()) != 1:
+        raise ConfigError(
+            f"of the live model's adapters {', '.join(names)} there are {len(active)} active ones; the one that is "
+            "trained should be: call set_adapter(name)"
+        )
     return inner
 
 
-def adapter_base(path: str | Path) -> str | None:
+def adapter_base(path: str | Path, **hub: Any) -> str | None:
     """What lies below the adapter at ``path``, a directory or a hub id: another such path. None: no adapter is there.
+
+    Args:
+        path: where to look.
+        **hub: ``token``, ``revision`` and the like, for hub ids.
 
     Raises:
         ConfigError: the adapter does not say what it belongs to.
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    file = Path(path) / ADAPTER_CONFIG if Path(path).is_dir() else find_adapter_config_file(str(path))
+    file = Path(path) / ADAPTER_CONFIG if Path(path).is_dir() else find_adapter_config_file(str(path), **hub)
     if file is None or not Path(file).is_file():
         return None
     beside = Path(path) / BASE
@@ -146,7 +178,8 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     if not has_adapter(model):
         model.save_pretrained(directory)
         return
-    [config] = model.peft_config.values()
+    [active] = model.active_adapters()
+    config = model.peft_config[active]
     start = getattr(config, "init_lora_weights", True)
     source = "" if isinstance(start, str) and start != "gaussian" else model.name_or_path  # those change the weights
     before = (config.base_model_name_or_path, start)
@@ -182,9 +215,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
     """The base ``model`` with the adapter at ``path`` added to its weights."""
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    with quiet_peft():
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     merged.requires_grad_(True)  # peft has frozen what is below the adapter
     merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet

@@ -40,13 +40,13 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     trainable.
 
     A mapping as ``model_path`` gives random weights from torch's global generator. Where ``model_path`` holds an
-    adapter, it is merged into the weights it belongs to. A live model stays the object it is; its parameters are
-    frozen as the config says.
+    adapter, it is merged into the weights it belongs to. A live model, or what a wrapper holds, stays the object it
+    is; its parameters are frozen as the config says.
 
     Raises:
         ConfigError: nothing names a model, transformers cannot load it, or what is to be trained does not fit it.
     """
-    model = _load(config) if model is None else bare(model)
+    live, model = model, _load(config) if model is None else bare(model)
     if config.peft_config is not None:
         add_adapter(model, make_peft_config(config.peft_config))
     elif config.num_layers_unfrozen >= 0:
@@ -56,7 +56,7 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
             "nothing in the live model is trainable; load its adapter with is_trainable=True, or unfreeze something"
         )
     if config.disable_dropout:
-        disable_dropout(model)
+        disable_dropout(model if live is None else live)  # a wrapper's heads have dropout too
     model.eval()
     return model
 

@@ -22,7 +22,7 @@ from trainkit.errors import ConfigError
 from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, token_logprobs
 from trainkit.models.adapters import HEADS
 from trainkit.models.trunk import Trunk, tiny_input
-from trainkit.models.value_head import ValueHead
+from trainkit.models.value_head import ValueHead, state_width, under
 
 if TYPE_CHECKING:
     from trainkit.models.reference import Reference
@@ -97,7 +97,7 @@ class Policy(nn.Module, ABC):
             raise ConfigError(f"{type(model).__name__} gives tokens no probabilities; give a causal language model")
         self.model = model
         self.temperature = temperature
-        self.value_head = ValueHead(model.config.get_text_config().hidden_size) if value_head else None
+        self.value_head = ValueHead(state_width(model.config)) if value_head else None
         self.head = head
         for added in (self.value_head, self.head):
             if added is not None:
@@ -263,13 +263,29 @@ class CausalPolicy(Policy):
             return logits[:, :-1][chosen], hidden[:, :-1][chosen], previous
 
 
-def load_heads(policy: P, model_path: object) -> P:
-    """The policy, or scorer, with the heads that an export at ``model_path`` has beside the model, if it has any."""
-    path = Path(model_path) / HEADS if isinstance(model_path, str) else None
+def load_heads(policy: P, source: object) -> P:
+    """The policy, or scorer, with the heads of ``source``, if it has any.
+
+    Args:
+        policy: what they are for.
+        source: the path of an export, which has them beside the model, or a live model with a value head, which is
+            then trained in place.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    critic: Any = policy if getattr(policy, "value_head", None) is not None else None
+    own = getattr(source, "v_head", None)
+    if critic is not None and isinstance(own, ValueHead):
+        critic.value_head = own.to(critic.model.device)
+    path = Path(source) / HEADS if isinstance(source, str) else None
     if path is None or not path.is_file():
         return policy
+    found = load_file(path)
+    if critic is not None and (values := under("value_head.", found)):
+        critic.value_head = ValueHead.like(values, critic.value_head.width).to(critic.model.device)
     state = policy.state_dict()
-    found = {name: tensor for name, tensor in load_file(path).items() if name in state}
+    found = {name: tensor for name, tensor in found.items() if name in state}
     if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
         raise ConfigError(
             f"{path} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, and this policy has "

@@ -1,24 +1,121 @@
-"""The critic's head."""
+"""The critic's head, for policies and for the model classes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file
+
+from trainkit.errors import ConfigError
+from trainkit.models.adapters import HEADS
 
 
 class ValueHead(nn.Module):
-    """V(s) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, 1), the shape that trlX uses. [*, D] -> [*].
+    """V(s) from a hidden state: dropout, Linear(D, 2D) and ReLU if it is deep, then a linear layer to 1. [*, D] -> [*].
 
-    The last layer starts at zero, so the first values are 0 whatever the trunk is.
+    Deep it has the shape that trlX uses, else TRL's. Computed in the type of its weights, and given in float32.
+
+    Args:
+        width: D.
+        deep: whether there is a hidden layer.
+        dropout: the probability of leaving out a number of the hidden state, while training.
+        start: how the last layer starts: `zero`, so that the first values are 0 whatever the trunk is; `normal` with
+            deviation ``std`` and no bias; or torch's `default`.
+        std: for `normal`.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        deep: bool = True,
+        *,
+        dropout: float = 0.0,
+        start: Literal["zero", "normal", "default"] = "zero",
+        std: float = 0.2,
+    ) -> None:
         super().__init__()
-        self.hidden = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(2 * width, 1)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.dropout = nn.Dropout(dropout)
+        self.hidden = nn.Linear(width, 2 * width) if deep else None
+        self.summary = nn.Linear(2 * width if deep else width, 1)
+        if start != "default":
+            nn.init.zeros_(self.summary.bias)
+            nn.init.normal_(self.summary.weight, std=std) if start == "normal" else nn.init.zeros_(self.summary.weight)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values of the states ``hidden``."""
-        values: Tensor = self.out(self.hidden(hidden.to(self.hidden.weight.dtype)).relu()).squeeze(-1)
+    def forward(self, states: Tensor) -> Tensor:
+        """Values of the hidden states."""
+        states = self.dropout(states.to(self.summary.weight.dtype))
+        if self.hidden is not None:
+            states = self.hidden(states).relu()
+        values: Tensor = self.summary(states).squeeze(-1)
         return values.float()
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return (self.summary if self.hidden is None else self.hidden).in_features
+
+    @classmethod
+    def like(cls, state: Mapping[str, Tensor], width: int, dropout: float = 0.0) -> Self:
+        """A head of the shape and with the weights of a state dictionary.
+
+        Raises:
+            ConfigError: it is no head's, or that of another width than ``width``.
+        """
+        head = cls(width, "hidden.weight" in state, dropout=dropout)
+        try:
+            head.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the value head that was saved does not fit hidden states of width {width}: {error}; "
+                "give the model it belongs to, or take the head away to start with a new one"
+            ) from error
+        return head
+
+
+def state_width(config: PreTrainedConfig) -> int:
+    """The width of the hidden states that the model's (decoder's) language-model head reads."""
+    text = config.get_text_config(decoder=True)
+    return int(getattr(text, "word_embed_proj_dim", None) or text.hidden_size)  # OPT-350m projects them at the end
+
+
+def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a state dictionary is under a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def saved_heads(path: str, modules: tuple[str, ...], hub: dict[str, Any]) -> dict[str, Tensor]:
+    """``v_head.*`` at a directory or hub id: in a file of their own, or as TRL has them, among the model's weights."""
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    look: Callable[[str], str | None] = partial(cached_file, path, **hub, **quiet)
+    if heads := look(HEADS):
+        return {f"v_head.{name}": tensor for name, tensor in under("value_head.", load_file(heads)).items()}
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        files = [look(weights)]
+        if listed := look(f"{weights}.index.json"):
+            where = json.loads(Path(listed).read_text("utf-8"))["weight_map"]
+            files = [look(name) for name in sorted({where[key] for key in where if key.split(".")[0] in modules})]
+        state = {key: tensor for file in files if file for key, tensor in _read(file, modules).items()}
+        if state:
+            return state
+    return {}
+
+
+def _read(file: str, modules: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of a file that belong to the modules."""
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            return {key: tensors.get_tensor(key) for key in tensors.keys() if key.split(".")[0] in modules}  # noqa: SIM118
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    return {key: tensor for key, tensor in state.items() if key.split(".")[0] in modules}

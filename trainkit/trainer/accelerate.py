@@ -135,6 +135,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         each = f"a prompt of {self.limit} and a response of {self.limit - 1} tokens fit"
         return f"at most {each}" if self.apart else f"together at most {self.limit} fit"
 
+    @cached_property
+    def unwrapped(self) -> Any:
+        """The policy itself, outside whatever accelerate wraps it in."""
+        policy, own = super().unwrapped, getattr(self.live_model, "v_head", None)
+        if own is not None and getattr(policy, "value_head", None) is not own:
+            log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
+        return policy
+
     def make_reference(self, model: Any) -> Reference:
         """The policy as it is now, frozen; what is not trained is shared."""
         return Reference(model)

@@ -1,0 +1,506 @@
+"""Language models with a value head, as TRL's and trlX's users know them, and frozen references to any model."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+)
+from transformers.utils.hub import PushToHubMixin
+
+from trainkit.errors import ConfigError, describe
+from trainkit.models.adapters import (
+    HEADS,
+    adapter_base,
+    bare,
+    check_within_layers,
+    has_adapter,
+    language_model,
+    make_peft_config,
+    merge_adapter,
+    quiet_peft,
+    save_model,
+)
+from trainkit.models.value_head import ValueHead, saved_heads, state_width, under
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftConfig
+
+log = logging.getLogger(__name__)
+
+HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+"""Arguments of `from_pretrained` that say where files are; all that is loaded is looked for there."""
+
+
+class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
+    """A language model with more on it: ``pretrained_model``, and the modules that ``supported_modules`` names.
+
+    Args:
+        pretrained_model: a transformers model, or a `peft.PeftModel` of one.
+        score_module: reads rewards from hidden states, under the adapter ``rm_adapter_name``.
+        supports_rm_adapter: whether there are these two.
+        rm_adapter_name: the reward model's adapter.
+        **kwargs: what the subclass takes.
+    """
+
+    transformers_parent_class: ClassVar[Any] = None
+    """The class of transformers by which ``pretrained_model`` is loaded."""
+    supported_args: ClassVar[tuple[str, ...]] = ()
+    """Arguments of `from_pretrained` that are the wrapper's own."""
+    supported_modules: ClassVar[tuple[str, ...]] = ("v_head",)
+    """The wrapper's modules whose weights are saved with the model's."""
+    supported_rm_modules: ClassVar[tuple[str, ...]] = ("score",)
+    """Modules of a reward adapter that are not within layers."""
+
+    def __init__(
+        self,
+        pretrained_model: Any = None,
+        score_module: nn.Module | None = None,
+        supports_rm_adapter: bool = False,
+        rm_adapter_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ConfigError(f"{type(self).__name__} takes no {', '.join(kwargs)}; it takes {self._takes()}")
+        super().__init__()
+        self.pretrained_model = pretrained_model
+        self.training = getattr(pretrained_model, "training", True)
+        self.is_peft_model = pretrained_model is not None and has_adapter(pretrained_model)
+        self.is_sequential_parallel = len(set(self._device_map().values())) > 1
+        self.supports_rm_adapter, self.rm_adapter_name = supports_rm_adapter, rm_adapter_name
+        self.policy_adapter_name = "default"
+        if score_module is not None:
+            self.score = score_module
+
+    @classmethod
+    def _takes(cls) -> str:
+        return ", ".join(cls.supported_args) or "no arguments of its own"
+
+    @property
+    def parent_class(self) -> Any:
+        """`transformers_parent_class`."""
+        return self.transformers_parent_class
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+        return cast(PreTrainedConfig, self.pretrained_model.config)
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's defaults for `generate`."""
+        return self.pretrained_model.generation_config
+
+    @property
+    def prepare_inputs_for_generation(self) -> Any:
+        """The model's own method."""
+        return self.pretrained_model.prepare_inputs_for_generation
+
+    # ----------------------------------------------------------------------------------------------------- loading
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Self:
+        """Load a model, with what was saved with it, or put the wrapper around a live one.
+
+        Weights are loaded in float32 unless ``dtype`` says otherwise. Where there is an adapter and ``peft_config``
+        is given too, the same holds as for `trainkit.train`: one that is saved is merged into the weights, and the
+        new one goes on top; one on a live model is an error.
+
+        Args:
+            pretrained_model_name_or_path: a hub id, a directory (either may hold an adapter), a live transformers
+                model, or a live `peft.PeftModel`.
+            *model_args: for transformers' ``from_pretrained``.
+            **kwargs: ``peft_config`` (an object or its fields) adds a new adapter; ``is_trainable=True`` trains the
+                one that is loaded; ``reward_adapter`` (a hub id or a directory) is loaded as
+                ``reward_adapter_name="reward_adapter"``, for `compute_reward_score`; ``load_in_8bit`` and
+                ``load_in_4bit`` quantise. Then `supported_args`; the rest is transformers'.
+
+        Raises:
+            ConfigError: something fits nothing else that is given.
+        """
+        path = pretrained_model_name_or_path
+        peft_config = _peft_config(kwargs.pop("peft_config", None))
+        reward_adapter = kwargs.pop("reward_adapter", None)
+        reward_adapter_name = kwargs.pop("reward_adapter_name", "reward_adapter")
+        is_trainable = kwargs.pop("is_trainable", False)
+        own, base, preparation = cls._split_kwargs(kwargs)
+        if not isinstance(reward_adapter, str | Path | None):
+            raise ConfigError(f"reward_adapter should be a hub id or a directory; given {describe(reward_adapter)}")
+        if isinstance(path, str | Path):
+            model = cls._load(str(path), model_args, base, is_trainable, merge=peft_config is not None)
+        else:
+            model = _live(path, [*map(repr, model_args), *base])
+        if peft_config is not None:
+            model = _add_adapter(model, peft_config, preparation)
+        elif preparation:
+            raise ConfigError(f"{', '.join(preparation)} prepare a quantised model for peft_config, which is not given")
+        if reward_adapter is not None:
+            score = cls.add_and_load_reward_modeling_adapter(
+                model, str(reward_adapter), reward_adapter_name, base.get("token")
+            )
+            own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_adapter_name}
+        wrapper = cls(model, **own)
+        if isinstance(path, str | Path):
+            wrapper._load_heads(str(path), {name: base[name] for name in HUB if name in base})
+        return wrapper
+
+    @classmethod
+    def _split_kwargs(cls, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Arguments of the wrapper, of transformers, and of peft's preparation of quantised models."""
+        from peft import prepare_model_for_kbit_training
+
+        prepares = [name for name in inspect.signature(prepare_model_for_kbit_training).parameters if name != "model"]
+        own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
+        preparation = {name: kwargs.pop(name) for name in prepares if name in kwargs}
+        return own, kwargs, preparation
+
+    @classmethod
+    def _load(cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], trainable: bool, merge: bool) -> Any:
+        from peft import PeftModel
+
+        hub = {name: kwargs[name] for name in HUB if name in kwargs}
+        arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), **_quantisation(kwargs)}
+        below = adapter_base(path, **hub)
+        model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
+        if below is None:
+            return model
+        if merge:
+            return merge_adapter(model, path)
+        with quiet_peft():
+            return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
+
+    def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
+        state = saved_heads(path, self.supported_modules, hub)
+        if not state:
+            log.warning("%s has no %s; it starts anew", path, " or ".join(self.supported_modules))
+        self.post_init(state)
+
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take over the wrapper's modules from a state dictionary, as far as it has them; subclasses say how."""
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The model's weights under their own names, as transformers reads them, and ``v_head.*``.
+
+        Of a model with an adapter, ``v_head.*`` alone.
+        """
+        state: dict[str, Any] = {} if destination is None else destination
+        if not self.is_peft_model:
+            self.pretrained_model.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
+        for name, module in self._modules_of_its_own().items():
+            module.state_dict(destination=state, prefix=f"{prefix}{name}.", keep_vars=keep_vars)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over what `state_dict` gives."""
+        prefixes = tuple(f"{name}." for name in self._modules_of_its_own())
+        base = {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes)}
+        loaded = []
+        if base or not self.is_peft_model:
+            loaded.append(("", self.pretrained_model.load_state_dict(base, strict=strict, assign=assign)))
+        for name, module in self._modules_of_its_own().items():
+            part = under(f"{name}.", state_dict)
+            loaded.append((f"{name}.", module.load_state_dict(part, strict=strict, assign=assign)))
+        missing = [prefix + key for prefix, result in loaded for key in result.missing_keys]
+        unexpected = [prefix + key for prefix, result in loaded for key in result.unexpected_keys]
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _modules_of_its_own(self) -> dict[str, nn.Module]:
+        return {name: getattr(self, name) for name in self.supported_modules if hasattr(self, name)}
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Save the model as transformers knows it, or of an adapted one the adapter, and the heads in a file beside.
+
+        The directory can be given to `from_pretrained`, to transformers, and as ``model_path`` to `trainkit.train`.
+
+        Args:
+            save_directory: made if it is not there.
+            **kwargs: ``state_dict``, if it is not to be `state_dict`'s; the rest is transformers', for whole models.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ConfigError("save_pretrained saves to disk; call push_to_hub(repo_id) to upload")
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = kwargs.pop("state_dict", None)
+        heads = self.state_dict() if state is None else state
+        heads = {key: heads[key] for key in heads if key.split(".")[0] in self.supported_modules}
+        if self.is_peft_model:
+            save_model(bare(self.pretrained_model), directory, directory.resolve())
+        else:
+            base = None if state is None else {key: state[key] for key in state if key not in heads}
+            self.pretrained_model.save_pretrained(directory, state_dict=base, **kwargs)
+        names = {key: key.replace("v_head.", "value_head.", 1) for key in heads}
+        save_file({names[key]: tensor.detach().cpu().contiguous() for key, tensor in heads.items()}, directory / HEADS)
+
+    # ----------------------------------------------------------------------------------------------- reward adapter
+
+    @classmethod
+    def add_and_load_reward_modeling_adapter(
+        cls,
+        pretrained_model: Any,
+        adapter_model_id: str,
+        adapter_name: str = "reward_model_adapter",
+        token: str | bool | None = None,
+    ) -> nn.Linear:
+        """Put a reward model's adapter on a `peft.PeftModel`, frozen and not active, and return its score layer.
+
+        Raises:
+            ConfigError: the model has no adapter, or the reward model's has no score layer.
+        """
+        from peft import PeftModel
+        from peft.utils import load_peft_weights
+
+        if not isinstance(pretrained_model, PeftModel):
+            raise ConfigError(
+                f"a reward adapter goes beside a policy's, and {type(pretrained_model).__name__} is no peft.PeftModel; "
+                "give peft_config, or a model that has one"
+            )
+        hub: dict[str, Any] = {} if token is None else {"token": token}
+        weights = load_peft_weights(adapter_model_id, device="cpu", **hub)
+        score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
+        if "weight" not in score:
+            raise ConfigError(
+                f"the adapter {adapter_model_id!r} has no score layer, which gives the reward; train it on an "
+                "AutoModelForSequenceClassification, with task_type SEQ_CLS"
+            )
+        with _as_it_was(pretrained_model), quiet_peft():
+            pretrained_model.load_adapter(adapter_model_id, adapter_name, is_trainable=False, **hub)
+        labels, width = score["weight"].shape
+        layer = nn.Linear(width, labels, bias="bias" in score)
+        layer.load_state_dict(score)
+        return layer.to(pretrained_model.device, pretrained_model.dtype).requires_grad_(False)
+
+    @torch.no_grad()
+    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """What the reward model says at every token, in float32. [B, T] -> [B, T, labels].
+
+        `trainkit.functional.at_last` picks the response's own number, at the last attended token (S-27). Adapters,
+        gradients and modes are afterwards as they were.
+
+        Raises:
+            ConfigError: there is no reward adapter.
+        """
+        if not self.supports_rm_adapter or self.rm_adapter_name is None:
+            raise ConfigError("this model has no reward adapter; give from_pretrained a reward_adapter")
+        if attention_mask is not None and "position_ids" not in kwargs and not self.config.is_encoder_decoder:
+            kwargs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # of left-padded rows too
+        with _as_it_was(self.pretrained_model):
+            self.pretrained_model.set_adapter(self.rm_adapter_name, inference_mode=True)
+            self.pretrained_model.eval()
+            _, hidden = self._run(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+            scores: Tensor = self.score(hidden.to(next(self.score.parameters()).dtype))
+        return scores.float()
+
+    def _run(self, **inputs: Any) -> tuple[Any, Tensor]:
+        """The model's outputs, and the last hidden states [B, T, D] of its decoder."""
+        outputs = self.pretrained_model(**inputs, output_hidden_states=True, return_dict=True)
+        states = outputs.decoder_hidden_states if self.config.is_encoder_decoder else outputs.hidden_states
+        return outputs, states[-1]
+
+    def _device_map(self) -> Mapping[str, Any]:
+        return getattr(self.pretrained_model, "hf_device_map", None) or {}
+
+
+class _WithValueHead(PreTrainedModelWrapper):
+    """What both architectures share."""
+
+    supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+    lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")
+    """What language-model heads are called, where a model does not say which module is its."""
+
+    def __init__(
+        self,
+        pretrained_model: Any,
+        *,
+        summary_dropout_prob: float | None = None,
+        v_head_initializer_range: float = 0.2,
+        v_head_init_strategy: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pretrained_model, **kwargs)
+        inner = language_model(pretrained_model)
+        if inner.get_output_embeddings() is None and not any(hasattr(inner, name) for name in self.lm_head_namings):
+            raise ConfigError(
+                f"{type(inner).__name__} has no language-model head; load it by "
+                f"{self.transformers_parent_class.__name__}"
+            )
+        if v_head_init_strategy not in (None, "normal"):
+            raise ConfigError(
+                f"v_head_init_strategy is {v_head_init_strategy!r}; give 'normal', or None for torch's own"
+            )
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
+        head = ValueHead(
+            state_width(self.config),
+            deep=False,
+            dropout=summary_dropout_prob,
+            start="normal" if v_head_init_strategy else "default",
+            std=v_head_initializer_range,
+        )
+        self._put(head)
+
+    def _put(self, head: ValueHead) -> None:
+        self.v_head = head.to(self._head_device()).train(self.training)
+
+    def _head_device(self) -> torch.device:
+        places = {str(place) for place in self._device_map().values()}
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise ConfigError(
+                f"parts of the model are offloaded to {' and '.join(sorted(places & {'cpu', 'disk'}))}, from where "
+                "they cannot be trained; give a device_map of accelerators alone, or a smaller model"
+            )
+        return language_model(self.pretrained_model).device
+
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the head over from the ``v_head.*`` of a state dictionary, if it has them, in the shape it has there."""
+        if head := under("v_head.", state_dict):
+            width, dropout = self.v_head.width, self.v_head.dropout.p
+            self._put(ValueHead.like(head, width, dropout))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits [B, T, V] in float32, the loss if ``labels`` are given, and values [B, T] of the state at each token.
+
+        Of an encoder-decoder, T is the decoder's.
+        """
+        outputs, hidden = self._run(
+            input_ids=input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+        )
+        values = self.v_head(hidden.to(self.v_head.summary.weight.device))
+        return outputs.logits.float(), outputs.loss, values.to(outputs.logits.device)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own generation."""
+        return self.pretrained_model.generate(*args, **kwargs)
+
+
+class AutoModelForCausalLMWithValueHead(_WithValueHead):
+    """A causal language model with a value head: ``model(input_ids) -> (logits, loss, values)``.
+
+    A new head has TRL's shape; one that was saved keeps the shape it has.
+
+    Args:
+        pretrained_model: a language model.
+        summary_dropout_prob: dropout before the head; what the model's config says, or 0.1. It acts in training mode
+            only, and not under `trainkit.train` unless ``model.disable_dropout`` is false.
+        v_head_init_strategy: ``normal``, or None for torch's own.
+        v_head_initializer_range: standard deviation of ``normal``.
+        **kwargs: `PreTrainedModelWrapper`'s.
+
+    Raises:
+        ConfigError: the model has no language-model head, parts that are offloaded, or no such strategy is known.
+    """
+
+    transformers_parent_class = AutoModelForCausalLM
+
+
+class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
+    """An encoder-decoder with a value head on its decoder: ``model(input_ids, decoder_input_ids=...)`` gives as much.
+
+    The arguments are those of `AutoModelForCausalLMWithValueHead`.
+    """
+
+    transformers_parent_class = AutoModelForSeq2SeqLM
+    lm_head_namings = ("lm_head", "embed_out", "output_projection")
+    is_encoder_decoder = True
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_model: bool = False) -> Iterator[Any]:
+    """Within, the model outside what accelerate wrapped it in; with ``is_peft_model`` without its adapters (S-26)."""
+    unwrapped = accelerator.unwrap_model(model)
+    peft = getattr(unwrapped, "pretrained_model", unwrapped)
+    with peft.disable_adapter() if is_peft_model else nullcontext():
+        yield unwrapped
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+def _peft_config(given: PeftConfig | Mapping[str, Any] | None) -> PeftConfig | None:
+    from peft import PeftConfig
+
+    if isinstance(given, Mapping):
+        return make_peft_config(given)
+    if given is not None:
+        if not isinstance(given, PeftConfig):
+            raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(given)}")
+        check_within_layers(given)
+    return given
+
+
+def _live(model: Any, unused: list[str]) -> Any:
+    if not hasattr(model, "get_output_embeddings") and not hasattr(model, "get_base_model"):
+        raise ConfigError(f"give a hub id, a directory, or a model of transformers or peft; given {describe(model)}")
+    if unused:
+        raise ConfigError(f"a live model is given, and {', '.join(unused)} would say how to load one; leave them out")
+    return model
+
+
+def _add_adapter(model: Any, config: PeftConfig, preparation: dict[str, Any]) -> Any:
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if has_adapter(model):
+        raise ConfigError(
+            "peft_config is given, and the live model has an adapter already; leave peft_config out to train that one, "
+            "or merge it first"
+        )
+    if getattr(model, "is_quantized", False):
+        model = prepare_model_for_kbit_training(model, **preparation)  # type: ignore[no-untyped-call]
+    elif preparation:
+        raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; leave them out")
+    with quiet_peft():
+        return get_peft_model(model, config)
+
+
+def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Transformers' arguments for ``load_in_8bit`` and ``load_in_4bit``; a quantised model goes to one device whole."""
+    bits = [name for name in ("load_in_8bit", "load_in_4bit") if kwargs.pop(name, False)]
+    if bits and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{bits[0]} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+    if bits:
+        kwargs["quantization_config"] = BitsAndBytesConfig(**{bits[0]: True})
+    if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
+        from accelerate import PartialState
+
+        kwargs["device_map"] = {"": PartialState().device}
+        log.warning("a quantised model without device_map is loaded to %s", kwargs["device_map"][""])
+    return kwargs
+
+
+@contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Afterwards, adapters are active, parameters take gradients and modules are in training as before."""
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    first, active = model.active_adapter, list(model.active_adapters)
+    try:
+        yield
+    finally:
+        model.set_adapter(first)
+        model.base_model.set_adapter(active)  # which may be several
+        for parameter, wanted in gradients:
+            parameter.requires_grad_(wanted)
+        for module, training in modes:
+            module.training = training
