@@ -58,6 +58,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "unpaired": ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference"),
     "pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
     "pair without prompt": ({"chosen": "ab", "rejected": "ac"}, "implicit preference"),
+    "half a pair": ({"prompt": "a", "chosen": "b"}, None),
     "none of them": ({"question": "a", "answer": "b"}, None),
 }  # fmt: skip
 
@@ -259,3 +260,25 @@ def test_a_model_generates_from_conversations(tmp_path: Path) -> None:
     )
     assert trainer.generate(ASK).prompts == trainer.generate({"prompt": ASK}).prompts == [ASKED]
     assert trainer.generate([ASK, "hi"]).prompts == [ASKED, "hi"]
+
+
+def test_conversational_pairs_and_prompts_train_with_the_usual_call(tmp_path: Path) -> None:
+    made, seen = tokenizer(), []
+    pairs = [{"chosen": ASK + ANSWER, "rejected": ASK + BAD}, {"prompt": ASK, "chosen": ANSWER, "rejected": BAD}]
+
+    def reward(outputs: list[str], prompts: list[str], level: list[int], **_: Any) -> list[float]:
+        seen.extend(zip(prompts, level, strict=True))
+        return [float(len(output)) for output in outputs]
+
+    def config(name: str) -> dict[str, Any]:
+        return {
+            "rollout": {"max_new_tokens": 3, "num_rollouts": 4},
+            "train": {"batch_size": 2, "total_steps": 2, "run_dir": str(tmp_path / name), "trackers": []},
+        }
+
+    dpo = trainkit.train(tiny_gpt2(len(made)), samples=pairs, tokenizer=made, config=config("dpo"))
+    assert dpo.config.method.name == "dpo"
+    assert dpo.pipeline.rows == [{"prompt": ASKED, "chosen": ANSWERED, "rejected": f"no{EOS}"}] * 2
+    prompts = [{"prompt": ASK, "level": 1}]
+    trainkit.train(tiny_gpt2(len(made)), reward, prompts=prompts, tokenizer=made, config=config("ppo"))
+    assert set(seen) == {(ASKED, 1)}

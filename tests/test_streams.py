@@ -133,3 +133,23 @@ def test_a_stream_has_no_epochs(changes: dict[str, Any], tmp_path: Path) -> None
 def test_an_empty_stream_is_refused_at_the_door(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="samples is an empty stream"):
         tiny_trainer("sft", tmp_path).add_samples(Endless(0))
+
+
+def test_pairs_may_be_a_stream_too(tmp_path: Path) -> None:
+    class Pairs:
+        def __iter__(self) -> Iterator[Any]:
+            return ({"prompt": "ab"[i % 2], "chosen": "c", "rejected": "d"} for i in count())
+
+    tokenizer = character_tokenizer("abcd")
+    trainer = trainkit.train(
+        tiny_gpt2(len(tokenizer)),
+        samples=Pairs(),
+        tokenizer=tokenizer,
+        config={
+            "optimizer": {"lr": 1e-2},
+            "rollout": {"num_rollouts": 8},
+            "train": {"total_steps": 12, "batch_size": 4, "run_dir": str(tmp_path), "trackers": []},
+        },
+    )
+    assert trainer.config.method.name == "dpo"
+    assert trainer.progress.samples == 48

@@ -52,8 +52,10 @@ EXPECTED = {
 
 def recognise(row: Mapping[str, Any]) -> Format | None:
     """The format of a row by its columns; None if it is none."""
-    if {"chosen", "rejected"} <= row.keys():
-        return "preference" if "prompt" in row else "implicit preference"
+    sides = {"chosen", "rejected"} & row.keys()
+    if sides:
+        whole: Format = "preference" if "prompt" in row else "implicit preference"
+        return whole if len(sides) == 2 else None
     has_output = any(name in row for name in OUTPUTS)
     if "prompt" in row and has_output:
         return "unpaired preference" if isinstance(row.get("label"), bool) else "prompt-completion"
@@ -330,9 +332,11 @@ def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
     """The error for a row that cannot be read as ``wanted``: what it is, what is expected, and two lines that help."""
     form = recognise(row) if isinstance(row, Mapping) else None
     given = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
+    sides = [side for side in ("chosen", "rejected") if isinstance(row, Mapping) and side not in row]
+    lacks = f", without {sides[0]}" if len(sides) == 1 else ""
     name = "prompts" if wanted == "prompt" else "samples"
     return DataError(
-        f"{what} {given}{f', which is {form}' if form else ''}; expected here: {EXPECTED[wanted]}. "
+        f"{what} {given}{f', which is {form}' if form else ''}{lacks}; expected here: {EXPECTED[wanted]}. "
         f"{_advice(form, wanted)}For example:\n"
         f"    {name} = [{_example(row, form, wanted)} for row in {name}{condition}]\n"
         f"    trainkit.train(..., {name}={name})"
