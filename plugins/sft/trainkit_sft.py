@@ -49,11 +49,12 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
         model = load_model(config.model, self.live_model)
         if config.method.packing:
             check_packing(model)
-        if config.method.neftune_alpha and model.config.is_encoder_decoder:
-            raise ConfigError(
-                f"method.neftune_alpha is for models that read prompt and output as one; {type(model).__name__} is an "
-                "encoder-decoder. Set it to 0"
-            )
+        for name in ("neftune_alpha", "train_on_prompts"):
+            if getattr(config.method, name) and model.config.is_encoder_decoder:
+                raise ConfigError(
+                    f"method.{name} is for models that read prompt and output as one; {type(model).__name__} is an "
+                    "encoder-decoder. Leave it out"
+                )
         return make_policy(model)
 
     def arrange(self, rows: list[Row]) -> list[Row]:

@@ -17,7 +17,7 @@ import trainkit
 from trainkit import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models import check_packing, embedding_noise, make_policy
-from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import PROMPTS, SAMPLES, tiny_trainer
 from trainkit_sft import best_fit
 
@@ -271,6 +271,20 @@ def test_evaluation_and_generating_hear_no_noise_and_no_hook_stays(tmp_path: Pat
     assert abs(losses[0] - losses[1]) > 1e-3
     modules = list(noisy.unwrapped.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method__packing": True}, "cannot be trained on packed rows: its prompts and outputs are read apart"),
+        ({"method__train_on_prompts": True}, "train_on_prompts is for models that read prompt and output as one"),
+        ({"method__neftune_alpha": 5.0}, "neftune_alpha is for models that read prompt and output as one"),
+    ],
+)
+def test_encoder_decoders_are_told_what_they_cannot_do(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, model=tiny_t5(10), train__seq_length=16, **changes)
+    with pytest.raises(ConfigError, match=said):
+        trainer.learn()
 
 
 def test_packing_without_a_length_is_refused(tmp_path: Path) -> None:
