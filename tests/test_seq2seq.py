@@ -491,7 +491,7 @@ def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture
     with pytest.raises(DataError, match="has 9 tokens, and at most 8 are read"):
         trainer.encode("abcdefgha")
     rows = trainer.read_samples([("abcdefghab", "hgfedcba"), ("a", "b")])
-    assert "1 texts in 2 samples were cut" in caplog.text
+    assert "1 of 2 samples were cut at 8 tokens" in caplog.text
     found = trainer.encode_samples(rows)
     assert found.queries[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     assert found.responses[0].tolist() == [7, 6, 5, 4, 3, 2, 1]
