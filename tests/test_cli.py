@@ -376,6 +376,19 @@ def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, mon
     assert all((sample["prompt"] in held_out) is (sample["kind"] == "evaluation") for sample in samples)
 
 
+def test_an_encoder_decoder_runs_both_stages_and_reports_its_copies(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run_dir = tmp_path / "copy"
+    result = call("examples", "run", "ppo_t5_copy", "--steps", "1", "--sft-epochs", "1", "--run-dir", str(run_dir))
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (run_dir / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    row = next(line for line in result.stdout.splitlines() if "letters in place" in line)
+    assert row.replace("│", " ").split()[-2:] == [f"{rewards[0]:.3f}", f"{rewards[-1]:.3f}"]
+    assert result.stdout.count("a copy of") == 3
+    assert json.loads((run_dir / "ppo" / "model" / "config.json").read_text())["is_encoder_decoder"]
+
+
 def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "walks"

@@ -181,15 +181,16 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trainkit.models import policy
-from trainkit.testing import tiny_gpt2
+from trainkit.testing import tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
 policy.PASS_COST["cpu"] = 1  # ranks make different numbers of passes
 out, said = Path(sys.argv[1]), {}
 parts = {"layers": {"model__num_layers_unfrozen": 1}, "adapter": {"model__peft_config": {"r": 2}}}
+t5 = {"t5": {"model": tiny_t5(10)}, "t5 layers": {"model": tiny_t5(10), "model__num_layers_unfrozen": 1}}
 for name in sys.argv[2:]:
-    for what, changes in parts.items():
+    for what, changes in {**parts, **(t5 if name in ("ppo", "rloo", "sft") else {})}.items():
         run = out / f"{name}-{what}"
         tiny_trainer(name, run, **changes, train__save_interval=2, train__total_steps=4).learn()
         trainer = tiny_trainer(name, run, **changes, train__save_interval=2, train__resume="auto")
@@ -310,10 +311,10 @@ def test_two_processes_sample_differently(name: str, learnt: Path) -> None:
 
 
 def test_two_processes_train_upper_layers_or_an_adapter_and_end_bit_equal(tmp_path: Path) -> None:
-    """Resumed half-way; with frozen layers run once, and rows of like length going through the model together."""
+    """Resumed half-way; with frozen layers run once, and rows of like length going through together; T5 too."""
     launch(PARTS, 2, str(tmp_path), *TRAINERS)
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert len(first) == 2 * len(TRAINERS) + 1
+    assert len(first) == 2 * len(TRAINERS) + 2 * len({"ppo", "rloo", "sft"} & set(TRAINERS)) + 1
     assert all(first.values())
     assert first == second
     assert first["live"][0] == 0.0, "the reference is made of the weights that all processes begin with"

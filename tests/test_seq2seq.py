@@ -80,7 +80,7 @@ def test_every_response_token_is_an_action_with_the_models_own_odds(
     policy = make_policy(make(SHAPES[shape]), temperature=0.7, value_head=True, head=Echo()).eval()
     assert isinstance(policy, Seq2SeqPolicy)
     assert policy.head_alone
-    torch.nn.init.normal_(policy.value_head.out.weight)
+    torch.nn.init.normal_(policy.value_head.summary.weight)
     sequences = Sequences.from_lists(QUERIES, RESPONSES)
     said = policy(sequences, entropy=True)
     (said.logprobs.sum() + said.entropy.sum()).backward()
@@ -210,7 +210,7 @@ def test_what_the_sampler_has_seen_is_what_the_policy_says(shape: str, masked: b
     model = make(SHAPES[shape])
     policy = make_policy(model, temperature=0.7, logit_mask=mask if masked else None, value_head=True)
     assert isinstance(policy.value_head, ValueHead)
-    torch.nn.init.normal_(policy.value_head.out.weight)
+    torch.nn.init.normal_(policy.value_head.summary.weight)
     sampler = Seq2SeqSampler(model, character_tokenizer(LETTERS), logit_mask=mask if masked else None, hidden=True)
     assert not sampler.fault
     found = sample(model, QUERIES * 4, sampler, temperature=0.7, top_k=5, repetition_penalty=1.1)
@@ -423,7 +423,7 @@ def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: dict[str,
 def test_a_cut_response_goes_on_with_the_value_of_the_state_it_ends_in(tmp_path: Path) -> None:
     """The state in which the decoder has read every token of the response."""
     trainer = tiny_trainer("ppo", tmp_path, model=tiny_t5(V), method__bootstrap_truncated=True)
-    torch.nn.init.normal_(trainer.unwrapped.value_head.out.weight)
+    torch.nn.init.normal_(trainer.unwrapped.value_head.summary.weight)
     rollouts = trainer.generate(["ab", "c", "def"], max_new_tokens=5)
     rollouts = replace(rollouts, terminated=torch.tensor([False, True, False]))
     found = trainer.bootstrap(rollouts)
@@ -491,7 +491,7 @@ def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture
     with pytest.raises(DataError, match="has 9 tokens, and at most 8 are read"):
         trainer.encode("abcdefgha")
     rows = trainer.read_samples([("abcdefghab", "hgfedcba"), ("a", "b")])
-    assert "1 texts in 2 samples were cut" in caplog.text
+    assert "1 of 2 samples were cut at 8 tokens" in caplog.text
     found = trainer.encode_samples(rows)
     assert found.queries[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     assert found.responses[0].tolist() == [7, 6, 5, 4, 3, 2, 1]
