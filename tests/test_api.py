@@ -71,14 +71,16 @@ def test_samples_train_by_sft(config: Any) -> None:
     assert trainer.progress.step == 2
 
 
-def test_samples_with_rewards_name_the_package_of_ilql(config: Any) -> None:
-    with pytest.raises(RegistryError, match="trainkit-ilql"):
-        trainkit.train(MODEL, samples=["abc"], rewards=[1.0], config=config, tokenizer=TOKENIZER)
+def test_samples_with_rewards_train_by_ilql(config: Any) -> None:
+    trainer = trainkit.train(MODEL, samples=["abc", "ab"], rewards=[1.0, 0.0], config=config, tokenizer=TOKENIZER)
+    assert type(trainer) is get_trainer("ilql")
+    assert trainer.progress.step == 2
 
 
 def test_dataset_is_samples_and_rewards(config: Any) -> None:
-    with pytest.warns(FutureWarning, match="samples= and rewards="), pytest.raises(RegistryError, match="ilql"):
-        trainkit.train(MODEL, dataset=(["abc"], [1.0]), config=config, tokenizer=TOKENIZER)
+    with pytest.warns(FutureWarning, match="samples= and rewards="):
+        trainer = trainkit.train(MODEL, dataset=(["abc", "ab"], [1, 0]), config=config, tokenizer=TOKENIZER)
+    assert [row["reward"] for row in trainer.pipeline.rows] == [1.0, 0.0]
 
 
 def test_method_may_be_a_string(config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -314,7 +315,7 @@ def test_data_files_keep_every_line(tmp_path: Path) -> None:
 
 def test_examples_list_shows_each_with_its_first_line() -> None:
     listed = call("examples", "list").stdout
-    assert "randomwalks  Random walks:" in listed
+    assert re.search(r"^randomwalks +Random walks:", listed, flags=re.MULTILINE)
     assert set(examples.find_examples()) == {line.split()[0] for line in listed.splitlines()}
 
 
@@ -450,3 +451,15 @@ def test_examples_of_learnt_rewards_run_all_stages_and_report_what_was_measured(
     assert [f"{value:.3f}" for value in measured] == shown.replace("│", " ").split()[-len(measured) :]
     for stage in stages:
         assert f"\n{stage}: " in result.stdout
+
+
+def test_random_walks_offline_are_measured_for_every_beta(tmp_path: Path) -> None:
+    result = call("examples", "run", "ilql_randomwalks", "--steps", "1", "--run-dir", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "ilql" / "metrics.jsonl").read_text().splitlines()
+    after = [json.loads(line) for line in lines if "eval/optimality@beta=100" in line][-1]
+    rows = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+    for beta in (0, 1, 100):
+        (row,) = (row for row in rows if row[:2] == ["mean", f"optimality@beta={beta}"])
+        assert row[-1] == f"{after[f'eval/optimality@beta={beta}']:.3f}"
+    assert result.stdout.count("a walk at beta=") == 3

@@ -51,8 +51,17 @@ class ToyConfig(MethodConfig):
     """Anything."""
 
 
+class OtherSampling(SamplingConfig):
+    """Sampling with a number of the method's own."""
+
+    reach: int = Field(1, ge=0)
+    """How far."""
+
+
 class OtherConfig(MethodConfig):
     """A method with other numbers."""
+
+    sampling: ClassVar[type[SamplingConfig]] = OtherSampling
 
     name: str = "config-other"
     """The name."""
@@ -497,6 +506,24 @@ def test_no_field_of_a_section_can_be_assigned(name):
     for field in type(section).model_fields:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, field, None)
+
+
+def test_evaluation_knows_the_sampling_settings_of_its_method_and_no_others():
+    settings = {"reach": [0, 1, 2], "top_k": 3}
+    config = TRLConfig[Any](method="config-other", rollout={"eval_kwargs": settings})
+    assert config.rollout.eval_kwargs == settings
+    assert TRLConfig.from_dict(config.to_dict()) == config
+    told = fault(lambda: TRLConfig[Any](method="config-other", rollout={"eval_kwargs": {"reach": [0, -1]}}))
+    assert told == "rollout.eval_kwargs.reach: should be greater than or equal to 0 (given -1 (int))"
+    told = fault(lambda: TRLConfig[Any](method="config-other", rollout={"eval_kwargs": {"raech": 1}}))
+    assert told.startswith("rollout.eval_kwargs.raech: unknown field; did you mean 'reach'? (given 1 (int); known: ")
+    assert fault(lambda: toy(rollout={"eval_kwargs": {"reach": 1}})).startswith("rollout.eval_kwargs.reach: unknown")
+
+
+def test_faults_of_the_method_and_of_its_sampling_settings_are_told_together():
+    with pytest.raises(ConfigError) as error:
+        TRLConfig[Any](method={"name": "config-other", "beta": "x"}, rollout={"eval_kwargs": {"reach": -1}})
+    assert all(f"{path}: " in str(error.value) for path in ("method.beta", "rollout.eval_kwargs.reach"))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plugins": (["no-such-plugin"], {}),
 }  # fmt: skip
 METHOD_CONTEXT: dict[str, dict[str, Any]] = {
+    "ilql.awac_weight_max": {
+        "method.awac_weight_max": 4.0,
+        "method.beta_awac": 100.0,
+        "method.alpha": 1.0,
+        "optimizer.lr": 0.03,
+    },
     "rft.pool_size": {"method.pool_size": 2},
     "ppo.horizon": {"method.target": 0.01, "method.horizon": 50},
     "ppo.cliprange": {"method.cliprange": 1e-4},

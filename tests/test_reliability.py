@@ -32,7 +32,8 @@ from trainkit.testing.trainers import count_first_letters, tiny_trainer
 from trainkit.trainer import checkpoint
 from trainkit.trainer.lock import NAME, RunLock
 
-TRAINERS = [name for name in trainkit.available_trainers() if name in ("dpo", "online_dpo", "ppo", "rloo", "sft")]
+WATCHED = ("dpo", "ilql", "online_dpo", "ppo", "rloo", "sft")
+TRAINERS = [name for name in trainkit.available_trainers() if name in WATCHED]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
 HERE = Path(__file__).parent
 

@@ -796,6 +796,38 @@ def test_recurrent_models_leave_the_global_generators_alone_and_repeat_by_their_
     assert found[0] == found[1]
 
 
+# ------------------------------------------------------------------------------------------------------- steering
+
+
+@pytest.mark.parametrize("family", ["gpt2", *RECURRENT])
+def test_a_sampler_is_steered_by_the_states_that_tokens_are_chosen_in(family: str) -> None:
+    """A table of the states decides; top_k cuts what was steered, the mask holds, log-probabilities are the model's."""
+    model = make_model({**FAMILIES, **RECURRENT}[family])
+    table = torch.randn(model.config.hidden_size, len(TOKENS), generator=torch.Generator().manual_seed(2))
+    allowed = torch.arange(len(TOKENS)) != TOKENS.index(EOS)
+    told: list[SamplingConfig] = []
+
+    def steer(logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
+        told.append(settings)
+        assert logits[:, ~allowed].isneginf().all()
+        return logits + 1e6 * states @ table
+
+    sampler = CausalSampler(model, tokenizer(), logit_mask=allowed, steer=steer)
+    found = sample(sampler, RAGGED, max_new_tokens=4, top_k=1, temperature=0.7)
+    for row, query in enumerate(RAGGED):
+        for step in range(4):
+            ids = torch.tensor([[*query, *found.responses[row][:step]]])
+            with torch.no_grad():
+                state = model.base_model(ids).last_hidden_state[0, -1]
+            assert found.responses[row][step] == (state @ table).masked_fill(~allowed, -torch.inf).argmax()
+    assert {settings.temperature for settings in told} == {0.7}
+    assert found.hidden is None
+    if found.logprobs is not None:
+        logits = torch.tensor(first_logits(model, RAGGED[0])).masked_fill(~allowed, -torch.inf) / 0.7
+        first = found.logprobs[0][found.sequences.response_mask[0]][0]
+        torch.testing.assert_close(first, logits.log_softmax(-1)[found.responses[0][0]], rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------- samplers of others
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
-    from trainkit.config import MethodConfig, TRLConfig, default_config
+    from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, default_config
     from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
     from trainkit.hookspecs import hookimpl
     from trainkit.registry import available_trainers, get_trainer, register_trainer
@@ -27,6 +27,7 @@ _HOMES = {
     "Preferences": "trainkit.data",
     "Rollouts": "trainkit.data",
     "Row": "trainkit.data",
+    "SamplingConfig": "trainkit.config",
     "Sequences": "trainkit.data",
     "TRLConfig": "trainkit.config",
     "TokenBatch": "trainkit.data",
@@ -49,6 +50,7 @@ __all__ = [
     "Preferences",
     "Rollouts",
     "Row",
+    "SamplingConfig",
     "Sequences",
     "TRLConfig",
     "TokenBatch",

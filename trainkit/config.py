@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
@@ -33,11 +42,44 @@ class Section(BaseModel):
     )
 
 
+class SamplingConfig(Section):
+    """How responses are sampled."""
+
+    max_new_tokens: int = Field(40, ge=1)
+    """Longest response, in tokens, EOS included."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits when sampling, and wherever log-probabilities are trained on. 0 (greedy) in evaluation
+    only."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k likeliest tokens; 0 is off. Log-probabilities stay those of the whole distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole
+    distribution."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from the tokens that are at least this share of the likeliest one's probability; 0 is off.
+    Log-probabilities stay those of the whole distribution."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Tokens of the prompt and the response so far (with an encoder-decoder, of the response) are sampled with their
+    logits divided by this if positive, multiplied if negative; 1 is off, above 1 makes repeating rarer.
+    Log-probabilities stay those without it."""
+    stop_sequences: list[str] = []
+    """Strings that end a response; cut from the text that the reward function sees."""
+
+    @field_validator("stop_sequences")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every response at once; remove it")
+        return value
+
+
 class MethodConfig(Section):
     """Base of an algorithm's own section. Subclass it, give ``name`` a default, add the algorithm's numbers."""
 
     section_defaults: ClassVar[Plain] = {}
     """Values of other sections that suit this algorithm, used where a config says nothing: ``{"train": {...}}``."""
+    sampling: ClassVar[type[SamplingConfig]] = SamplingConfig
+    """The class of the sampling settings; derived from `SamplingConfig` where the algorithm has some of its own."""
 
     name: str
     """The registered name of the algorithm."""
@@ -133,37 +175,6 @@ class SchedulerConfig(Section):
     """Further arguments of the schedule, e.g. `min_lr_rate`."""
 
 
-class SamplingConfig(Section):
-    """How responses are sampled."""
-
-    max_new_tokens: int = Field(40, ge=1)
-    """Longest response, in tokens, EOS included."""
-    temperature: float = Field(1.0, ge=0)
-    """Divides the logits when sampling, and wherever log-probabilities are trained on. 0 (greedy) in evaluation
-    only."""
-    top_k: int = Field(0, ge=0)
-    """Sample from the k likeliest tokens; 0 is off. Log-probabilities stay those of the whole distribution."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole
-    distribution."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from the tokens that are at least this share of the likeliest one's probability; 0 is off.
-    Log-probabilities stay those of the whole distribution."""
-    repetition_penalty: float = Field(1.0, gt=0)
-    """Tokens of the prompt and the response so far (with an encoder-decoder, of the response) are sampled with their
-    logits divided by this if positive, multiplied if negative; 1 is off, above 1 makes repeating rarer.
-    Log-probabilities stay those without it."""
-    stop_sequences: list[str] = []
-    """Strings that end a response; cut from the text that the reward function sees."""
-
-    @field_validator("stop_sequences")
-    @classmethod
-    def _no_empty_stop(cls, value: list[str]) -> list[str]:
-        if "" in value:
-            raise ValueError("an empty stop string would end every response at once; remove it")
-        return value
-
-
 class RolloutConfig(SamplingConfig):
     """How experience is collected."""
 
@@ -176,20 +187,32 @@ class RolloutConfig(SamplingConfig):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text that reward and metric functions see."""
     eval_kwargs: Plain = {}
-    """Sampling settings that differ in evaluation. One may be a list: each of its values is evaluated, e.g.
-    `{temperature: [0, 1]}`."""
+    """Sampling settings that differ in evaluation, the algorithm's own among them. One may be a list: each of its
+    values is evaluated, e.g. `{temperature: [0, 1]}`."""
 
     @field_validator("eval_kwargs")
     @classmethod
-    def _sampling_settings(cls, value: Plain) -> Plain:
-        swept = [key for key, v in value.items() if isinstance(v, list) and key != "stop_sequences"]
+    def _sampling_settings(cls, value: Plain, info: ValidationInfo) -> Plain:
+        swept = _swept(value)
         if len(swept) > 1:
             raise ValueError(f"one setting may be a list of values to sweep; given: {', '.join(swept)}")
-        for choice in value[swept[0]] if swept else [None]:
-            SamplingConfig.model_validate({**value, **({swept[0]: choice} if swept else {})})
+        sampling: type[SamplingConfig] = (info.context or {}).get("sampling", SamplingConfig)
+        for _, settings in sweep(value):
+            sampling.model_validate(settings)
         if swept and not value[swept[0]]:
             raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
         return value
+
+
+def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
+    """(suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
+    for name in _swept(eval_kwargs):
+        return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in eval_kwargs[name]]
+    return [("", eval_kwargs)]
+
+
+def _swept(settings: Plain) -> list[str]:
+    return [name for name, value in settings.items() if isinstance(value, list) and name != "stop_sequences"]
 
 
 class TrainConfig(Section):
@@ -273,8 +296,9 @@ class TRLConfig(BaseModel, Generic[M]):
     """Installed plugins whose hooks take part in the run; the plugin of `method` always does."""
 
     def __init__(self, /, **data: Any) -> None:
+        context = {"sampling": _sampling_class(data.get("method"))}
         try:
-            super().__init__(**copy.deepcopy(data))
+            self.__pydantic_validator__.validate_python(copy.deepcopy(data), self_instance=self, context=context)
         except ValidationError as error:
             raise ConfigError(_explain(error, data)) from None
 
@@ -430,6 +454,15 @@ def _method_class(method: Any) -> type[MethodConfig] | None:
         raise PydanticCustomError("unknown_method", "{reason}", {"reason": str(error)}) from error
 
 
+def _sampling_class(method: Any) -> type[SamplingConfig]:
+    """The class of a method's sampling settings; the core's where the method is none."""
+    try:
+        found = _method_class(method)
+    except PydanticCustomError:  # reported by the validator of `method`
+        return SamplingConfig
+    return found.sampling if found else SamplingConfig
+
+
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
     """``base`` with ``changes`` laid over it, mapping by mapping; a section given as a model replaces."""
     merged = dict(base)
@@ -480,7 +513,8 @@ def _fields_at(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]
     model: type[BaseModel] | None = TRLConfig
     for part in loc:
         if part in ("method", "eval_kwargs"):
-            model = _method_class(data.get("method")) if part == "method" else SamplingConfig
+            method = data.get("method")
+            model = _method_class(method) if part == "method" else _sampling_class(method)
             continue
         field = model.model_fields.get(str(part)) if model else None
         inner = [t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)] if field else []

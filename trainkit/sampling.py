@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -46,6 +46,11 @@ class Sampler(Protocol):
         ...
 
 
+Steer = Callable[[Tensor, Tensor, SamplingConfig], Tensor]
+"""``steer(logits, states, settings)``: what is drawn from instead of ``logits`` [b, V], which are at the sampling
+temperature and under the logit mask; ``states`` [b, D] are those that they come from."""
+
+
 class TokenSampler:
     """Samples from a language model with a cache of keys and values, one token a step for the whole batch.
 
@@ -53,8 +58,8 @@ class TokenSampler:
     The randomness of a row does not depend on when others end.
 
     The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
-    and under the logit mask, before ``repetition_penalty`` bends it and ``top_k``, ``top_p`` and ``min_p`` cut it
-    (F-02). The entropies are those of this distribution too.
+    and under the logit mask, before ``repetition_penalty`` and ``steer`` bend it and ``top_k``, ``top_p`` and
+    ``min_p`` cut it (F-02). The entropies are those of this distribution too.
 
     At construction a few tokens are run through the model. Where cached steps do not give what whole forward passes
     give, such as with recurrent states that cannot be padded, the model's own ``generate`` runs the model instead and
@@ -65,6 +70,7 @@ class TokenSampler:
         tokenizer: turns tokens into the text that stop strings and reward functions read.
         logit_mask: bool [V] or [V, V], True = allowed.
         skip_special_tokens: leave special tokens out of the text.
+        steer: bends what tokens are drawn from, by the states they are chosen in.
     """
 
     def __init__(
@@ -74,9 +80,12 @@ class TokenSampler:
         *,
         logit_mask: Tensor | None = None,
         skip_special_tokens: bool = True,
+        steer: Steer | None = None,
     ) -> None:
         model = decoder.model
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
+        self.steer, self.keeps_states = steer, decoder.hidden
+        decoder.hidden = decoder.hidden or steer is not None
         self.logit_mask = check_logit_mask(logit_mask, model)
         self.skip_special_tokens = skip_special_tokens
         self.fault = stepping_fault(decoder)
@@ -201,12 +210,11 @@ class _Responses:
             The tokens [b].
         """
         plain = _Odds(self._scale(logits, previous))
-        tokens = self._restrict(plain, rows, previous, logits).draw(
-            self.uniforms[rows, step], self.settings.temperature
-        )
+        odds = self._restrict(plain, rows, previous, logits, hidden)
+        tokens = odds.draw(self.uniforms[rows, step], self.settings.temperature)
         self.tokens[rows, step] = tokens
         self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
-        if hidden is not None:
+        if self.sampler.keeps_states and hidden is not None:
             if self.hidden is None:
                 self.hidden = hidden.new_zeros((len(self.alive), self.room, hidden.size(-1)))
             self.hidden[rows, step] = hidden
@@ -221,12 +229,15 @@ class _Responses:
         scaled = logits if self.settings.temperature in (0, 1) else logits / self.settings.temperature
         return allow_logits(scaled, previous, self.sampler.logit_mask)
 
-    def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor) -> _Odds:
-        """The distribution that is drawn from: ``plain``, without what the settings make rare or leave out."""
+    def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> _Odds:
+        """The distribution that is drawn from: ``plain``, bent by the settings, without what they leave out."""
         scores, settings = plain.scores, self.settings
         if self.seen is not None:
             penalised = penalise_repetition(logits, self.seen[rows], settings.repetition_penalty)
             scores = self._scale(penalised, previous)
+        if self.sampler.steer is not None:
+            assert hidden is not None, "they are asked for where there is something to steer"
+            scores = self.sampler.steer(scores, hidden, settings)
         scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
         return plain if scores is plain.scores else _Odds(scores)
 
@@ -328,13 +339,13 @@ def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Respons
         rows = torch.tensor(members, device=model.device)
         ids = torch.tensor([queries[row] for row in members], device=model.device)
         start = {"decoder_input_ids": torch.tensor([prefix] * len(members), device=model.device)} if prefix else {}
-        with _no_settings(model):
+        with _no_settings(model), _seen_states(model, responses.sampler.steer is not None) as states:
             model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 **start,
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([_Chooser(responses, rows, len(prefix) or width)]),
+                logits_processor=LogitsProcessorList([_Chooser(responses, rows, len(prefix) or width, states)]),
                 stopping_criteria=StoppingCriteriaList([_Ended(responses, rows)]),
             )
 
@@ -349,16 +360,34 @@ def _no_settings(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = own
 
 
+@contextmanager
+def _seen_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[Tensor]]:
+    """Within, the list holds the states [b, D] that the model's newest logits come from, if they are ``wanted``."""
+    newest: list[Tensor] = []
+
+    def note(_: Any, __: Any, outputs: Any) -> None:
+        newest[:] = [outputs.last_hidden_state[:, -1]]
+
+    core = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+    handle = core.register_forward_hook(note) if wanted else None
+    try:
+        yield newest
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 class _Chooser(LogitsProcessor):
     """Leaves ``generate`` one token to choose: the one that we have drawn."""
 
-    def __init__(self, responses: _Responses, rows: Tensor, width: int) -> None:
-        self.responses, self.rows, self.width = responses, rows, width
+    def __init__(self, responses: _Responses, rows: Tensor, width: int, states: list[Tensor]) -> None:
+        self.responses, self.rows, self.width, self.states = responses, rows, width, states
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits [b, V] that are −inf but for the token drawn from ``scores`` [b, V]."""
         step = input_ids.size(1) - self.width
-        tokens = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), None)
+        states = self.states[0] if self.states else None
+        tokens = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), states)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(-1), 0.0)
 
 

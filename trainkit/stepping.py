@@ -76,6 +76,8 @@ class Decoder(Protocol):
     """A model that reads prompts, then one token a step."""
 
     model: PreTrainedModel
+    hidden: bool
+    """Whether it gives the states that logits come from."""
 
     @property
     def prefix(self) -> list[int]:

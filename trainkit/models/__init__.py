@@ -3,7 +3,7 @@
 from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
-from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, load_heads
+from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, in_chunks, load_heads
 from trainkit.models.reference import Reference, create_reference_model
 from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
@@ -32,6 +32,7 @@ __all__ = [
     "create_reference_model",
     "disable_dropout",
     "embedding_noise",
+    "in_chunks",
     "load_heads",
     "load_model",
     "load_scorer",

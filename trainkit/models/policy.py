@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -178,27 +179,9 @@ class Policy(nn.Module, ABC):
     def _read_states(
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: Reference | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks of bounded size.
-
-        Where there are several chunks, the backward pass computes their logits again rather than keep them: at no
-        time are more than `CHUNK` logits of a model alive.
-        """
-        states, tokens, previous, others = inputs
-        size = max(CHUNK // self.model.config.get_text_config().vocab_size, 1)
-        if len(states) <= size:
-            return self._read_chunk(states, tokens, previous, others, entropy, reference)
-        chunks = zip(
-            states.split(size),
-            tokens.split(size),
-            previous.split(size),
-            repeat(None) if others is None else others.split(size),
-            strict=False,
-        )
-        parts = [
-            checkpoint(self._read_chunk, *chunk, entropy, reference, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
-        ]
-        logprobs, entropies, divergences = (torch.cat(found) for found in zip(*parts, strict=True))
+        """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks."""
+        read = partial(self._read_chunk, entropy=entropy, reference=reference)
+        logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
 
     def _read_chunk(
@@ -263,6 +246,21 @@ class CausalPolicy(Policy):
             return logits[:, :-1][chosen], hidden[:, :-1][chosen], previous
 
 
+def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns: Tensor | None) -> tuple[Tensor, ...]:
+    """``read(*columns)`` for columns [N, *] (the first no None), in chunks of which each makes few logits [n, V].
+
+    Where there are several chunks, the backward pass computes their logits again rather than keep them: at no time
+    are more than `CHUNK` of them alive. What ``read`` gives are tensors [n].
+    """
+    size = max(CHUNK // vocabulary, 1)
+    assert columns[0] is not None, "it says how many there are"
+    if len(columns[0]) <= size:
+        return read(*columns)
+    chunks = zip(*(repeat(None) if column is None else column.split(size) for column in columns), strict=False)
+    parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(found) for found in zip(*parts, strict=True))
+
+
 def load_heads(policy: P, source: object) -> P:
     """The policy, or scorer, with the heads of ``source``, if it has any.
 
@@ -285,6 +283,12 @@ def load_heads(policy: P, source: object) -> P:
     if critic is not None and (values := under("value_head.", found)):
         critic.value_head = ValueHead.like(values, critic.value_head.width).to(critic.model.device)
     state = policy.state_dict()
+    there, here = ({name for name in names if name.startswith("head.")} for names in (found, state))
+    if there and here and there != here:
+        raise ConfigError(
+            f"{path} holds another head than this policy has: {min(there ^ here)} is in one of them only; give the "
+            "settings of the run that made it, or remove the file to start with a new head"
+        )
     found = {name: tensor for name, tensor in found.items() if name in state}
     if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
-from trainkit.config import MethodConfig, SamplingConfig, TRLConfig
+from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
 from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
@@ -36,7 +36,7 @@ from trainkit.rewards import check_scores, score
 from trainkit.sampling import Sampler, make_sampler
 from trainkit.seeding import generator, row_seeds
 from trainkit.trainer import generation, run
-from trainkit.trainer.evaluation import evaluate, sweep
+from trainkit.trainer.evaluation import evaluate
 from trainkit.trainer.loop import AcceleratedLoop
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,12 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             skip_special_tokens=self.config.rollout.skip_special_tokens,
             head_alone=getattr(self.unwrapped, "head_alone", False),
             hidden=getattr(self.unwrapped, "value_head", None) is not None,
+            steer=self.steer if self._steers else None,
         )
+
+    @property
+    def _steers(self) -> bool:
+        return getattr(self.steer, "__func__", None) is not AccelerateRLTrainer.steer
 
     # -------------------------------------------------------------------------------------------------------- data
 
@@ -225,6 +230,15 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         rollouts = self._sample(rows, queries, self.settings(), "sample", key, seeds)
         self._rollouts.append(replace(rollouts, hidden=None))  # for the hooks, which outlive the experience
         return rollouts
+
+    def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
+        """What tokens are drawn from instead of ``logits`` [b, V]; overridden where the algorithm bends its samples.
+
+        The logits are at the sampling temperature and under the logit mask; ``states`` [b, D] are those they come
+        from, ``settings`` of the class that the method's `sampling` names. What is known of rollouts, such as their
+        log-probabilities, stays that of the model.
+        """
+        return logits
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """The reward function's scores [B], or [B, T] where it gives rewards per token."""
@@ -303,7 +317,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         Raises:
             ConfigError: no such setting, or not such a value.
         """
-        return generation.settings(self.config.rollout, overrides)
+        return generation.settings(self.config, overrides)
 
     def generate(
         self,

@@ -151,7 +151,7 @@ class BaseRLTrainer(ABC, Generic[M]):
         return Verdict.STEP
 
     def after_step(self) -> None:
-        """Called after every step, also after one that was left out: target networks and the like."""
+        """Called after every step that was made: target networks and the like."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm must remember beyond the model: plain data and tensors."""

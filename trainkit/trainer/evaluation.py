@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather_object
 
 from trainkit import metrics as m
+from trainkit.config import sweep
 from trainkit.errors import RewardError
 from trainkit.rewards import metrics, score
 from trainkit.seeding import row_seeds
@@ -31,7 +32,7 @@ def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Sample]]:
     """Means over all evaluation prompts, and one record per response. A swept setting is a suffix of every name."""
     found: dict[str, float] = {}
     samples: list[Sample] = []
-    for index, (suffix, overrides) in enumerate(sweep(dict(trainer.config.rollout.eval_kwargs))):
+    for index, (suffix, overrides) in enumerate(sweep(trainer.config.rollout.eval_kwargs)):
         started = time.perf_counter()
         part, records = _evaluate_at(trainer, overrides, index)
         part["time"] = time.perf_counter() - started
@@ -56,14 +57,6 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
         found = m.merge(found, trainer.measure(micro.to(accelerator.device))[1])
     trainer._pending = pending
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
-
-
-def sweep(eval_kwargs: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
-    for name, values in eval_kwargs.items():
-        if isinstance(values, list) and name != "stop_sequences":
-            return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in values]
-    return [("", eval_kwargs)]
 
 
 def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Sample]]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from trainkit.chat import is_conversation
-from trainkit.config import RolloutConfig, SamplingConfig
+from trainkit.config import RolloutConfig, SamplingConfig, TRLConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import ConfigError, DataError, PluginError, describe
 from trainkit.pipeline import as_ids
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 
-def settings(config: RolloutConfig, overrides: Mapping[str, Any]) -> SamplingConfig:
-    """The rollout's sampling settings, some of them overridden.
+def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingConfig:
+    """The rollout's sampling settings, some of them overridden, with those that only the algorithm has.
 
     Raises:
         ConfigError: no such setting, or not such a value.
     """
-    given = {name: getattr(config, name) for name in SamplingConfig.model_fields}
+    kind = config.method.sampling
+    given = {name: getattr(config.rollout, name) for name in SamplingConfig.model_fields}
     try:
-        return SamplingConfig(**{**given, **overrides})
+        return kind(**{**given, **overrides})
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, f['loc']))}: {f['msg'].removeprefix('Input ')} (given {describe(f['input'])})"
             for f in error.errors()
         )
-        raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(SamplingConfig.model_fields)}") from error
+        raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(kind.model_fields)}") from error
 
 
 def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Row]:

@@ -458,7 +458,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        self.after_step()
+        if verdict is Verdict.STEP:
+            self.after_step()
         return {**found, "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))}
 
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:

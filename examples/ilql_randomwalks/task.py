@@ -1,0 +1,23 @@
+"""Random walks, offline: walks that were seen and how good each was; the shorter ways are to be read out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit.files import load_file
+from trainkit.testing import character_tokenizer
+
+walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")
+
+
+def ilql(seed: int = 1) -> dict[str, Any]:
+    """Arguments of ``trainkit.train``: walks as (start, rest) pairs, the optimality of each, starts to evaluate."""
+    task = walks.RandomWalks.generate(seed)
+    return {
+        "samples": [(walk[:1], walk[1:]) for walk in task.walks],
+        "rewards": task.reward(task.walks),
+        "eval_prompts": task.starts * 10,
+        "metric_fn": task.metric,
+        "tokenizer": character_tokenizer(walks.LETTERS),
+    }
