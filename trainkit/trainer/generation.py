@@ -28,7 +28,7 @@ def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingCo
     Raises:
         ConfigError: no such setting, or not such a value.
     """
-    kind = config.method.sampling
+    kind: type[SamplingConfig] = config.method.sampling
     given = {name: getattr(config.rollout, name) for name in SamplingConfig.model_fields}
     try:
         return kind(**{**given, **overrides})
