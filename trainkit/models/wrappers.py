@@ -176,6 +176,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         hub = {name: kwargs[name] for name in HUB if name in kwargs}
         arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), **_quantisation(kwargs)}
         below = adapter_base(path, **hub)
+        if below is not None:  # these say where in the adapter's repository it is
+            arguments = {name: value for name, value in arguments.items() if name not in ("revision", "subfolder")}
         model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
         if below is None:
             return model
