@@ -25,8 +25,7 @@ from trainkit.testing.trainers import tiny_trainer
 TRAINERS = trainkit.available_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
-BOTH = ("best_of_k", "dpo", "ilql", "online_dpo", "ppo", "rft", "rloo", "sft")
-BOTH_SIDES = [name for name in BOTH if name in TRAINERS]
+BOTH_SIDES = {"best_of_k", "dpo", "ilql", "online_dpo", "ppo", "rft", "rloo", "sft"}
 """Algorithms that train encoder-decoders too."""
 
 
