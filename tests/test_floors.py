@@ -31,6 +31,8 @@ PUBLIC = (
     "trainkit.metrics",
     "trainkit.testing",
     "trainkit.errors",
+    "trainkit.rewards",
+    "trainkit.seeding",
 )
 
 
