@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit_ddpo import save_grid
-
 from trainkit.examples import Evaluations, option_parser, positive, run_stage, show
 from trainkit.files import load_file
+from trainkit_ddpo import save_grid
 
 HERE = Path(__file__).parent
 

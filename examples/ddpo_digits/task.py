@@ -11,6 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
+
 from trainkit_ddpo import PixelPipeline, to_pil
 
 PROMPT = "a digit"
@@ -69,7 +70,17 @@ def wanted_digit(images: Tensor, digit: list[int], **_: Any) -> list[float]:
 REWARDS = {"compressibility": compressibility, "digit": wanted_digit}
 
 
+def measured(images: Tensor, digit: list[int], **_: Any) -> dict[str, list[float]]:
+    """Both rewards, whichever is paid."""
+    return {"kilobytes": [-r for r in compressibility(images)], "is the digit": wanted_digit(images, digit)}
+
+
 def reward(name: str, digit: int) -> dict[str, Any]:
     """Arguments of `trainkit.train`: one prompt, again and again, and the reward of that name."""
     row = {"prompt": PROMPT, "digit": digit}
-    return {"reward_fn": REWARDS[name], "prompts": [row], "eval_prompts": [row] * IMAGES}
+    return {
+        "reward_fn": REWARDS[name],
+        "metric_fn": measured,
+        "prompts": [row],
+        "eval_prompts": [row] * IMAGES,
+    }
