@@ -22,7 +22,7 @@ PAIRS = tuple(
     for i, (prompt, output) in enumerate(SAMPLES)
 )
 
-SHORT = {"total_steps": 6, "epochs": None, "eval_interval": 0, "save_interval": 0, "trackers": []}
+SHORT: dict[str, Any] = {"total_steps": 6, "epochs": None, "eval_interval": 0, "save_interval": 0, "trackers": []}
 """A run of six steps that writes nothing in between."""
 
 
