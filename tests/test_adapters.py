@@ -18,9 +18,9 @@ from trainkit.config import ModelConfig
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models import CausalPolicy, Reference, load_model
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import language_trainers, tiny_trainer
 
-TRAINERS = trainkit.available_trainers()
+TRAINERS = language_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
 LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {

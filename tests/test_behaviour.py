@@ -12,9 +12,9 @@ import torch
 import trainkit
 from trainkit.data import Rollouts
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import language_trainers, tiny_trainer
 
-TRAINERS = trainkit.available_trainers()
+TRAINERS = language_trainers()
 COMPARING = [name for name in TRAINERS if trainkit.get_trainer(name).needs_reference is True]
 """Those that ask what the policy said when it sampled."""
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}

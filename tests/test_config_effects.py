@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -79,6 +80,8 @@ METHOD_CONTEXT: dict[str, dict[str, Any]] = {
     "ppo.target_kl": {"optimizer.lr": 0.03},
     "dpo.ipo_length_normalize": {"method.loss_type": "ipo"},
     "online_dpo.ipo_length_normalize": {"method.loss_type": "ipo"},
+    "ddpo.adv_clip_max": {"method.adv_clip_max": 0.5},
+    "ddpo.buffer_size": {"method.buffer_size": 1, "method.min_count": 1},
     "ppo.ratio_threshold": {"method.ratio_threshold": 2.1, "optimizer.lr": 0.1},
 }
 
@@ -94,8 +97,9 @@ def observe(name: str, root: Path, changes: dict[str, Any]) -> Any:
         trainer = tiny_trainer(
             name, run_dir, **{"train.eval_interval": 3, **{k: v for k, v in changes.items() if k != "train.run_dir"}}
         )
-        trainer.add_eval_pipeline(["a", "bc", LONG[:5]])
+        trainer.add_eval_pipeline(["a", "bc", "ghab"])
         honest = trainer.loss
+        threads = watch_reward_threads(trainer)
 
         def counted(batch: Any) -> Any:
             nonlocal calls
@@ -113,8 +117,23 @@ def observe(name: str, root: Path, changes: dict[str, Any]) -> Any:
     metrics = [{k: v for k, v in line.items() if "time" not in k and "second" not in k} for line in lines]
     files = sorted(str(p.relative_to(root)) for p in run_dir.rglob("*") if p.is_dir())
     samples = (run_dir / "samples.jsonl").read_text()
-    attention = trainer.unwrapped.model.config._attn_implementation
-    return digest.hexdigest(), json.dumps(metrics), samples, files, calls, attention
+    config = getattr(trainer.unwrapped.model, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    return digest.hexdigest(), json.dumps(metrics), samples, files, calls, attention, threads
+
+
+def watch_reward_threads(trainer: Any) -> set[bool]:
+    """Filled, as the run goes, with whether the reward function was called in the main thread."""
+    seen: set[bool] = set()
+    honest = trainer.reward_fn
+
+    def watched(**given: Any) -> Any:
+        seen.add(threading.current_thread() is threading.main_thread())
+        return honest(**given)
+
+    if honest is not None:
+        trainer.reward_fn = watched
+    return seen
 
 
 def mutated(cls: Any, field: str, value: Any) -> Any:
@@ -124,6 +143,8 @@ def mutated(cls: Any, field: str, value: Any) -> Any:
         return next(choice for choice in get_args(annotation) if choice != value)
     if isinstance(value, bool):
         return not value
+    if isinstance(value, str):
+        return f"{value}a"
     if isinstance(value, int):
         return value + 1
     if isinstance(value, float):

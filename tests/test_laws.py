@@ -20,22 +20,31 @@ from trainkit.errors import NonFiniteError
 from trainkit.models import CausalPolicy, load_model
 from trainkit.models.trunk import tiny_input
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import language_trainers, tiny_trainer
 
 TRAINERS = trainkit.available_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+LANGUAGE = language_trainers()
+SAMPLING = [name for name in ONLINE if name in LANGUAGE]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
 BOTH_SIDES = {"best_of_k", "dpo", "ilql", "online_dpo", "ppo", "rft", "rloo", "sft"}
 """Algorithms that train encoder-decoders too."""
 
 
+def own(*_: Any, **__: Any) -> None:
+    """The model that a trainer of other than language models is tested on."""
+
+
 def on_models(names: list[str], *models: Any) -> Any:
-    """Every algorithm on the causal models, and on encoder-decoders those that train them."""
-    pairs = [pair for pair in product(names, models) if pair[0] in BOTH_SIDES or pair[1] not in (tiny_t5, tiny_bart)]
+    """Every algorithm on the causal models, and on encoder-decoders those that train them; others on their own."""
+    text = product([name for name in names if name in LANGUAGE], models)
+    pairs = [pair for pair in text if pair[0] in BOTH_SIDES or pair[1] not in (tiny_t5, tiny_bart)]
+    pairs += [(name, own) for name in names if name not in LANGUAGE]
     return pytest.mark.parametrize(("name", "model"), pairs)
 
 
-DROPOUT = {
+DROPOUT: dict[Any, dict[str, float]] = {
+    own: {},
     tiny_gpt2: {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     tiny_llama: {"attention_dropout": 0.1},
     tiny_t5: {"dropout_rate": 0.1},
@@ -97,7 +106,7 @@ def widened(batch: Batch, columns: int) -> Batch:
 # --------------------------------------------------------------------------------------------- law 1: masks
 
 
-@on_models(TRAINERS, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
+@on_models(LANGUAGE, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
 def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -106,7 +115,7 @@ def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model
     torch.testing.assert_close(clean, dirty, rtol=0, atol=1e-7)
 
 
-@on_models(TRAINERS, tiny_gpt2, tiny_t5)
+@on_models(LANGUAGE, tiny_gpt2, tiny_t5)
 def test_the_amount_of_padding_changes_nothing(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -159,7 +168,7 @@ def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, s
 # ------------------------------------------------------------------------------- law 5 and 6: on policy
 
 
-@on_models(ONLINE, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
+@on_models(SAMPLING, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
 def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str, model: Any, tmp_path: Path) -> None:
     """Also with dropout configured, and at a temperature other than 1 (S-08, S-17)."""
     trainer = collected(name, tmp_path, model=model(10, **DROPOUT[model]), rollout__temperature=0.7)
@@ -171,7 +180,7 @@ def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str,
         assert at_loss["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
 
 
-@on_models(ONLINE, tiny_gpt2, tiny_t5)
+@on_models(SAMPLING, tiny_gpt2, tiny_t5)
 def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(
     name: str, model: Any, tmp_path: Path
 ) -> None:
@@ -186,7 +195,7 @@ def whole_rows(sequences: Sequences) -> list[tuple[list[int], list[int]]]:
     return [(q.tolist(), r.tolist()) for q, r in zip(sequences.queries, sequences.responses, strict=True)]
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path)
     sampled = [row for rollouts in trainer._rollouts for row in whole_rows(rollouts.sequences)]
@@ -200,7 +209,7 @@ def test_sampled_ids_are_what_is_trained(name: str, tmp_path: Path) -> None:
         assert all(row in sampled for row in trained)
 
 
-@on_models(ONLINE, tiny_gpt2, tiny_t5)
+@on_models(SAMPLING, tiny_gpt2, tiny_t5)
 def test_the_samplers_logprobs_are_the_policys(name: str, model: Any, tmp_path: Path) -> None:
     """F-02: one distribution, at the sampling temperature, whatever top-k and top-p cut."""
     trainer = tiny_trainer(
@@ -245,7 +254,7 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
     assert_same_weights(weights(first), weights(again))
 
 
-@on_models(ONLINE, tiny_gpt2, tiny_t5)
+@on_models(SAMPLING, tiny_gpt2, tiny_t5)
 def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model: Any, tmp_path: Path) -> None:
     def turns(trainer: Any, count: int) -> Any:
         for _ in range(count):
@@ -341,7 +350,7 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
         "train__batch_size": tiny_trainer(name, tmp_path / "unused").experience_rows // 2,
     }  # fmt: skip
     trainer = tiny_trainer(name, tmp_path, callbacks=[Seen()], **changes)
-    collections = 4 * 8 * trainer.samples_per_prompt // 16
+    collections = 4 * 8 // trainer.collection_rows
     planned = collections * trainer.passes * 2
     assert trainer.total_steps == planned
     judged(trainer, {1: Verdict.STOP})
@@ -364,7 +373,7 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
     }
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_loop_of_ones_own_leaves_the_rest_of_a_stopped_collection_out(name: str, tmp_path: Path) -> None:
     trainer = judged(tiny_trainer(name, tmp_path, train__batch_size=4), {1: Verdict.STOP})
     for steps in (1, 1 + trainer.passes * 2):
@@ -417,7 +426,7 @@ def test_evaluating_saving_and_observing_leave_the_weights_bit_equal(name: str, 
     class Observer:
         @trainkit.hookimpl
         def on_step(self, trainer: Any, step: int) -> None:
-            trainer.generate(["ab", "c"])
+            trainer.generate([row["prompt"] for row in trainer.eval_rows[:2]])
             torch.rand(7)
 
     plain = tiny_trainer(name, tmp_path / "plain")
@@ -498,7 +507,7 @@ def test_learning_rates_follow_the_schedule_from_its_first_value(name: str, tmp_
 # ------------------------------------------------------------------------------------------------- exports
 
 
-@on_models(TRAINERS, tiny_gpt2, tiny_t5)
+@on_models(LANGUAGE, tiny_gpt2, tiny_t5)
 def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, tmp_path: Path) -> None:
     """S-19: base-model keys only; heads beside them."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -519,8 +528,7 @@ def test_training_on_from_an_export_takes_the_heads_along(name: str, model: Any,
     trainer = tiny_trainer(name, tmp_path / "run", model=model(10))
     trainer.learn()
     path = trainer.save_pretrained()
-    again = tiny_trainer(name, tmp_path / "again", model=model(10))
-    again.config = again.config.update({"model.model_path": str(path)})
+    again = tiny_trainer(name, tmp_path / "again", model__model_path=str(path))
     assert_same_weights(weights(trainer), weights(again))
 
 

@@ -18,10 +18,10 @@ from trainkit.errors import ConfigError
 from trainkit.models import CausalPolicy, Reference
 from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import language_trainers, tiny_trainer
 
 L = 3
-TRAINERS = trainkit.available_trainers()
+TRAINERS = language_trainers()
 ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
 LLAMA = tiny_llama(20, num_hidden_layers=L)
 SHAPES = {

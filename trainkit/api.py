@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainkit.formats import Prompts
     from trainkit.rewards import MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.loop import AcceleratedLoop
 
 
 def train(
@@ -41,7 +42,7 @@ def train(
     formatting_func: Callable[[Any], Any] | None = None,
     allow_drift: bool = False,
 ) -> AccelerateRLTrainer[Any]:
-    """Train a language model, by reinforcement or offline, and return its trainer.
+    """Train a language model, or what else the method trains, by reinforcement or offline, and return its trainer.
 
     What is given decides the kind of training: ``reward_fn`` with ``prompts`` is online (``ppo`` unless ``method``
     or ``config`` names another), ``samples`` with ``rewards`` is offline reinforcement learning (``ilql``),
@@ -124,13 +125,19 @@ def train(
 
         rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts)
         trainer.add_prompt_pipeline(rows)
-        eval_prompts = rows[: settled.train.batch_size] if eval_prompts is None else eval_prompts
+        eval_prompts = rows[: _prompts_of_a_step(trainer)] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
     if eval_samples is not None:
         trainer.add_eval_samples(*_eval_samples(eval_samples, trainer.inputs, formatting_func))
     trainer.learn()
     return trainer
+
+
+def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
+    """How many prompts have as many responses as one step learns from, where each has one."""
+    config = trainer.config
+    return max(config.train.batch_size * config.rollout.num_rollouts // trainer.experience_rows, 1)
 
 
 def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[str]:
@@ -262,7 +269,8 @@ def _config_fields(model_path: Any) -> dict[str, Any]:
 
 
 def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
-    return hasattr(value, "parameters") and hasattr(value, "config")
+    """Whether ``value`` is live: a module, or a pipeline of several."""
+    return hasattr(value, "config") and (hasattr(value, "parameters") or hasattr(value, "components"))
 
 
 def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> None:

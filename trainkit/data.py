@@ -332,5 +332,15 @@ class Rollouts:
     @property
     def columns(self) -> dict[str, list[Any]]:
         """The further columns of the rows, each as a list; None where a row has no such column."""
-        names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
-        return {name: [row.get(name) for row in self.rows] for name in names}
+        return columns_of(self.rows)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What reward and metric functions get beside the columns; theirs to change."""
+        return {"samples": self.samples, "prompts": list(self.prompts), "outputs": list(self.outputs)}
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The columns of rows beside the prompt, each as a list; None where a row has no such column."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    return {name: [row.get(name) for row in rows] for name in names}

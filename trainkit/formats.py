@@ -75,6 +75,11 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
     Raises:
         DataError: no prompts, or one that is no text, or empty, or cannot be encoded; names its index.
     """
+    if callable(prompts):
+        raise DataError(
+            f"prompts should be a list, so that a run can be resumed; given {describe(prompts)}. Call it beforehand: "
+            "[prompt_function() for _ in range(1000)]"
+        )
     _check_list(prompts, "prompt")
     rows = []
     for index, prompt in enumerate(prompts):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data import Rollouts
+from trainkit.data import Rollouts, Row, columns_of
 from trainkit.errors import RewardError, describe
 
 RewardFn = Callable[..., Any]
@@ -26,6 +27,20 @@ GIVEN = ("samples", "prompts", "outputs", "tokenizer")
 """What reward and metric functions get beside the columns, which therefore must have other names."""
 
 
+class Scored(Protocol):
+    """What is scored and measured: text, or what another kind of model makes."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The row that each belongs to."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What functions get beside the columns."""
+
+    def __len__(self) -> int: ...
+
+
 def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
     """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
 
@@ -35,7 +50,7 @@ def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
     Raises:
         RewardError: the function raised, or returned something else; names the function and the row.
     """
-    return check_scores(_call(reward_fn, rollouts, tokenizer=tokenizer), rollouts, _name(reward_fn))
+    return check_scores(call(reward_fn, rollouts, tokenizer=tokenizer), rollouts, name_of(reward_fn))
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
@@ -44,18 +59,32 @@ def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
     Raises:
         RewardError: a wrong type, count or length, or a number that is not finite.
     """
-    if isinstance(scores, str | bytes | Mapping | Set) or not hasattr(scores, "__len__"):
-        raise RewardError(f"{source} returned {describe(scores)}; {CONTRACT}")
-    if isinstance(scores, Tensor | np.ndarray) and scores.ndim != 1:
-        raise RewardError(
-            f"{source} returned a {scores.ndim}-D array of shape {tuple(scores.shape)}; {CONTRACT}. "
-            "Padding cannot be told from rewards: for [B, 1] write .squeeze(1), for dense rewards a list per sample"
-        )
-    if len(scores) != len(rollouts):
-        raise RewardError(f"{source} returned {len(scores)} scores for {len(rollouts)} samples; {CONTRACT}")
+    _check_list(scores, len(rollouts), source, CONTRACT)
     if len(scores) and all(_is_vector(s) for s in scores):
         return _dense(scores, rollouts, source)
     return torch.tensor([_number(s, source, i) for i, s in enumerate(scores)], dtype=torch.float32)
+
+
+def check_numbers(values: Any, count: int, source: str, contract: str) -> Tensor:
+    """``values`` of any list-like form as a tensor [B], float32; ``source`` and ``contract`` are quoted in errors.
+
+    Raises:
+        RewardError: a wrong type or count, or something that is no finite number.
+    """
+    _check_list(values, count, source, contract)
+    return torch.tensor([_number(v, source, i, contract) for i, v in enumerate(values)], dtype=torch.float32)
+
+
+def _check_list(values: Any, count: int, source: str, contract: str) -> None:
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
+        raise RewardError(f"{source} returned {describe(values)}; {contract}")
+    if isinstance(values, Tensor | np.ndarray) and values.ndim != 1:
+        raise RewardError(
+            f"{source} returned a {values.ndim}-D array of shape {tuple(values.shape)}; {contract}. "
+            "Padding cannot be told from rewards: for [B, 1] write .squeeze(1), for dense rewards a list per sample"
+        )
+    if len(values) != count:
+        raise RewardError(f"{source} returned {len(values)} scores for {count} samples; {contract}")
 
 
 def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
@@ -79,7 +108,7 @@ def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
     return dense
 
 
-def metrics(metric_fn: MetricFn, rollouts: Rollouts) -> dict[str, float | list[float]]:
+def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[float]]:
     """Call ``metric_fn(samples=, prompts=, outputs=, **columns)`` and check its numbers.
 
     Returns:
@@ -88,8 +117,8 @@ def metrics(metric_fn: MetricFn, rollouts: Rollouts) -> dict[str, float | list[f
     Raises:
         RewardError: the function raised, or did not return a mapping of numbers; names the function.
     """
-    source = _name(metric_fn)
-    result = _call(metric_fn, rollouts)
+    source = name_of(metric_fn)
+    result = call(metric_fn, rollouts)
     if not isinstance(result, Mapping):
         raise RewardError(f"{source} returned {describe(result)}; {METRIC_CONTRACT}")
     checked: dict[str, float | list[float]] = {}
@@ -105,21 +134,34 @@ def metrics(metric_fn: MetricFn, rollouts: Rollouts) -> dict[str, float | list[f
     return checked
 
 
-def _call(fn: Callable[..., Any], rollouts: Rollouts, **extra: Any) -> Any:
-    if taken := [name for name in rollouts.columns if name in GIVEN]:
+def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
+    """What ``fn(**rollouts.given, **extra, **columns)`` returns.
+
+    Raises:
+        RewardError: it raised, or a column has the name of something that it is given.
+    """
+    columns, given = columns_of(rollouts.rows), rollouts.given
+    if taken := [name for name in columns if name in {*GIVEN, *given}]:
         raise RewardError(
-            f"{_name(fn)} gets {', '.join(GIVEN)} from trainkit, and the prompts have a column {taken[0]!r}; "
-            "rename the column"
+            f"{name_of(fn)} gets {', '.join(GIVEN if taken[0] in GIVEN else given)} from trainkit, and the prompts "
+            f"have a column {taken[0]!r}; rename the column"
         )
-    columns = {name: [_copied(value) for value in values] for name, values in rollouts.columns.items()}
-    texts = {"samples": rollouts.samples, "prompts": list(rollouts.prompts), "outputs": list(rollouts.outputs)}
-    arguments = {**texts, **extra, **columns}
-    try:
+    arguments = {**given, **extra, **{name: [_copied(v) for v in values] for name, values in columns.items()}}
+    with explained(fn, rollouts, f" and the keywords {', '.join(arguments)}"):
         return fn(**arguments)
+
+
+@contextmanager
+def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Iterator[None]:
+    """Within, what ``fn`` raises about ``rollouts`` becomes a `RewardError` that names it."""
+    try:
+        yield
+    except RewardError:
+        raise
     except Exception as error:
         raise RewardError(
-            f"{_name(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples and "
-            f"the keywords {', '.join(arguments)}). No step was made with what it should have given; mend the function"
+            f"{name_of(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples{also}). "
+            "No step was made with what it should have given; mend the function"
         ) from error
 
 
@@ -131,7 +173,8 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's name and module, as errors give them."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return f"{getattr(fn, '__qualname__', type(fn).__qualname__)} ({getattr(fn, '__module__', '?')})"

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.console
+import torch
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from trainkit.errors import ConfigError, suggest
 from trainkit.hookspecs import hookimpl
@@ -83,8 +85,9 @@ class JsonLines:
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Add a line per evaluated sample."""
-        records = [{"step": step, "kind": "evaluation", **sample} for sample in samples]
+        """Add a line per evaluated sample, without what is a tensor."""
+        plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
+        records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
         _append(trainer.run_dir, "samples.jsonl", records)
 
     @hookimpl
@@ -155,8 +158,10 @@ class AccelerateTracker:
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Show a few samples on TensorBoard's text page."""
+        """Show a few samples on TensorBoard's text page, and on its page of images those that have an ``image``."""
         if samples and self.name == "tensorboard" and self._opened(trainer) is not None:
+            if images := [sample["image"] for sample in samples[:FEW] if "image" in sample]:
+                self._tracker.writer.add_images("eval/images", torch.stack(images), step)
             shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
             # an indented block is shown as it is: completions are not to be read as Markdown
             self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)

@@ -1,5 +1,6 @@
 """Models behind the trainers: loading, the policy's one face, heads, wrappers with a head, the frozen reference."""
 
+from trainkit.models.adapters import make_peft_config
 from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
@@ -37,6 +38,7 @@ __all__ = [
     "load_model",
     "load_scorer",
     "load_tokenizer",
+    "make_peft_config",
     "make_policy",
     "unwrap_model_for_generation",
 ]

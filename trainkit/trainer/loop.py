@@ -102,6 +102,14 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         ConfigError, PluginError: at the door, before a model is loaded.
     """
 
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any] | None:
+        """What `trainkit.testing.trainers.tiny_trainer` makes a trainer of, as arguments of `trainkit.train`.
+
+        None: what suits a language model.
+        """
+        return None
+
     def __init__(
         self,
         config: TRLConfig[M],
@@ -222,7 +230,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
         """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
         if not isinstance(prompts, Pipeline):
-            prompts = Pipeline(self.fit_prompts(prompt_rows(prompts)), seed=self.config.train.seed)
+            prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
         self.pipeline = prompts
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
@@ -254,7 +262,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
-        self.eval_rows = self.fit_prompts(prompt_rows(prompts))
+        self.eval_rows = self.read_prompts(prompts)
 
     def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Take held-out samples, over which evaluations measure the loss and what belongs to it."""
@@ -267,6 +275,10 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         if len(rows) < world:
             raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
         self.eval_samples = rows
+
+    def read_prompts(self, prompts: Prompts) -> list[Row]:
+        """Prompts as rows that can be used, all of them checked."""
+        return self.fit_prompts(prompt_rows(prompts))
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """The rows of prompts that can be used, all of them checked."""
@@ -361,6 +373,10 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                 if run.asked_to_stop(self):
                     run.stop(self)
             run.export(self)
+
+    def begin(self) -> None:
+        """Make the run directory, or go on from a checkpoint, as `learn` does first; only the first call does."""
+        run.begin(self)
 
     def _minibatches(self) -> Iterator[Batch]:
         """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""

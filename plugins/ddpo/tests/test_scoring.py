@@ -1,0 +1,170 @@
+"""Reward functions of images: what they are given and may return, at once or later."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainkit.errors import RewardError
+from trainkit.testing.trainers import tiny_trainer
+from trainkit_ddpo import ImageRollouts
+from trainkit_ddpo.scoring import Scorer
+
+POOL = ThreadPoolExecutor(2)
+
+
+def rollouts(values: list[float], **columns: Any) -> ImageRollouts:
+    """Images of one grey each."""
+    images = torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
+    return ImageRollouts([{"prompt": f"p{i}", **columns} for i in range(len(values))], images)
+
+
+def brightness(images: Tensor, **_: Any) -> list[float]:
+    return images.flatten(1).mean(1).tolist()
+
+
+async def soon(images: Tensor, **_: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return brightness(images)
+
+
+def promised(images: Tensor, **_: Any) -> Future[list[float]]:
+    return POOL.submit(brightness, images)
+
+
+def promised_each(images: Tensor, **_: Any) -> list[Future[float]]:
+    return [POOL.submit(lambda image: float(image.mean()), image) for image in images]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "reward_fn",
+    [
+        brightness,
+        lambda images, **_: tuple(brightness(images)),
+        lambda images, **_: images.flatten(1).mean(1),
+        lambda images, **_: np.array(brightness(images)),
+        soon,
+        promised,
+        promised_each,
+    ],
+)
+def test_numbers_and_promises_of_numbers_are_scores_in_order(reward_fn: Callable[..., Any], workers: int) -> None:
+    """S-47: batches that were submitted one after the other are settled so, whoever is ready first."""
+    scorer = Scorer(reward_fn, workers)
+    settle = [scorer.submit(rollouts([0.25, 0.5])), scorer.submit(rollouts([1.0]))]
+    assert [each().tolist() for each in settle] == [[0.25, 0.5], [1.0]]
+    assert settle[0]().dtype == torch.float32
+
+
+def test_a_reward_function_gets_images_prompts_and_columns_and_cannot_change_them() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(**given: Any) -> list[float]:
+        seen.update(given)
+        given["images"].zero_()
+        given["tags"][0].append("mine")
+        return [0.0, 0.0]
+
+    part = rollouts([0.5, 1.0], tags=["x"])
+    Scorer(reward).submit(part)()
+    assert sorted(seen) == ["images", "prompts", "tags"]
+    assert seen["prompts"] == ["p0", "p1"]
+    assert part.images[:, 0, 0, 0].tolist() == [0.5, 1.0]
+    assert part.rows[0]["tags"] == ["x"]
+
+
+def raises(**_: Any) -> None:
+    raise TimeoutError("the judge is away")
+
+
+async def raises_later(**_: Any) -> None:
+    raise TimeoutError("the judge is away")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("reward_fn", "said"),
+    [
+        (raises, "raises .* raised TimeoutError: the judge is away"),
+        (raises_later, "raises_later .* raised TimeoutError: the judge is away"),
+        (lambda images, **_: POOL.submit(raises), "raised TimeoutError: the judge is away"),
+        (lambda images, **_: [1.0], "returned 1 scores for 2 samples; return one finite number per image"),
+        (lambda images, **_: torch.zeros(2, 1), r"2-D array of shape \(2, 1\).*squeeze"),
+        (lambda images, **_: [0.0, float("nan")], "for sample 1; numbers must be finite"),
+        (lambda images, **_: [0.0, "good"], "'good'.*for sample 1"),
+        (lambda images, **_: 1.0, r"returned 1\.0"),
+        (lambda images, **_: (torch.zeros(2), {}), "for sample 0"),
+    ],
+)
+def test_what_a_reward_function_must_not_do_is_an_explained_error(
+    reward_fn: Callable[..., Any], said: str, workers: int
+) -> None:
+    with pytest.raises(RewardError, match=said):
+        Scorer(reward_fn, workers).submit(rollouts([0.0, 1.0]))()
+
+
+def test_a_column_with_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(RewardError, match="a column 'images'"):
+        Scorer(brightness).submit(rollouts([0.0], images=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_scoring_overlaps_with_making_the_next_images(workers: int, tmp_path: Path) -> None:
+    """S-47. Every batch but the last is scored by somebody who waits until the next one has begun to be made."""
+    trainer = tiny_trainer("ddpo", tmp_path, method__reward_workers=workers, rollout__batch_size=2)
+    begun = [threading.Event() for _ in range(4)]
+    made, overlapped, honest = 0, [], trainer.draw
+
+    def draw(*given: Any) -> Any:
+        nonlocal made
+        begun[made].set()
+        made += 1
+        return honest(*given)
+
+    def slow(images: Tensor, prompts: list[str], **_: Any) -> list[float]:
+        batch = len(overlapped)
+        overlapped.append(batch == 3 or begun[batch + 1].wait(timeout=20))
+        return brightness(images)
+
+    trainer.draw = draw
+    one = ThreadPoolExecutor(1)
+    trainer.reward_fn = slow if workers else lambda **given: one.submit(slow, **given)
+    trainer.collect()
+    assert overlapped == [True] * 4
+    assert [r.scores.tolist() for r in trainer._rollouts] == [
+        pytest.approx(brightness(r.images), abs=1e-6) for r in trainer._rollouts
+    ]
+
+
+def test_promised_rewards_train_as_rewards_at_once(tmp_path: Path) -> None:
+    def late(images: Tensor, **_: Any) -> list[float]:
+        time.sleep(0.01 * float(images[0, 0, 0, 0]))
+        return brightness(images)
+
+    weights = []
+    for index, (reward_fn, workers) in enumerate([(brightness, 0), (late, 2), (soon, 0)]):
+        trainer = tiny_trainer("ddpo", tmp_path / str(index), method__reward_workers=workers, train__total_steps=3)
+        trainer.reward_fn = reward_fn
+        trainer.learn()
+        weights.append(torch.cat([p.flatten() for p in trainer.unwrapped.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_an_error_in_a_thread_ends_the_run_before_a_step(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ddpo", tmp_path, method__reward_workers=2)
+    trainer.reward_fn = raises
+    with pytest.raises(RewardError, match="the judge is away"):
+        trainer.learn()
+    assert trainer.progress.step == 0

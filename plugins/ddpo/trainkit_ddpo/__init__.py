@@ -1,0 +1,35 @@
+"""DDPO (Black et al. 2023): denoising as decisions, one per step, and PPO's surrogate on their log-probabilities."""
+
+from __future__ import annotations
+
+from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
+from trainkit_ddpo.ddim import Noise, ddim_mean, ddim_sigma, gaussian_logprob
+from trainkit_ddpo.hooks import on_evaluate, on_experience
+from trainkit_ddpo.images import ImageRollouts, save_grid, to_pil
+from trainkit_ddpo.latent import LatentPipeline
+from trainkit_ddpo.pipeline import DiffusionPolicy, ImagePipeline
+from trainkit_ddpo.pixel import PixelConfig, PixelPipeline
+from trainkit_ddpo.trainer import DDPOBatch, DDPOConfig, DDPOTrainer, Trajectories
+
+__all__ = [
+    "DDPOBatch",
+    "DDPOConfig",
+    "DDPOTrainer",
+    "DiffusionPolicy",
+    "ImagePipeline",
+    "ImageRollouts",
+    "LatentPipeline",
+    "Noise",
+    "PerPromptStatTracker",
+    "PixelConfig",
+    "PixelPipeline",
+    "Trajectories",
+    "ddim_mean",
+    "ddim_sigma",
+    "gaussian_logprob",
+    "on_evaluate",
+    "on_experience",
+    "save_grid",
+    "standardise",
+    "to_pil",
+]

@@ -1,0 +1,358 @@
+"""The trainer: prompts to images and their rewards, and (image, step) rows to the clipped surrogate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+from pydantic import Field
+from torch import Tensor
+
+from trainkit import AcceleratedLoop, Batch, MethodConfig, Row, TRLConfig, register_trainer
+from trainkit.errors import ConfigError, DataError
+from trainkit.functional import clipped_surrogate
+from trainkit.metrics import Mean, Metrics, Std
+from trainkit.models import disable_dropout
+from trainkit.seeding import derive_seed, generator, row_seeds
+from trainkit_ddpo.adapters import add_adapter, cast
+from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
+from trainkit_ddpo.ddim import Steps
+from trainkit_ddpo.evaluation import evaluate
+from trainkit_ddpo.images import ImageRollouts
+from trainkit_ddpo.pipeline import DiffusionPolicy
+from trainkit_ddpo.scoring import Scorer
+from trainkit_ddpo.source import Source, open_source
+
+log = logging.getLogger(__name__)
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+USED = {
+    "rollout": ("num_rollouts", "batch_size", "overlong_prompts"),
+    "model": ("model_path", "dtype", "peft_config", "disable_dropout", "kwargs"),
+    "tokenizer": (),
+}
+"""Settings of the shared sections that mean something here; of the others only the default is allowed."""
+
+
+class DDPOConfig(MethodConfig):
+    """The numbers of DDPO; defaults are those of Black et al. 2023, appendix D, and of TRL's trainer."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {
+        "optimizer": {"lr": 1e-5, "weight_decay": 1e-4},
+        "rollout": {"num_rollouts": 256, "batch_size": 8},
+        "train": {"batch_size": 3200},
+    }
+
+    name: str = "ddpo"
+    """The registered name."""
+    num_steps: int = Field(50, ge=1)
+    """S: denoising steps from noise to an image."""
+    eta: float = Field(1.0, gt=0, le=1)
+    """η: how much noise a step adds; 1 is as much as DDPM's. At 0 a step would decide nothing."""
+    guidance_scale: float = Field(5.0, ge=1)
+    """Classifier-free guidance, the same in sampling and training; 1 is off, and half the work."""
+    negative_prompt: str = ""
+    """What guidance leads away from; empty: from no prompt."""
+    ddpo_epochs: int = Field(1, ge=1)
+    """Passes over each collection."""
+    cliprange: float = Field(1e-4, gt=0)
+    """ε of the surrogate, for ratios of mean log-probabilities over a latent's dimensions."""
+    adv_clip_max: float = Field(5.0, gt=0)
+    """Advantages are clipped to ± this."""
+    timestep_fraction: float = Field(1.0, gt=0, le=1)
+    """The share of an image's steps that are trained on, drawn anew for each image."""
+    buffer_size: int = Field(16, ge=0)
+    """Rewards that are remembered of each prompt, whose mean and deviation make its advantages. 0: those of the
+    collection do, for all prompts alike."""
+    min_count: int = Field(16, ge=1)
+    """Rewards that a prompt needs before its own mean and deviation are used instead of the collection's."""
+    reward_workers: int = Field(0, ge=0)
+    """Threads that call the reward function while further images are made. 0: it is called in between."""
+
+
+@dataclass(frozen=True)
+class Trajectories(Batch):
+    """How images came to be, one row each, until the rewards of the collection are known."""
+
+    latents: Tensor
+    """[B, S + 1, C, h, w], from noise to image, as they are kept."""
+    logprobs: Tensor
+    """Of each step [B, S]."""
+    condition: Tensor
+    """What the network read of the prompt [B, *]."""
+
+
+@dataclass(frozen=True)
+class DDPOBatch(Batch):
+    """Denoising steps, one row each, whatever image they are of."""
+
+    latents: Tensor
+    """Before the step [B, C, h, w]."""
+    next_latents: Tensor
+    """After it."""
+    steps: Tensor
+    """Which step it is, from 0 [B]."""
+    old_logprobs: Tensor
+    advantages: Tensor
+    condition: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Places of a latent, by which micro-batches are made as large as the device likes."""
+        return torch.full((len(self),), self.latents[0, 0].numel())
+
+
+@register_trainer("ddpo")
+class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
+    """loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows, ρ of one step's log-probability."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+
+    def __init__(self, config: TRLConfig[DDPOConfig], **kwargs: Any) -> None:
+        text = [name for name in ("tokenizer", "logit_mask", "stop_sequences") if kwargs.pop(name, None) is not None]
+        if text:
+            raise ConfigError(f"ddpo makes images, and {text[0]} is about text; leave it out")
+        _refuse_unused(config)
+        super().__init__(config, **kwargs)
+        self.source: Source = open_source(config.model, self.live_model)
+        self.denoising: Steps = self.source.noise(self.method.num_steps).steps(self.method.eta)
+        if not len(self.denoising.trained):
+            raise ConfigError(
+                f"method.num_steps is {self.method.num_steps}, and none of the model's steps adds noise, so there is "
+                "nothing to reinforce; give more steps"
+            )
+        self.source.check(self.method.negative_prompt, "method.negative_prompt")
+        self.tracker = PerPromptStatTracker(self.method.buffer_size, self.method.min_count)
+        self._promised: list[Callable[[], Tensor]] = []
+
+    # -------------------------------------------------------------------------------------------------- the model
+
+    def get_arch(self, config: TRLConfig[DDPOConfig]) -> DiffusionPolicy:
+        """The image model, its network trainable or adapted, everything else frozen."""
+        half = HALF.get(config.train.mixed_precision)
+        pipeline = self.source.load().prepare(half)
+        network = pipeline.network
+        if config.model.peft_config is not None:
+            if half is not None:
+                cast(network, half)
+            add_adapter(network, config.model.peft_config)
+        elif not any(parameter.requires_grad for parameter in network.parameters()):
+            raise ConfigError(
+                "nothing in the live model's network is trainable; unfreeze something, or give an adapter"
+            )
+        if config.model.disable_dropout:
+            disable_dropout(network)
+        method = config.method
+        return DiffusionPolicy(
+            pipeline.eval(),
+            self.denoising,
+            guidance_scale=method.guidance_scale,
+            negative_prompt=method.negative_prompt,
+        )
+
+    def write_model(self, building: Path, target: Path) -> None:
+        """Write the image model; an adapter is merged into its weights."""
+        self.unwrapped.pipeline.save_pretrained(building)
+
+    # ---------------------------------------------------------------------------------------------------- the data
+
+    @property
+    def passes(self) -> int:
+        """DDPO's epochs; TRL calls them inner ones."""
+        return self.method.ddpo_epochs
+
+    @property
+    def steps_per_image(self) -> int:
+        """Rows of experience that an image gives."""
+        return max(int(len(self.denoising.trained) * self.method.timestep_fraction), 1)
+
+    @property
+    def experience_rows(self) -> int:
+        """(image, step) rows that one collection makes, all processes together."""
+        return super().experience_rows * self.steps_per_image
+
+    def fit_prompts(self, rows: list[Row]) -> list[Row]:
+        """The prompts that the model knows, and that are encoded whole or may be cut at their end."""
+        overlong = self.config.rollout.overlong_prompts
+        for index, row in enumerate(rows):
+            if not isinstance(row["prompt"], str):
+                raise DataError(f"prompt {index} is a conversation, and images are made from text; give a string")
+            self.source.check(row["prompt"], f"prompt {index}")
+        long = [index for index, row in enumerate(rows) if not self.source.fits(row["prompt"])]
+        if long and overlong == "error":
+            raise DataError(
+                f"prompt {long[0]} has more tokens than the text encoder reads; shorten it, or set "
+                "rollout.overlong_prompts to 'truncate' or 'drop'"
+            )
+        if long:
+            verb = "dropped" if overlong == "drop" else "cut"
+            log.warning("%d of %d prompts were %s: the text encoder reads fewer tokens", len(long), len(rows), verb)
+        kept = [row for index, row in enumerate(rows) if overlong != "drop" or index not in set(long)]
+        if not kept:
+            raise DataError(f"all {len(rows)} prompts have more tokens than the text encoder reads; none is left")
+        return kept
+
+    # ---------------------------------------------------------------------------------------------- the experience
+
+    def fill_store(self) -> None:
+        """Fill the store with one collection of experience."""
+        self._promised = []
+        super().fill_store()
+
+    def make_experience(self, rows: list[Row]) -> Trajectories:
+        """Images for ``rows``; their rewards are begun, and known when the collection is complete."""
+        at, rank = self.progress, self.accelerator.process_index
+        key, at.sampled = at.sampled, at.sampled + 1
+        seeds = row_seeds(rows, _as_ids(rows), "sample", at.collection, rank, seen=self._seen)
+        rollouts, trajectories = self.draw(rows, seeds, "sample", rank, key)
+        self._promised.append(self.scorer.submit(rollouts))
+        self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
+        return trajectories
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """What calls the reward function."""
+        assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
+        return Scorer(self.reward_fn, self.method.reward_workers)
+
+    @torch.no_grad()
+    def draw(
+        self, rows: list[Row], seeds: Sequence[int | None], purpose: str, *keys: int
+    ) -> tuple[ImageRollouts, Trajectories]:
+        """Images for ``rows``, and how they came to be; each follows from its own seed, or from purpose and keys."""
+        device, seed = self.accelerator.device, self.config.train.seed
+        self.policy  # noqa: B018  (the model is where accelerate has put it)
+        policy: DiffusionPolicy = self.unwrapped.eval()
+        own = [derive_seed(seed, purpose, *keys, i) if s is None else s for i, s in enumerate(seeds)]
+        shape = (self.method.num_steps + 1, *policy.pipeline.shape)
+        draws = [torch.randn(shape, generator=torch.Generator(device).manual_seed(s), device=device) for s in own]
+        with self.accelerator.autocast():
+            condition = policy.pipeline.encode([row["prompt"] for row in rows])
+            latents, logprobs = policy.sample(condition, torch.stack(draws), self.kept)
+            images = policy.pipeline.decode(latents[:, -1])
+        return ImageRollouts(rows, images.float()), Trajectories(latents, logprobs, condition)
+
+    @property
+    def kept(self) -> torch.dtype:
+        """What latents are kept in: the precision that the network computes in."""
+        return HALF.get(self.config.train.mixed_precision, torch.float32)
+
+    def prepare_experience(self, experience: Trajectories) -> DDPOBatch:
+        """Rewards to advantages, images to (image, step) rows."""
+        scores = [promised() for promised in self._promised]
+        self._promised = []
+        self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
+        rewards = torch.cat(scores)
+        self.record({"reward/mean": Mean.of(rewards), "reward/std": Std.of(rewards)})
+        prompts = [row["prompt"] for part in self._rollouts for row in part.rows]
+        limit, steps = self.method.adv_clip_max, self._trained_steps(len(experience))
+        image = torch.arange(len(experience)).unsqueeze(1).expand_as(steps).flatten()
+        at = steps.flatten()
+        return DDPOBatch(
+            experience.latents[image, at],
+            experience.latents[image, at + 1],
+            at,
+            experience.logprobs[image, at],
+            self.advantages(prompts, rewards).clamp(-limit, limit)[image],
+            experience.condition[image],
+        )
+
+    def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
+        """Standardised rewards, over all processes; by prompt where a buffer is kept. [B] -> [B]."""
+        mine = list(zip(prompts, rewards.tolist(), strict=True))
+        every = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        names, values = [name for name, _ in every], [value for _, value in every]
+        found = self.tracker.update(names, values) if self.method.buffer_size else standardise(values)
+        start = self.accelerator.process_index * len(mine)
+        return torch.tensor(found[start : start + len(mine)], dtype=torch.float32)
+
+    def _trained_steps(self, count: int) -> Tensor:
+        """For each image some of its steps that draw something, none twice. -> [B, K]."""
+        trained, at = self.denoising.trained, self.progress
+        draws = generator(self.config.train.seed, "timesteps", at.collection, self.accelerator.process_index)
+        order = torch.rand((count, len(trained)), generator=draws).argsort(1)
+        return trained[order[:, : self.steps_per_image]]
+
+    # ---------------------------------------------------------------------------------------------------- the loss
+
+    def loss(self, batch: DDPOBatch) -> tuple[Tensor, Metrics]:
+        """Clipped surrogate, a mean over denoising steps. -> []."""
+        mean = self.policy(batch.latents, batch.steps, batch.condition)
+        log_ratio = self.unwrapped.logprobs(mean, batch.next_latents, batch.steps) - batch.old_logprobs
+        ratio, limit = log_ratio.exp(), self.method.cliprange
+        loss = clipped_surrogate(ratio, batch.advantages, cliprange=limit).mean()
+        return loss, {
+            "policy/ratio": Mean.of(ratio),
+            "policy/approx_kl": Mean.of(0.5 * log_ratio**2),
+            "policy/clipfrac": Mean.of((ratio - 1).abs() > limit),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rewards that are remembered of each prompt."""
+        return {"rewards": self.tracker.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them over."""
+        self.tracker.load_state_dict(state["rewards"])
+
+    # ---------------------------------------------------------------------------------------------------- the user
+
+    def generate(self, prompts: Any) -> ImageRollouts:
+        """Images for prompts: strings, or dicts with a ``prompt``; for one or several. Training is not disturbed.
+
+        Every call draws anew, but a prompt with a column ``seed`` gives the same image.
+        """
+        rows = self.read_prompts([prompts] if isinstance(prompts, str | Mapping) else prompts)
+        if self.config.train.resume:
+            self.begin()  # what is drawn follows from where the resumed run stands
+        key, self.progress.generated = self.progress.generated, self.progress.generated + 1
+        return self.draw(rows, row_seeds(rows, _as_ids(rows), "generate"), "generate", key)[0]
+
+    def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Images for the evaluation prompts, of the same noise each time, scored and measured."""
+        return evaluate(self)
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """A UNet on images of 8 × 8, and a reward for bright ones."""
+        prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
+        return {
+            "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
+            "reward_fn": brightness,
+            "prompts": prompts,
+            "config": {
+                "method": {"num_steps": 3, "min_count": 2},
+                "optimizer": {"weight_decay": 0.0},
+                "rollout": {"num_rollouts": 8, "batch_size": 4},
+                "train": {"batch_size": 8},
+            },
+        }
+
+
+def brightness(images: Tensor, **_: Any) -> Tensor:
+    """The mean of each image's values. [B, C, H, W] -> [B]."""
+    return images.flatten(1).mean(1)
+
+
+def _as_ids(rows: Sequence[Row]) -> list[list[int]]:
+    """Prompts as numbers, for seeds."""
+    return [list(row["prompt"].encode()) for row in rows]
+
+
+def _refuse_unused(config: TRLConfig[Any]) -> None:
+    """Raise a `ConfigError` for settings of text."""
+    given = [
+        f"{section}.{name}"
+        for section, used in USED.items()
+        for name, field in type(getattr(config, section)).model_fields.items()
+        if name not in used and getattr(getattr(config, section), name) != field.default
+    ]
+    given += ["train.seq_length"] if config.train.seq_length is not None else []
+    if given:
+        raise ConfigError(f"{', '.join(given)} is set, and ddpo makes images, for which it means nothing; leave it out")
