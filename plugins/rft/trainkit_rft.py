@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
@@ -25,7 +25,6 @@ class RFTConfig(MethodConfig):
     """The numbers of RFT. Defaults are those of trlX."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 2e-5}, "train": {"total_steps": 1000}}
-
     name: str = "rft"
     """The registered name."""
     rft_k: int = Field(32, ge=1)
@@ -39,19 +38,12 @@ class RFTConfig(MethodConfig):
     pool_size: int = Field(128, ge=1)
     """Different responses that a prompt's pool holds; those sampled longest ago leave."""
 
-    @model_validator(mode="after")
-    def _thresholds_rise(self) -> Self:
-        if self.start_percentile > self.end_percentile:
-            raise ValueError(f"from {self.start_percentile} to {self.end_percentile} percentiles fall; they must not")
-        return self
-
 
 @dataclass(frozen=True)
 class RFTRows(TokenBatch):
-    """Responses with their scores [B]; empty ones, which are not ``fresh`` [B], for prompts that only have a pool."""
+    """Responses with their scores [B]; empty ones for prompts that only have a pool."""
 
     scores: Tensor
-    fresh: Tensor
 
 
 def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
@@ -70,14 +62,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     """loss = −mean log π(y_t | prompt, y_<t) over the tokens of responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
-    visits: dict[str, int]
-    """By prompt, as text of its ids: how often it was visited. A visit is a step of its schedule."""
-    pools: dict[str, dict[str, float]]
-    """By prompt: scores by response, the latest sampled last. The same on all processes: any may get the prompt."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.visits, self.pools = {}, {}
+        self.visits: dict[str, int] = {}  # by prompt, as text of its ids: a visit is a step of its schedule
+        self.pools: dict[str, dict[str, float]] = {}  # scores by response, latest last; the same on all processes
 
     @property
     def samples_per_prompt(self) -> int:
@@ -94,8 +83,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         queries = [self.encode(row["prompt"]) for row in rows]
         grow = [self.visits.get(_text(query), 0) % self.method.n_improve_steps == 0 for query in queries]
         rest = [query for query, now in zip(queries, grow, strict=True) if not now]
-        none = torch.zeros(len(rest))
-        parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), none, none.bool())]
+        parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), torch.zeros(len(rest)))]
         if any(grow):
             rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
             parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
@@ -103,20 +91,19 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
         """Rollouts with their scores; rewards per token count with their sum."""
-        whole = scores if scores.dim() == 1 else scores.sum(1)
-        return RFTRows(rollouts.sequences, whole, torch.ones_like(whole, dtype=torch.bool))
+        return RFTRows(rollouts.sequences, scores if scores.dim() == 1 else scores.sum(1))
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
-        """What is fresh into the pools; then what reaches the thresholds, an equal part of it for each process."""
-        x = experience
+        """What is new into the pools; then what reaches the thresholds, an equal part of it for each process."""
+        x, new = experience, experience.sequences.response_mask.any(1)
         ids = ([_text(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
-        found = gather_object(list(zip(*ids, x.scores.tolist(), x.fresh.tolist(), strict=True)))
-        for query, response, score, fresh in found:
-            if fresh:
+        found = gather_object(list(zip(*ids, x.scores.tolist(), strict=True)))
+        for query, response, score in found:
+            if response:
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        if any(fresh for *_, fresh in found):
-            self.record({"reward/mean": Mean.of(x.scores, x.fresh), "reward/std": Std.of(x.scores, x.fresh)})
+        if any(response for _, response, _ in found):
+            self.record({"reward/mean": Mean.of(x.scores, new), "reward/std": Std.of(x.scores, new)})
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
@@ -127,14 +114,14 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
         method, pools = self.method, [self.pools[query] for query in queries]
         schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
-        visits = [self.visits.get(query, 0) for query in queries]
-        keep = select([list(pool.values()) for pool in pools], [schedule[n % method.n_improve_steps] for n in visits])
-        self.visits |= {query: n + 1 for query, n in zip(queries, visits, strict=True)}
-        flags = list(chain.from_iterable(keep))
+        percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
+        kept = list(chain.from_iterable(select([list(pool.values()) for pool in pools], percentiles)))
+        self.visits |= {query: self.visits.get(query, 0) + 1 for query in queries}
         pooled = [(query, *item) for query, pool in zip(queries, pools, strict=True) for item in pool.items()]
-        scores, kept = torch.tensor([score for *_, score in pooled]), torch.tensor(flags)
-        self.record({"pool/kept": Mean.of(kept), "pool/kept_reward": Mean.of(scores, kept)})
-        return [(query, response) for (query, response, _), good in zip(pooled, flags, strict=True) if good]
+        good = torch.tensor(kept)
+        scores = torch.tensor([score for *_, score in pooled])
+        self.record({"pool/kept": Mean.of(good), "pool/kept_reward": Mean.of(scores, good)})
+        return [(query, response) for (query, response, _), keep in zip(pooled, kept, strict=True) if keep]
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
         """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import trainkit
 from trainkit.data import Sequences
-from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_rft import RFTRows, select
@@ -46,12 +45,12 @@ def test_something_is_always_kept_and_the_best_first(scores: list[list[float]], 
 def rows(*found: tuple[list[int], list[int], float]) -> RFTRows:
     """Fresh responses."""
     sequences = Sequences.from_lists([query for query, _, _ in found], [response for _, response, _ in found])
-    return RFTRows(sequences, torch.tensor([score for *_, score in found]), torch.ones(len(found), dtype=torch.bool))
+    return RFTRows(sequences, torch.tensor([score for *_, score in found]))
 
 
 def visited(trainer: Any) -> RFTRows:
-    """Another visit to the prompt [1], without anything fresh."""
-    return RFTRows(Sequences.from_lists([[1]], [[]]), torch.zeros(1), torch.zeros(1, dtype=torch.bool))
+    """Another visit to the prompt [1], without anything new."""
+    return RFTRows(Sequences.from_lists([[1]], [[]]), torch.zeros(1))
 
 
 def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_anew(tmp_path: Path) -> None:
@@ -102,11 +101,6 @@ def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_pat
     assert logprobs.numel() == 4
     torch.testing.assert_close(loss, -logprobs.mean())
     assert found["loss/nll"].compute() == pytest.approx(loss.item())
-
-
-def test_thresholds_that_fall_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"from 0\.99 to 0\.95 percentiles fall"):
-        tiny_trainer("rft", tmp_path, method__start_percentile=0.99)
 
 
 def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
