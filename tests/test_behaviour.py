@@ -18,7 +18,7 @@ TRAINERS = language_trainers()
 COMPARING = [
     name
     for name, cls in ((name, trainkit.get_trainer(name)) for name in TRAINERS)
-    if "prompts" in cls.inputs and cls.needs_reference  # a property counts: it depends on the configuration
+    if "prompts" in cls.inputs and cls.needs_reference is not trainkit.AcceleratedLoop.needs_reference
 ]
 """Those that ask what the policy said when it sampled."""
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
