@@ -17,9 +17,9 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
 
-# one thread: small matrices are slower on many, and sums come out in one order
+# one thread: small matrices are slower on many, and sums come out in one order; a process for each core instead
 test: $(VENV)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n auto --dist worksteal
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ import transformers.modeling_utils
 import trainkit
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import checkpoint, run
+from trainkit.trainer import accelerate, checkpoint
 
 CHANGES: dict[str, Any] = {
     "model": tiny_gpt2(10, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
@@ -58,7 +58,7 @@ class Killer:
         io.open = self.writing(io.open)
         for module, name in (
             (checkpoint, "save_file"),
-            (run, "save_file"),
+            (accelerate, "save_file"),
             (transformers.modeling_utils, "safe_save_file"),
         ):
             setattr(module, name, self.saving(getattr(module, name)))
