@@ -27,6 +27,7 @@ from trainkit.functional import (
     masked_mean,
     masked_sum,
     nll,
+    per_response,
     penalise_cut,
     penalise_repetition,
     place_scores,
@@ -620,3 +621,8 @@ def test_penalised_logits_shrink_if_positive_and_grow_if_negative_where_they_wer
     processor = RepetitionPenaltyLogitsProcessor(2.0)
     exactly(penalise_repetition(logits, seen, 2.0), processor(torch.tensor([[0, 1, 4, 5, 0]]), logits))
     exactly(penalise_repetition(logits, seen, 1.0), logits)
+
+
+def test_rewards_per_token_count_with_their_sum() -> None:
+    assert per_response(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+    assert per_response(torch.tensor([[1.0, 2.0, 0.0], [0.5, 0.0, 0.25]])).tolist() == [3.0, 0.75]

@@ -118,6 +118,11 @@ def at_last(numbers: Tensor, mask: Tensor) -> Tensor:
     return zero_masked(numbers, last.reshape(*last.shape, *[1] * (numbers.dim() - 2))).sum(1)
 
 
+def per_response(scores: Tensor) -> Tensor:
+    """Σ_t of rewards per token; scores per response as they are. [B, T] or [B] -> [B]."""
+    return scores if scores.dim() == 1 else scores.sum(1)
+
+
 def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     """Scores as rewards per token: [B] lands on the last response token (F-07); [B, T] is kept. -> [B, T]."""
     if scores.dim() == 1:

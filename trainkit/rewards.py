@@ -134,6 +134,43 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
     return checked
 
 
+RESERVED = ("prompt", "output", "image", "reward", "length", "time")
+"""What an evaluation's records and metrics hold already."""
+
+Record = dict[str, Any]
+"""One response of an evaluation: its prompt, its output, and numbers about it."""
+
+
+def measure(
+    metric_fn: MetricFn | None, rollouts: Scored, known: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, float], list[Record]]:
+    """``metric_fn``'s numbers about the whole, and a record of each response: of what is ``known``, and its numbers.
+
+    Raises:
+        RewardError: as `metrics`; or it gives a name that evaluations use themselves.
+    """
+    whole: dict[str, float] = {}
+    columns: dict[str, Sequence[Any]] = {**known}
+    for name, value in (metrics(metric_fn, rollouts) if metric_fn else {}).items():
+        if name in RESERVED:
+            raise RewardError(f"metric_fn gives {name!r}, a name that evaluations use themselves; choose another")
+        if isinstance(value, list):
+            columns[name] = value
+        else:
+            whole[name] = value
+    return whole, [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Means by name: of the records' numbers, and of numbers about so many responses each."""
+    names = [name for name, value in records[0].items() if isinstance(value, int | float)]
+    found = {name: sum(record[name] for record in records) / len(records) for name in names}
+    total = sum(count for count, _ in wholes)
+    for name in wholes[0][1]:
+        found[name] = sum(count * whole[name] for count, whole in wholes) / total
+    return found
+
+
 def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
     """What ``fn(**rollouts.given, **extra, **columns)`` returns.
 

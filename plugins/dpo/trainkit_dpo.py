@@ -24,7 +24,7 @@ from trainkit import (
     TRLConfig,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, zero_masked
+from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import load_model, make_policy
 
@@ -295,7 +295,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
         """What the reference says about scored responses, and how far the policy is from it."""
         sequences, mask = rollouts.sequences, rollouts.sequences.response_mask
-        totals = scores if scores.dim() == 1 else scores.sum(1)
+        totals = per_response(scores)
         if not self.needs_reference:
             return ScoredResponses(sequences, totals, torch.zeros_like(totals))
         logprobs, ref_logprobs = self.behaviour(rollouts).logprobs, self.reference(sequences).logprobs
@@ -344,7 +344,7 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
         """Scored responses."""
-        totals = scores if scores.dim() == 1 else scores.sum(1)
+        totals = per_response(scores)
         return ScoredResponses(rollouts.sequences, totals, torch.zeros_like(totals))
 
     def prepare_experience(self, experience: ScoredResponses) -> BestResponses:

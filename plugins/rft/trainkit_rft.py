@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
-from trainkit.functional import nll
+from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.models import Policy, load_model, make_policy
 
@@ -91,7 +91,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
         """Rollouts with their scores; rewards per token count with their sum."""
-        return RFTRows(rollouts.sequences, scores if scores.dim() == 1 else scores.sum(1))
+        return RFTRows(rollouts.sequences, per_response(scores))
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """What is new into the pools; then what reaches the thresholds, an equal part of it for each process."""

@@ -19,6 +19,7 @@ from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
 from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
+from trainkit.functional import per_response
 from trainkit.models.adapters import HEADS, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import Policy, TokenOutputs
@@ -251,7 +252,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return self._experience(rollouts, self.score(rollouts))
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
-        whole = scores if scores.dim() == 1 else scores.sum(1)
+        whole = per_response(scores)
         self.record(
             {
                 "reward/mean": m.Mean.of(whole),

@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from trainkit import metrics as m
 from trainkit.config import sweep
-from trainkit.errors import RewardError
-from trainkit.rewards import metrics, score
+from trainkit.functional import per_response
+from trainkit.rewards import Record, means, measure, score
 from trainkit.seeding import row_seeds
 from trainkit.store import RolloutStore
 
@@ -22,16 +22,11 @@ if TYPE_CHECKING:
 
     Trainer = AccelerateRLTrainer[Any]
 
-Sample = dict[str, Any]
 
-RESERVED = ("prompt", "output", "reward", "length", "time")
-"""What an evaluation's records and metrics hold already."""
-
-
-def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Sample]]:
+def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
     """Means over all evaluation prompts, and one record per response. A swept setting is a suffix of every name."""
     found: dict[str, float] = {}
-    samples: list[Sample] = []
+    samples: list[Record] = []
     for index, (suffix, overrides) in enumerate(sweep(trainer.config.rollout.eval_kwargs)):
         started = time.perf_counter()
         part, records = _evaluate_at(trainer, overrides, index)
@@ -59,14 +54,14 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 
 
-def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Sample]]:
+def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Record]]:
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     queries = [trainer.encode(row["prompt"]) for row in trainer.eval_rows]
     seeds = row_seeds(trainer.eval_rows, queries, "generate")  # over all processes' rows, so that none repeats
     shard = slice(accelerator.process_index, None, accelerator.num_processes)
     mine = list(zip(trainer.eval_rows[shard], queries[shard], seeds[shard], strict=True))
     settings = trainer.settings(**overrides)
-    records: list[Sample] = []
+    records: list[Record] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
     for start in range(0, len(mine), size):
         part = mine[start : start + size]
@@ -79,31 +74,13 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tup
         aggregates.append((len(rollouts), whole))
     if accelerator.num_processes > 1:
         records, aggregates = gather_object(records), gather_object(aggregates)
-    return _means(records, aggregates), records
+    return means(records, aggregates), records
 
 
-def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Sample]]:
+def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Record]]:
     """Numbers about the rollouts as a whole, and a record of each."""
-    columns: dict[str, list[float]] = {"length": [float(len(r)) for r in rollouts.responses]}
-    whole: dict[str, float] = {}
+    known: dict[str, list[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
+    known["length"] = [float(len(response)) for response in rollouts.responses]
     if trainer.reward_fn is not None:
-        scores = score(trainer.reward_fn, rollouts, trainer.tokenizer)
-        columns["reward"] = (scores if scores.dim() == 1 else scores.sum(1)).tolist()
-    for name, value in (metrics(trainer.metric_fn, rollouts) if trainer.metric_fn else {}).items():
-        if name in RESERVED:
-            raise RewardError(f"metric_fn gives {name!r}, a name that evaluations use themselves; choose another")
-        if isinstance(value, list):
-            columns[name] = value
-        else:
-            whole[name] = value
-    texts = [{"prompt": p, "output": o} for p, o in zip(rollouts.prompts, rollouts.outputs, strict=True)]
-    return whole, [{**text, **{k: v[i] for k, v in columns.items()}} for i, text in enumerate(texts)]
-
-
-def _means(records: list[Sample], aggregates: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    names = [name for name in records[0] if name not in ("prompt", "output")]
-    means = {name: sum(record[name] for record in records) / len(records) for name in names}
-    total = sum(count for count, _ in aggregates)
-    for name in aggregates[0][1]:
-        means[name] = sum(count * whole[name] for count, whole in aggregates) / total
-    return means
+        known["reward"] = per_response(score(trainer.reward_fn, rollouts, trainer.tokenizer)).tolist()
+    return measure(trainer.metric_fn, rollouts, known)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trainkit.errors import RewardError
-from trainkit.rewards import metrics
+from trainkit.rewards import Record, means, measure
 from trainkit.seeding import derive_seed, row_seeds
 from trainkit_ddpo.images import ImageRollouts
 
 if TYPE_CHECKING:
     from trainkit_ddpo.trainer import DDPOTrainer
-
-Record = dict[str, Any]
-
-RESERVED = ("prompt", "output", "reward", "image", "time")
-"""What records and metrics hold already."""
 
 
 def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
@@ -46,30 +40,14 @@ def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
         wholes.append((len(rollouts), whole))
     if accelerator.num_processes > 1:
         records, wholes = gather_object(records), gather_object(wholes)
-    found = {**_means(records, wholes), "time": time.perf_counter() - started}
+    found = {**means(records, wholes), "time": time.perf_counter() - started}
     return {f"eval/{name}": value for name, value in found.items()}, records
 
 
 def _measure(trainer: DDPOTrainer, rollouts: ImageRollouts) -> tuple[dict[str, float], list[Record]]:
     """Numbers about the images as a whole, and a record of each."""
-    columns: dict[str, list[float]] = {} if rollouts.scores is None else {"reward": rollouts.scores.tolist()}
-    whole: dict[str, float] = {}
-    for name, value in (metrics(trainer.metric_fn, rollouts) if trainer.metric_fn else {}).items():
-        if name in RESERVED:
-            raise RewardError(f"metric_fn gives {name!r}, a name that evaluations use themselves; choose another")
-        if isinstance(value, list):
-            columns[name] = value
-        else:
-            whole[name] = value
-    about = zip(rollouts.prompts, rollouts.outputs, rollouts.images.cpu(), strict=True)
-    records = [{"prompt": prompt, "output": output, "image": image} for prompt, output, image in about]
-    return whole, [{**r, **{k: v[i] for k, v in columns.items()}} for i, r in enumerate(records)]
-
-
-def _means(records: list[Record], wholes: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    names = [name for name in records[0] if name not in ("prompt", "output", "image")]
-    means = {name: sum(record[name] for record in records) / len(records) for name in names}
-    total = sum(count for count, _ in wholes)
-    for name in wholes[0][1]:
-        means[name] = sum(count * whole[name] for count, whole in wholes) / total
-    return means
+    known: dict[str, Sequence[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
+    known["image"] = list(rollouts.images.cpu())
+    if rollouts.scores is not None:
+        known["reward"] = rollouts.scores.tolist()
+    return measure(trainer.metric_fn, rollouts, known)
