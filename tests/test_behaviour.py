@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import trainkit
+from trainkit import hookimpl
 from trainkit.data import Rollouts
+from trainkit.errors import PluginError
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import language_trainers, tiny_trainer
 
@@ -113,3 +115,27 @@ def test_another_sampler_than_the_one_that_was_compared_is_compared_anew(name: s
     trainer.collect()
     assert len(seen) > 0
     assert (trainer.progress.sampler, trainer.progress.sampler_exact) == ("CausalSampler", True)
+
+
+def test_a_reward_function_judges_as_exactly_in_training_as_in_evaluation(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def judge(outputs: list[str], **_: Any) -> list[float]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return [float(len(output)) for output in outputs]
+
+    trainer = tiny_trainer("ppo", tmp_path, train__mixed_precision="bf16", train__eval_interval=3)
+    trainer.reward_fn = judge
+    trainer.learn()
+    assert len(seen) > 2
+    assert not any(seen)
+
+
+def test_a_sampler_of_a_hook_is_refused_by_an_algorithm_that_steers(tmp_path: Path) -> None:
+    class Hook:
+        @hookimpl
+        def make_sampler(self, trainer: Any) -> Any:
+            return lambda *_: None
+
+    with pytest.raises(PluginError, match="steers its samples"):
+        tiny_trainer("ilql", tmp_path, callbacks=[Hook()]).generate(["a"])

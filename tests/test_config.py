@@ -577,3 +577,10 @@ def test_a_key_given_twice_in_yaml_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unquoted_no_of_yaml_is_no_mixed_precision() -> None:
     assert TrainConfig.model_validate(parse_yaml("mixed_precision: no")).mixed_precision == "no"
+
+
+def test_a_rollout_section_made_on_its_own_may_hold_a_methods_sampling_settings() -> None:
+    rollout = RolloutConfig(eval_kwargs={"beta": [0, 1]})
+    assert TRLConfig(method="ilql", rollout=rollout).rollout.eval_kwargs == {"beta": [0, 1]}
+    with pytest.raises(ConfigError, match="beta"):
+        TRLConfig(method="ppo", rollout=rollout)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data import BATCH_CLASSES, Batch, Rollouts, Sequences, TokenBatch
+from trainkit.data import BATCH_CLASSES, Batch, Preferences, Rollouts, Sequences, TokenBatch
 
 EOS = 3
 IDS = st.lists(st.integers(0, 9), max_size=5)
@@ -317,3 +317,10 @@ def test_micro_batches_of_so_many_tokens_count_the_longest_row_of_each() -> None
     assert parts == [[10, 10], [5, 4, 4, 2]]
     assert [len(part) for part in batch.split(None, tokens=1)] == [1] * 6
     assert [len(part) for part in batch.split(4, tokens=1)] == [4, 2]
+
+
+def test_a_pair_takes_up_two_rows_as_wide_as_its_longer_side() -> None:
+    short, long = Sequences.from_lists([[1]], [[2]]), Sequences.from_lists([[1]], [[2, 3, 4]])
+    assert Preferences(short, long).lengths.tolist() == [8]
+    both = Preferences.cat([Preferences(short, long)] * 4)
+    assert [len(micro) for micro in both.split(None, 16)] == [2, 2]

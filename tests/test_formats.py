@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -282,3 +284,18 @@ def test_conversational_pairs_and_prompts_train_with_the_usual_call(tmp_path: Pa
     prompts = [{"prompt": ASK, "level": 1}]
     trainkit.train(tiny_gpt2(len(made)), reward, prompts=prompts, tokenizer=made, config=config("ppo"))
     assert set(seen) == {(ASKED, 1)}
+
+
+@pytest.mark.parametrize("label", [True, 1, np.True_, torch.tensor(1)])
+def test_a_label_is_true_or_one_of_any_library(label: Any) -> None:
+    row = {"prompt": "a", "completion": "b", "label": label}
+    assert recognise(row) == "unpaired preference"
+    assert sample_rows([row], rated=True)[0]["reward"] == 1.0
+    assert recognise({**row, "label": "spam"}) == "prompt-completion"  # a column like any other
+
+
+def test_rewards_are_numbers_of_any_library() -> None:
+    rows = sample_rows(["ab", "cd", "ef"], [np.float32(0.5), torch.tensor(2.0), 1])
+    assert [row["reward"] for row in rows] == [0.5, 2.0, 1.0]
+    with pytest.raises(DataError, match="reward 1 should be a finite number"):
+        sample_rows(["ab", "cd"], [1.0, torch.tensor(float("nan"))])

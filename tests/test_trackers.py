@@ -40,6 +40,7 @@ def stub_trainer(**more: Any) -> Any:
     return SimpleNamespace(
         config=config,
         pipeline=object(),
+        unit="tokens",
         total_steps=10,
         done=False,
         run_dir=Path("runs/toy"),
@@ -350,3 +351,9 @@ def test_lines_written_after_the_checkpoint_of_a_killed_run_are_not_written_twic
     tiny_trainer("ppo", tmp_path / "killed", train__resume="auto", **changes).learn()
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert lines(tmp_path / "killed", name) == lines(tmp_path / "straight", name)
+
+
+def test_the_console_says_what_a_step_averages_over(tmp_path: Path) -> None:
+    shown, text = console()
+    tiny_trainer("dpo", tmp_path, train__total_steps=2, callbacks=[shown]).learn()
+    assert re.search(r"done after \S+  16 samples  16 pairs", text.getvalue())

@@ -196,9 +196,10 @@ class RolloutConfig(SamplingConfig):
         swept = _swept(value)
         if len(swept) > 1:
             raise ValueError(f"one setting may be a list of values to sweep; given: {', '.join(swept)}")
-        sampling: type[SamplingConfig] = (info.context or {}).get("sampling", SamplingConfig)
+        sampling: type[SamplingConfig] | None = (info.context or {}).get("sampling")
         for _, settings in sweep(value):
-            sampling.model_validate(settings)
+            known = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
+            (sampling or SamplingConfig).model_validate(known)  # of a method's own, `TRLConfig` knows
         if swept and not value[swept[0]]:
             raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
         return value
@@ -325,6 +326,12 @@ class TRLConfig(BaseModel, Generic[M]):
         if method is None:
             raise PydanticCustomError("method", "should be a method's name, or a mapping with its 'name'")
         return method.model_validate({**({} if isinstance(value, str) else value), "name": _name_of(value)})
+
+    @model_validator(mode="after")
+    def _method_knows_sampling(self) -> Self:
+        for _, settings in sweep(self.rollout.eval_kwargs):  # of a section that was made on its own
+            self.method.sampling.model_validate(settings)
+        return self
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ class Batch:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         BATCH_CLASSES[f"{cls.__module__}.{cls.__qualname__}"] = cls
+
+    unit: ClassVar[str] = "rows"
+    """What `weight` counts, for people."""
 
     def parts(self) -> dict[str, Tensor | Batch]:
         """The fields by name, without those that are None."""
@@ -68,17 +71,22 @@ class Batch:
         """The batch without columns that are padding in every row."""
         return type(self)(**{k: v.trim() if isinstance(v, Batch) else v for k, v in self.parts().items()})
 
-    def split(self, size: int | None, tokens: int | None = None) -> list[Self]:
-        """Micro-batches of ``size`` rows, or else of about ``tokens`` tokens; rows of like length together."""
+    def groups(self, size: int | None, tokens: int | None = None) -> list[Tensor]:
+        """The rows of micro-batches, as indices [b]: ``size`` each, or else about ``tokens`` tokens; of like length."""
         if size is None and tokens is None:
-            return [self]
+            return [torch.arange(len(self))]
         order = self.lengths.argsort(descending=True, stable=True)
         starts, lengths = [0], self.lengths[order].tolist()
         for index in range(1, len(self)):
             room = size or max((tokens or 0) // max(lengths[starts[-1]], 1), 1)
             if index - starts[-1] >= room:
                 starts.append(index)
-        return [self] if len(starts) == 1 else [self.select(rows) for rows in order.tensor_split(starts[1:])]
+        return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
+
+    def split(self, size: int | None, tokens: int | None = None) -> list[Self]:
+        """Micro-batches of `groups`."""
+        found = self.groups(size, tokens)
+        return [self] if len(found) == 1 else [self.select(rows) for rows in found]
 
     @classmethod
     def cat(cls, batches: Sequence[Self]) -> Self:
@@ -108,6 +116,7 @@ def _cat_padded(tensors: list[Tensor], width: int = 0) -> Tensor:
 class Sequences(Batch):
     """Prompts and responses as token ids, padded on the right. Fields are [B, T]."""
 
+    unit: ClassVar[str] = "tokens"
     input_ids: Tensor
     """Token ids; whatever stands in padding never matters."""
     attention_mask: Tensor
@@ -243,6 +252,7 @@ class TokenBatch(Batch):
     Its unit of averaging is the response token.
     """
 
+    unit: ClassVar[str] = "tokens"
     sequences: Sequences
 
     @property
@@ -265,6 +275,7 @@ class TokenBatch(Batch):
 class Preferences(Batch):
     """Pairs of responses of which one is preferred; the unit of averaging is the pair. [B] pairs."""
 
+    unit: ClassVar[str] = "pairs"
     chosen: Sequences
     """The preferred one of each pair, with its prompt."""
     rejected: Sequences
@@ -272,8 +283,8 @@ class Preferences(Batch):
 
     @property
     def lengths(self) -> Tensor:
-        """Real tokens of each pair's longer side [B]."""
-        return torch.maximum(self.chosen.lengths, self.rejected.lengths)
+        """Tokens that a pair takes up, both sides being as wide as the longer [B]."""
+        return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
     @property
     def both(self) -> Sequences:

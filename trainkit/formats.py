@@ -19,8 +19,6 @@ as text. Further columns are kept.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +26,7 @@ from trainkit.chat import Chat, is_conversation
 from trainkit.data import Row
 from trainkit.errors import DataError, describe
 from trainkit.pipeline import check_text, is_stream
-from trainkit.rewards import GIVEN
+from trainkit.rewards import GIVEN, finite
 from trainkit.seeding import check_seed
 
 if TYPE_CHECKING:
@@ -50,6 +48,11 @@ EXPECTED = {
 """What may be given, by what it is read as."""
 
 
+def _is_label(value: Any) -> bool:
+    """Whether it says that an output is good or bad: true or false, 1 or 0; NumPy's and tensors too."""
+    return finite(value) in (0.0, 1.0)
+
+
 def recognise(row: Mapping[str, Any]) -> Format | None:
     """The format of a row by its columns; None if it is none."""
     sides = {"chosen", "rejected"} & row.keys()
@@ -58,7 +61,7 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
         return whole if len(sides) == 2 else None
     has_output = any(name in row for name in OUTPUTS)
     if "prompt" in row and has_output:
-        return "unpaired preference" if isinstance(row.get("label"), bool) else "prompt-completion"
+        return "unpaired preference" if _is_label(row.get("label")) else "prompt-completion"
     if has_output or "text" in row or "messages" in row:
         return "language modelling"
     return "prompt-only" if "prompt" in row else None
@@ -78,7 +81,8 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
     if callable(prompts):
         raise DataError(
             f"prompts should be a list, so that a run can be resumed; given {describe(prompts)}. Call it beforehand: "
-            "[prompt_function() for _ in range(1000)]"
+            "[prompt_function() for _ in range(1000)], or where it returns pairs "
+            '[{"prompt": prompt, **columns} for prompt, columns in (prompt_function() for _ in range(1000))]'
         )
     _check_list(prompts, "prompt")
     rows = []
@@ -154,10 +158,11 @@ def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
         raise DataError("rewards are given, and the samples' labels are rewards too; give one of the two")
     if len(rewards) != len(rows):
         raise DataError(f"there are {len(rows)} samples and {len(rewards)} rewards; give one reward per sample")
-    for index, reward in enumerate(rewards):
-        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-            raise DataError(f"reward {index} should be a finite number; given {describe(reward)}")
-    return [{**row, "reward": float(reward)} for row, reward in zip(rows, rewards, strict=True)]
+    read = [finite(reward) for reward in rewards]
+    if None in read:
+        index = read.index(None)
+        raise DataError(f"reward {index} should be a finite number; given {describe(rewards[index])}")
+    return [{**row, "reward": reward} for row, reward in zip(rows, read, strict=True)]
 
 
 def sample_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, rated: bool = False) -> Row:

@@ -221,12 +221,24 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 1)
 
 
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python has it."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def finite(value: Any) -> float | None:
+    """The number that ``value`` is, if it is one (Python's, NumPy's, or a tensor []) that float32 can hold."""
+    value = _plain(value)
+    known = isinstance(value, bool | int | float) and abs(value) <= torch.finfo(torch.float32).max  # false for NaN
+    return float(value) if known else None
+
+
 def _number(value: Any, source: str, row: int | None, contract: str = CONTRACT) -> float:
     at = "" if row is None else f" for sample {row}"
-    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, bool | int | float):
-        if abs(value) <= torch.finfo(torch.float32).max:  # false for NaN
-            return float(value)
+    value = _plain(value)
+    found = finite(value)
+    if found is not None:
+        return found
+    if isinstance(value, int | float):
         raise RewardError(f"{source} returned {describe(value)}{at}; numbers must be finite in float32. {contract}")
     raise RewardError(f"{source} returned {describe(value)}{at}; {contract}")

@@ -265,6 +265,7 @@ class Console:
         self._live: Live | None = None
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._running = False
+        self._unit = "tok"
         self._reset("", 0)
 
     def _reset(self, title: str, total: int) -> None:
@@ -302,6 +303,7 @@ class Console:
         self._step = step
         self._metrics = {**self._metrics, **trained}
         self._pace.add(step, trainer.progress.tokens)
+        self._unit = "tok" if trainer.unit == "tokens" else trainer.unit
         now = time.monotonic()
         if self._live is None and now - self._last_line >= self.interval:
             self._last_line = now
@@ -332,7 +334,7 @@ class Console:
         self._step = at.step
         self._say(
             f"{self._step_of_total()}  {'done' if trainer.done else 'stopped'} after {clock(at.seconds)}  "
-            f"{count(at.samples)} samples  {count(at.tokens)} tokens  {trainer.run_dir}"
+            f"{count(at.samples)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
         )
 
     # ------------------------------------------------------------------------------------------------------ text
@@ -363,7 +365,7 @@ class Console:
         rate = self._pace.tokens_per_second
         left = self._pace.seconds_left(self._total)
         return [
-            *([f"{count(rate):>5} tok/s"] if rate is not None else []),
+            *([f"{count(rate):>5} {self._unit}/s"] if rate is not None else []),
             *([f"left {clock(left)}"] if left is not None else []),
         ]
 

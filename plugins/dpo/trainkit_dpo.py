@@ -6,13 +6,14 @@ best alone (`best_of_k`). Rafailov et al. 2023 (DPO), Guo et al. 2024 (online).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit import (
     AccelerateRLTrainer,
@@ -20,13 +21,13 @@ from trainkit import (
     Preferences,
     Rollouts,
     Row,
+    Sequences,
     TokenBatch,
-    TRLConfig,
     register_trainer,
 )
 from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import load_model, make_policy
+from trainkit.models import TokenOutputs
 
 
 class DPOConfig(MethodConfig):
@@ -160,6 +161,7 @@ class ScoredResponses(TokenBatch):
 class BestResponses(TokenBatch):
     """The best response to each prompt; ``decided`` bool [B]: it is better than another."""
 
+    unit: ClassVar[str] = "responses"
     decided: Tensor
 
     @property
@@ -193,19 +195,12 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Not for a loss without one."""
         return not self.method.reference_free
 
-    def get_arch(self, config: TRLConfig[C]) -> nn.Module:
-        """The language model; at the sampling temperature and under the logit mask if the responses are its own."""
-        model = load_model(config.model, self.live_model)
-        if not self.online:
-            return make_policy(model)
-        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
-
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
         """log π of whole responses, EOS included; for IPO the mean over their tokens. [B, T] ×2 -> [B]."""
         sums = masked_sum(logprobs, mask, dim=1)
         return sums / mask.sum(1) if self.method.loss_type == "ipo" and self.method.ipo_length_normalize else sums
 
-    def read(self, policy: nn.Module, batch: DPOBatch) -> tuple[Tensor, Tensor]:
+    def read(self, policy: Callable[[Sequences], TokenOutputs], batch: Preferences) -> tuple[Tensor, Tensor]:
         """log π of the chosen and of the rejected [B], from one pass over both."""
         both = batch.both
         chosen, rejected = self.logps(policy(both).logprobs, both.response_mask).chunk(2)
@@ -268,12 +263,11 @@ class DPOTrainer(PairTrainer[DPOConfig]):
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Pairs as sequences, with log π_ref of both sides."""
         pairs = self.encode_preferences(rows)
-        both, decided = pairs.both, torch.ones(len(rows), dtype=torch.bool, device=pairs.chosen.input_ids.device)
-        if not self.needs_reference:
-            none = torch.zeros(len(rows), device=decided.device)
-            return DPOBatch(pairs.chosen, pairs.rejected, none, none, decided)
-        chosen, rejected = self.logps(self.reference(both).logprobs, both.response_mask).chunk(2)
-        return DPOBatch(pairs.chosen, pairs.rejected, chosen, rejected, decided)
+        ref = torch.zeros(len(rows), 2, device=pairs.chosen.input_ids.device)
+        if self.needs_reference:
+            ref = self.in_micro_batches(pairs, lambda micro: torch.stack(self.read(self.reference, micro), dim=1))
+        decided = torch.ones(len(rows), dtype=torch.bool, device=ref.device)
+        return DPOBatch(pairs.chosen, pairs.rejected, ref[:, 0], ref[:, 1], decided)
 
 
 @register_trainer("online_dpo")
@@ -336,11 +330,6 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
     def experience_rows(self) -> int:
         """A response for each prompt."""
         return self.collection_rows
-
-    def get_arch(self, config: TRLConfig[BestOfKConfig]) -> nn.Module:
-        """The language model."""
-        model = load_model(config.model, self.live_model)
-        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
         """Scored responses."""

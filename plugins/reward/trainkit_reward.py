@@ -5,8 +5,6 @@ Bradley and Terry 1952 (the model); Stiennon et al. 2020 (for language models).
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -20,6 +18,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Preferences, Row, TRLCon
 from trainkit.errors import DataError
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
+from trainkit.rewards import finite
 
 __all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_accuracy", "preference_loss"]
 
@@ -27,7 +26,7 @@ __all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "prefe
 class RewardConfig(MethodConfig):
     """The numbers of reward modelling. Defaults are those of Stiennon et al. 2020."""
 
-    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1.5e-5}, "train": {"epochs": 1}}
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1.5e-5}}
 
     name: str = "reward"
     """The registered name."""
@@ -78,7 +77,7 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
             raise DataError(f"{len(given)} of {len(rows)} samples have a margin; give all of them one, or none")
         for index in given:
             margin = rows[index]["margin"]
-            if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+            if isinstance(margin, bool) or finite(margin) is None:
                 raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
         return rows
 

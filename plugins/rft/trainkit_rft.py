@@ -18,7 +18,6 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
 from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import Policy, load_model, make_policy
 
 
 class RFTConfig(MethodConfig):
@@ -73,11 +72,6 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """k."""
         return self.method.rft_k
 
-    def get_arch(self, config: Any) -> Policy:
-        """The language model, trained as the distribution that it samples from."""
-        model = load_model(config.model, self.live_model)
-        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
-
     def make_experience(self, rows: list[Row]) -> RFTRows:
         """Scored responses to prompts at a growth step; the other prompts."""
         queries = [self.encode(row["prompt"]) for row in rows]
@@ -127,6 +121,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""
         logprobs = self.policy(batch).logprobs
         return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Fewer responses, for tests."""
+        return {"config": {"method": {"rft_k": 4}}}
 
     def state_dict(self) -> dict[str, Any]:
         """Visits and pools."""

@@ -12,10 +12,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, TRLConfig, register_trainer
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, kl_k1, kl_k3, leave_one_out, masked_mean, place_scores, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import Policy, load_model, make_policy
 
 
 class RLOOConfig(MethodConfig):
@@ -66,6 +65,8 @@ class RLOOBatch(TokenBatch):
 class RLOORows(RLOOBatch):
     """The same for a ratio per response: advantages [B], and the response as the unit of averaging."""
 
+    unit: ClassVar[str] = "responses"
+
     @property
     def weight(self) -> Tensor:
         """Responses []."""
@@ -88,11 +89,6 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     def samples_per_prompt(self) -> int:
         """k."""
         return self.method.rloo_k
-
-    def get_arch(self, config: TRLConfig[RLOOConfig]) -> Policy:
-        """The language model."""
-        model = load_model(config.model, self.live_model)
-        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RLOORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

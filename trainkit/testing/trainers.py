@@ -10,11 +10,8 @@ from trainkit.config import TRLConfig
 from trainkit.registry import available_trainers, get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.loop import AcceleratedLoop
 
 LETTERS = "abcdefgh"
-FITTED: dict[str, dict[str, Any]] = {"rft": {"rft_k": 4}}
-"""Settings of algorithms whose own are too large for so little data."""
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
 PAIRS = tuple(
@@ -46,7 +43,7 @@ def tiny_trainer(
 ) -> Any:
     """A trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
-    One that says by `tiny_arguments` what it is made of, as those of other than language models do, is made of that.
+    What it is made of otherwise, trainers of other than language models above all, it says by `tiny_arguments`.
 
     Args:
         name: the registered name.
@@ -55,54 +52,39 @@ def tiny_trainer(
         model: fields of the model's config instead of a tiny GPT-2's.
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
-    if (own := get_trainer(name).tiny_arguments()) is not None:
-        return _made_of(own, name, run_dir, callbacks, model, changes)
-    tokenizer = character_tokenizer(LETTERS)
-    config: TRLConfig[Any] = TRLConfig.from_dict(
-        {
-            "method": {"name": name, **FITTED.get(name, {})},
-            "model": {"model_path": dict(model or tiny_gpt2(len(tokenizer)))},
-            "optimizer": {"lr": 1e-3},
-            "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8},
-            "train": {"batch_size": 8, **SHORT},
-        }
-    ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
     cls = get_trainer(name)
-    online = "prompts" in cls.inputs
-    trainer = cls(config, tokenizer=tokenizer, callbacks=callbacks, reward_fn=count_first_letters if online else None)
-    if online:
-        trainer.add_prompt_pipeline(list(PROMPTS))
+    usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
+    given = {**usual, **cls.tiny_arguments()}
+    path, sections = given.pop("model_path"), given.pop("config", {})
+    defaults: dict[str, dict[str, Any]] = {
+        "method": {"name": name},
+        "model": {"model_path": dict(model or path)},
+        "optimizer": {"lr": 1e-3},
+        "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
+        "train": {"batch_size": 8, **SHORT},
+    }
+    config: TRLConfig[Any] = TRLConfig.from_dict(
+        {key: {**section, **sections.get(key, {})} for key, section in defaults.items()}
+    ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
+    prompts, samples, rewards = (given.pop(key, None) for key in ("prompts", "samples", "rewards"))
+    trainer = cls(config, callbacks=callbacks, **given)
+    if trainer.online:
+        trainer.add_prompt_pipeline(prompts)
     else:
-        rewards = [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None
-        trainer.add_samples(PAIRS if cls.sample_format == "preference" else SAMPLES, rewards)
-    trainer.add_eval_pipeline(list(PROMPTS))
+        trainer.add_samples(samples, rewards)
+    if prompts is not None:
+        trainer.add_eval_pipeline(prompts)
     return trainer
 
 
-def _made_of(
-    arguments: Mapping[str, Any],
-    name: str,
-    run_dir: Path,
-    callbacks: Iterable[object],
-    model: Mapping[str, Any] | None,
-    changes: Mapping[str, Any],
-) -> AcceleratedLoop[Any]:
-    """A trainer of arguments of `trainkit.train`."""
-    given = dict(arguments)
-    sections = dict(given.pop("config", {}))
-    sections["method"] = {**sections.get("method", {}), "name": name}
-    sections["model"] = {**sections.get("model", {}), "model_path": dict(model or given.pop("model_path"))}
-    sections["optimizer"] = {"lr": 1e-3, **sections.get("optimizer", {})}
-    sections["train"] = {**SHORT, **sections.get("train", {})}
-    config: TRLConfig[Any] = TRLConfig.from_dict(sections).update(
-        {"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}}
-    )
-    data = {key: given.pop(key, None) for key in ("prompts", "samples", "rewards", "eval_prompts")}
-    given.pop("model_path", None)
-    trainer = get_trainer(name)(config, callbacks=callbacks, **given)
-    if data["prompts"] is not None:
-        trainer.add_prompt_pipeline(data["prompts"])
-        trainer.add_eval_pipeline(data["eval_prompts"] or data["prompts"])
-    else:
-        trainer.add_samples(data["samples"], data["rewards"])
-    return trainer
+def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
+    """What suits a language model, as arguments of `trainkit.train`."""
+    tokenizer = character_tokenizer(LETTERS)
+    return {
+        "model_path": tiny_gpt2(len(tokenizer)),
+        "tokenizer": tokenizer,
+        "prompts": list(PROMPTS),
+        "samples": PAIRS if cls.sample_format == "preference" else SAMPLES,
+        "rewards": [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None,
+        "reward_fn": count_first_letters if "prompts" in cls.inputs else None,
+    }

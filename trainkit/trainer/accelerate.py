@@ -11,17 +11,25 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
 from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.functional import per_response
 from trainkit.models.adapters import HEADS, save_model
-from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
+from trainkit.models.loading import (
+    check_trainable,
+    context_length,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    make_policy,
+    pad_id,
+)
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.reference import Reference
 from trainkit.pipeline import (
@@ -144,6 +152,16 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
         return policy
 
+    def get_arch(self, config: TRLConfig[M]) -> nn.Module:
+        """The language model; online at the sampling temperature and under the logit mask, offline as it is.
+
+        Algorithms whose policy has heads make their own.
+        """
+        model = load_model(config.model, self.live_model)
+        if not self.online:
+            return make_policy(model)
+        return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
+
     def make_reference(self, model: Any) -> Reference:
         """The policy as it is now, frozen; what is not trained is shared."""
         return Reference(model)
@@ -157,6 +175,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 f"{type(self.unwrapped.model).__name__} scores text and generates none; leave prompts out"
             )
         made: Any = self.hooks.hook.make_sampler(trainer=self)
+        if made is not None and self._steers:
+            raise PluginError(
+                f"{self.config.method.name!r} steers its samples, and the sampler of a make_sampler hook knows nothing "
+                "of that; leave the hook out"
+            )
         if made is not None:
             return generation.checked_sampler(made)
         return make_sampler(
@@ -244,7 +267,9 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def score(self, rollouts: Rollouts) -> Tensor:
         """The reward function's scores [B], or [B, T] where it gives rewards per token."""
         assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
-        return score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
+        device = self.accelerator.device
+        with torch.autocast(device.type, enabled=False):  # what judges is as exact as in evaluations
+            return score(self.reward_fn, rollouts, self.tokenizer).to(device)
 
     def make_experience(self, rows: list[Row]) -> Batch:
         """Sample, score, and make experience of it: what an online algorithm does. Offline ones override this."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
 
 from trainkit import metrics as m
 from trainkit.config import sweep
+from trainkit.data import Batch
 from trainkit.functional import per_response
 from trainkit.rewards import Record, means, measure, score
 from trainkit.seeding import row_seeds
@@ -39,19 +40,27 @@ def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
 @torch.no_grad()
 def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     """The algorithm's loss and metrics over the held-out samples, exact means over all processes: ``eval/<name>``."""
+    found: m.Metrics = {}
+    trainer.unwrapped.eval()
+    if trainer.held_out is None:
+        trainer.held_out = _experience(trainer)
+    with trainer.accelerator.autocast():
+        experience = trainer.prepare_step(trainer.held_out)
+    for micro in trainer.micro_batches(experience):
+        found = m.merge(found, trainer.measure(micro.to(trainer.accelerator.device))[1])
+    return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
+
+
+def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
+    """Experience of this process's part of the held-out samples."""
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
-    found: m.Metrics = {}
     pending, store = trainer._pending, RolloutStore[Any]()  # what making experience records is of training alone
-    trainer.unwrapped.eval()
     with accelerator.autocast():
         for start in range(0, len(rows), size):
             store.push(trainer.make_experience(rows[start : start + size]))
-        experience = trainer.prepare_step(store.experience)
-    for micro in trainer.micro_batches(experience):
-        found = m.merge(found, trainer.measure(micro.to(accelerator.device))[1])
     trainer._pending = pending
-    return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
+    return cast(Batch, store.experience)
 
 
 def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Record]]:

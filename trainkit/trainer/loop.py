@@ -7,7 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +71,7 @@ class Progress:
     samples: int = 0
     """Rows of experience made so far, all processes."""
     tokens: int = 0
-    """Units (tokens or rows) in the steps so far, all processes."""
+    """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, all processes."""
     seconds: float = 0.0
     """Wall time spent, over all resumed parts of the run."""
     best: float = -math.inf
@@ -103,12 +103,12 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     """
 
     @classmethod
-    def tiny_arguments(cls) -> dict[str, Any] | None:
-        """What `trainkit.testing.trainers.tiny_trainer` makes a trainer of, as arguments of `trainkit.train`.
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Arguments of `trainkit.train` of which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
 
-        None: what suits a language model.
+        For language models those that differ from what suits most of them.
         """
-        return None
+        return {}
 
     def __init__(
         self,
@@ -132,9 +132,13 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.live_model = model
         self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
         self.progress = Progress()
+        self.unit = "tokens"
+        """What ``progress.tokens`` counts, as the batch of the last step says."""
         self.pipeline: Pipeline | Stream | None = None
         self.eval_rows: list[Row] = []
         self.eval_samples: list[Row] = []
+        self.held_out: Batch | None = None
+        """The experience of `eval_samples`, made at the first evaluation."""
         self.run_dir: Path | None = None
         self.allow_drift = allow_drift
         self.resumed: list[str] = []
@@ -274,7 +278,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         rows, world = self.read_samples(samples, rewards), self.accelerator.num_processes
         if len(rows) < world:
             raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
-        self.eval_samples = rows
+        self.eval_samples, self.held_out = rows, None
 
     def read_prompts(self, prompts: Prompts) -> list[Row]:
         """Prompts as rows that can be used, all of them checked."""
@@ -463,6 +467,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         Raises:
             NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
         """
+        self.unit = batch.unit
         at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
         weight = self.reduce(batch.weight.to(self.accelerator.device))
         found, verdict = {}, Verdict.SKIP
@@ -518,6 +523,13 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """What goes through the model at a time."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
         return batch.split(self.config.train.microbatch_size, tokens)
+
+    def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        """``read(micro-batch [b]) -> [b, *]`` of a whole batch [B], in the order of its rows. -> [B, *]."""
+        tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
+        groups = batch.groups(self.config.train.microbatch_size, tokens)
+        found = torch.cat([read(batch.select(rows)) for rows in groups])
+        return found[torch.cat(groups).argsort().to(found.device)]
 
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """The algorithm's loss [] and its metrics, the loss itself among them."""
@@ -590,6 +602,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                 "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
                 "add_eval_pipeline(prompts)"
             )
+        self.policy  # noqa: B018  (made by all processes together, also where one has no rows)
         found, samples = self.evaluation() if self.eval_rows else ({}, [])
         found |= held_out(self) if self.eval_samples else {}
         if self.accelerator.is_main_process:
