@@ -311,6 +311,7 @@ def test_denoising_is_learnt_from_images() -> None:
         ({"method__num_steps": 1}, "none of the model's steps adds noise"),
         ({"method__num_steps": 2000}, "1 to 1000 steps"),
         ({"method__eta": 0.0}, r"method\.eta.*greater than 0"),
+        ({"method__buffer_size": 4, "method__min_count": 5}, "buffer_size 4 remembers fewer .* min_count of 5"),
         ({"method__eta": 1.5}, r"method\.eta.*less than or equal to 1"),
         ({"model": {"model_type": "gpt2"}}, "'gpt2'.*'pixel_unet' only"),
         ({"model": {**PIXELS, "image_size": 7}}, "image_size 7 cannot be halved"),
