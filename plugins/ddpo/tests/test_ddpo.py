@@ -50,6 +50,14 @@ def test_a_share_of_the_steps_is_drawn_anew_for_each_image_and_none_twice(tmp_pa
     assert int(steps.max()) < 8
 
 
+@pytest.mark.parametrize(("fraction", "rows"), [(0.29, 29), (0.57, 57), (0.001, 1), (1.0, 100)])
+def test_a_share_of_the_steps_loses_none_to_rounding(fraction: float, rows: int, tmp_path: Path) -> None:
+    """0.29 · 100 and 0.57 · 100 are a little less than 29 and 57 in binary."""
+    trainer = tiny_trainer("ddpo", tmp_path, method__num_steps=101, method__timestep_fraction=fraction)
+    assert len(trainer.denoising.trained) == 100
+    assert trainer.steps_per_image == rows
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_before_the_first_update_the_ratio_is_one(precision: str, size: int | None, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     @property
     def steps_per_image(self) -> int:
         """Rows of experience that an image gives."""
-        return max(int(len(self.denoising.trained) * self.method.timestep_fraction), 1)
+        return max(round(len(self.denoising.trained) * self.method.timestep_fraction), 1)
 
     @property
     def experience_rows(self) -> int:
