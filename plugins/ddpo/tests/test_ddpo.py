@@ -332,6 +332,15 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], said: str, tmp_p
         tiny_trainer("ddpo", tmp_path, **changes).unwrapped  # noqa: B018
 
 
+def test_dropout_of_an_adapter_that_would_be_switched_off_is_refused_at_the_door(tmp_path: Path) -> None:
+    adapter = {"r": 2, "lora_dropout": 0.5}
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.5, and model\.disable_dropout switches all dropout off"):
+        tiny_trainer("ddpo", tmp_path, model__peft_config=adapter)
+    trainer = tiny_trainer("ddpo", tmp_path, model__peft_config=adapter, model__disable_dropout=False)
+    kept = [module.p for module in trainer.unwrapped.modules() if isinstance(module, torch.nn.Dropout)]
+    assert kept == [0.5] * 4, "one for each layer of the attention"
+
+
 @pytest.mark.parametrize("name", ["logit_mask", "stop_sequences", "tokenizer"])
 def test_arguments_about_text_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is about text"):

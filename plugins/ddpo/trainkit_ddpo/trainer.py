@@ -18,7 +18,7 @@ from trainkit import AcceleratedLoop, Batch, MethodConfig, Row, TRLConfig, regis
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import clipped_surrogate
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import disable_dropout
+from trainkit.models import check_adapter_dropout, disable_dropout
 from trainkit.seeding import derive_seed, generator, row_seeds
 from trainkit_ddpo.adapters import add_adapter, cast
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
@@ -130,6 +130,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         if text:
             raise ConfigError(f"ddpo makes images, and {text[0]} is about text; leave it out")
         _refuse_unused(config)
+        check_adapter_dropout(config.model)
         super().__init__(config, **kwargs)
         self.source: Source = open_source(config.model, self.live_model)
         self.denoising: Steps = self.source.noise(self.method.num_steps).steps(self.method.eta)
