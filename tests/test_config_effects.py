@@ -82,6 +82,7 @@ METHOD_CONTEXT: dict[str, dict[str, Any]] = {
     "online_dpo.ipo_length_normalize": {"method.loss_type": "ipo"},
     "ddpo.adv_clip_max": {"method.adv_clip_max": 0.5},
     "ddpo.buffer_size": {"method.buffer_size": 1, "method.min_count": 1},
+    "ddpo.min_count": {"method.min_count": 1},
     "ppo.ratio_threshold": {"method.ratio_threshold": 2.1, "optimizer.lr": 0.1},
 }
 

@@ -257,6 +257,20 @@ def test_the_function_gets_texts_tokenizer_and_columns_by_keyword() -> None:
     }
 
 
+def test_functions_compute_in_the_precision_of_their_tensors_whatever_calls_them() -> None:
+    seen = []
+
+    def judge(outputs: list[str], **_: Any) -> list[float]:
+        seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return [0.0] * len(outputs)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        score(judge, rollouts(), None)
+        metrics(lambda **given_: {"zero": judge(**given_)}, rollouts())
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16, "around them it still holds"
+    assert seen == [torch.float32] * 2
+
+
 def test_a_column_that_a_row_lacks_is_none_there() -> None:
     batch = rollouts()
     batch.rows[1]["answer"] = "y"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -172,7 +172,7 @@ def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, fl
 
 
 def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
-    """What ``fn(**rollouts.given, **extra, **columns)`` returns.
+    """What ``fn(**rollouts.given, **extra, **columns)`` returns, computed in the precision of its own tensors.
 
     Raises:
         RewardError: it raised, or a column has the name of something that it is given.
@@ -184,7 +184,7 @@ def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
             f"have a column {taken[0]!r}; rename the column"
         )
     arguments = {**given, **extra, **{name: [_copied(v) for v in values] for name, values in columns.items()}}
-    with explained(fn, rollouts, f" and the keywords {', '.join(arguments)}"):
+    with explained(fn, rollouts, f" and the keywords {', '.join(arguments)}"), _without_autocast():
         return fn(**arguments)
 
 
@@ -200,6 +200,18 @@ def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Itera
             f"{name_of(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples{also}). "
             "No step was made with what it should have given; mend the function"
         ) from error
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Within, the trainer's mixed precision does not hold: a function is the same in threads and at evaluations."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    with ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _copied(value: Any) -> Any:

@@ -1,7 +1,14 @@
 """Models behind the trainers: loading, the policy's one face, heads, wrappers with a head, the frozen reference."""
 
 from trainkit.models.adapters import make_peft_config
-from trainkit.models.loading import context_length, disable_dropout, load_model, load_tokenizer, make_policy
+from trainkit.models.loading import (
+    check_adapter_dropout,
+    context_length,
+    disable_dropout,
+    load_model,
+    load_tokenizer,
+    make_policy,
+)
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
 from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, in_chunks, load_heads
@@ -28,6 +35,7 @@ __all__ = [
     "Seq2SeqPolicy",
     "TokenOutputs",
     "ValueHead",
+    "check_adapter_dropout",
     "check_packing",
     "context_length",
     "create_reference_model",

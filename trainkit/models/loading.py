@@ -138,12 +138,7 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         )
     if config.peft_config is not None:
         wanted = make_peft_config(config.peft_config)
-        dropout = [name for name, value in config.peft_config.items() if name.endswith("dropout") and value]
-        if dropout and config.disable_dropout:
-            raise ConfigError(
-                f"model.peft_config.{dropout[0]} is {config.peft_config[dropout[0]]}, and model.disable_dropout "
-                "switches all dropout off; set that to false, or leave the adapter's out"
-            )
+        check_adapter_dropout(config)
         if not live:
             with torch.device("meta"):
                 trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
@@ -151,6 +146,21 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             if hasattr(wanted, "init_lora_weights"):
                 wanted.init_lora_weights = False  # some ways of initialising read the weights
             add_adapter(skeleton, wanted)
+
+
+def check_adapter_dropout(config: ModelConfig) -> None:
+    """Refuse dropout within an adapter that `disable_dropout` would switch off without a word.
+
+    Raises:
+        ConfigError: ``peft_config`` asks for dropout, and ``disable_dropout`` is true.
+    """
+    fields = config.peft_config or {}
+    dropout = [name for name, value in fields.items() if name.endswith("dropout") and value]
+    if dropout and config.disable_dropout:
+        raise ConfigError(
+            f"model.peft_config.{dropout[0]} is {fields[dropout[0]]}, and model.disable_dropout switches all dropout "
+            "off; set that to false, or leave the adapter's out"
+        )
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:

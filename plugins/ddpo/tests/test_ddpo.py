@@ -50,6 +50,14 @@ def test_a_share_of_the_steps_is_drawn_anew_for_each_image_and_none_twice(tmp_pa
     assert int(steps.max()) < 8
 
 
+@pytest.mark.parametrize(("fraction", "rows"), [(0.29, 29), (0.57, 57), (0.001, 1), (1.0, 100)])
+def test_a_share_of_the_steps_loses_none_to_rounding(fraction: float, rows: int, tmp_path: Path) -> None:
+    """0.29 · 100 and 0.57 · 100 are a little less than 29 and 57 in binary."""
+    trainer = tiny_trainer("ddpo", tmp_path, method__num_steps=101, method__timestep_fraction=fraction)
+    assert len(trainer.denoising.trained) == 100
+    assert trainer.steps_per_image == rows
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_before_the_first_update_the_ratio_is_one(precision: str, size: int | None, tmp_path: Path) -> None:
@@ -311,6 +319,7 @@ def test_denoising_is_learnt_from_images() -> None:
         ({"method__num_steps": 1}, "none of the model's steps adds noise"),
         ({"method__num_steps": 2000}, "1 to 1000 steps"),
         ({"method__eta": 0.0}, r"method\.eta.*greater than 0"),
+        ({"method__buffer_size": 4, "method__min_count": 5}, "buffer_size 4 remembers fewer .* min_count of 5"),
         ({"method__eta": 1.5}, r"method\.eta.*less than or equal to 1"),
         ({"model": {"model_type": "gpt2"}}, "'gpt2'.*'pixel_unet' only"),
         ({"model": {**PIXELS, "image_size": 7}}, "image_size 7 cannot be halved"),
@@ -321,6 +330,15 @@ def test_denoising_is_learnt_from_images() -> None:
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         tiny_trainer("ddpo", tmp_path, **changes).unwrapped  # noqa: B018
+
+
+def test_dropout_of_an_adapter_that_would_be_switched_off_is_refused_at_the_door(tmp_path: Path) -> None:
+    adapter = {"r": 2, "lora_dropout": 0.5}
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.5, and model\.disable_dropout switches all dropout off"):
+        tiny_trainer("ddpo", tmp_path, model__peft_config=adapter)
+    trainer = tiny_trainer("ddpo", tmp_path, model__peft_config=adapter, model__disable_dropout=False)
+    kept = [module.p for module in trainer.unwrapped.modules() if isinstance(module, torch.nn.Dropout)]
+    assert kept == [0.5] * 4, "one for each layer of the attention"
 
 
 @pytest.mark.parametrize("name", ["logit_mask", "stop_sequences", "tokenizer"])

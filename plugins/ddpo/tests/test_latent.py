@@ -183,6 +183,17 @@ def test_a_run_with_an_adapter_resumes_bit_equal_and_checkpoints_hold_the_adapte
     assert all("lora_" in key for key in held)
 
 
+def test_what_is_frozen_stays_as_it_samples_while_the_network_trains(saved: str, tmp_path: Path) -> None:
+    """Or dropout of the text encoder would make another condition of the same prompt."""
+    trainer = latent_trainer(saved, tmp_path)
+    trainer.policy.train()
+    pipeline = trainer.unwrapped.pipeline
+    assert all(module.training for module in pipeline.network.modules())
+    assert not any(module.training for part in (pipeline.vae, pipeline.text_encoder) for module in part.modules())
+    trainer.policy.eval()
+    assert not any(module.training for module in pipeline.modules())
+
+
 def test_a_live_pipeline_is_trained_in_place(tmp_path: Path) -> None:
     import trainkit
 

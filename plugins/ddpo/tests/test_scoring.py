@@ -162,6 +162,21 @@ def test_promised_rewards_train_as_rewards_at_once(tmp_path: Path) -> None:
     assert torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rewards_are_computed_in_full_precision_whoever_calls(workers: int, tmp_path: Path) -> None:
+    """The trainer's autocast is not the reward function's: a product of float32 stays one, in place as in threads."""
+    seen = []
+
+    def product(images: Tensor, **_: Any) -> list[float]:
+        seen.append((images.flatten(1) @ torch.ones(images[0].numel(), 1)).dtype)
+        return brightness(images)
+
+    trainer = tiny_trainer("ddpo", tmp_path, method__reward_workers=workers, train__mixed_precision="bf16")
+    trainer.reward_fn = product
+    trainer.collect()
+    assert set(seen) == {torch.float32}
+
+
 def test_an_error_in_a_thread_ends_the_run_before_a_step(tmp_path: Path) -> None:
     trainer = tiny_trainer("ddpo", tmp_path, method__reward_workers=2)
     trainer.reward_fn = raises

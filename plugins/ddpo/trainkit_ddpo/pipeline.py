@@ -55,12 +55,21 @@ class ImagePipeline(nn.Module, ABC):
 
     def prepare(self, dtype: torch.dtype | None) -> Self:
         """Freeze all but the network, and hold what is frozen for good in ``dtype`` where that is given."""
-        for name, child in self.named_children():
-            if name != "network":
-                child.requires_grad_(False)
-                if dtype is not None:
-                    cast(child, dtype)
+        for child in self._frozen():
+            child.requires_grad_(False)
+            if dtype is not None:
+                cast(child, dtype)
         return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the network's mode; what is frozen is never in training."""
+        super().train(mode)
+        for child in self._frozen():
+            child.eval()
+        return self
+
+    def _frozen(self) -> list[nn.Module]:
+        return [child for name, child in self.named_children() if name != "network"]
 
 
 class DiffusionPolicy(nn.Module):

@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from accelerate.utils import gather_object
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AcceleratedLoop, Batch, MethodConfig, Row, TRLConfig, register_trainer
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import clipped_surrogate
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import disable_dropout
+from trainkit.models import check_adapter_dropout, disable_dropout
 from trainkit.seeding import derive_seed, generator, row_seeds
 from trainkit_ddpo.adapters import add_adapter, cast
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
@@ -71,9 +71,20 @@ class DDPOConfig(MethodConfig):
     """Rewards that are remembered of each prompt, whose mean and deviation make its advantages. 0: those of the
     collection do, for all prompts alike."""
     min_count: int = Field(16, ge=1)
-    """Rewards that a prompt needs before its own mean and deviation are used instead of the collection's."""
+    """Rewards that a prompt needs before its own mean and deviation are used instead of the collection's; at most
+    ``buffer_size``, unless that is 0."""
     reward_workers: int = Field(0, ge=0)
     """Threads that call the reward function while further images are made. 0: it is called in between."""
+
+    @model_validator(mode="after")
+    def _remembers_enough(self) -> Self:
+        if 0 < self.buffer_size < self.min_count:
+            raise ValueError(
+                f"buffer_size {self.buffer_size} remembers fewer rewards of a prompt than its min_count of "
+                f"{self.min_count}, so none would ever have moments of its own; lower min_count to buffer_size or "
+                "less, or set buffer_size to 0 for the collection's moments"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         if text:
             raise ConfigError(f"ddpo makes images, and {text[0]} is about text; leave it out")
         _refuse_unused(config)
+        check_adapter_dropout(config.model)
         super().__init__(config, **kwargs)
         self.source: Source = open_source(config.model, self.live_model)
         self.denoising: Steps = self.source.noise(self.method.num_steps).steps(self.method.eta)
@@ -170,7 +182,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     @property
     def steps_per_image(self) -> int:
         """Rows of experience that an image gives."""
-        return max(int(len(self.denoising.trained) * self.method.timestep_fraction), 1)
+        return max(round(len(self.denoising.trained) * self.method.timestep_fraction), 1)
 
     @property
     def experience_rows(self) -> int:
