@@ -86,6 +86,17 @@ def test_a_classifiers_score_is_its_own(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(found, model(row).logits[:, 0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
+)
+def test_scores_are_not_rounded_by_autocast(made: Any) -> None:
+    model, sequences = made(tiny_llama(10)), padded([[1, 2, 3], [4, 5]], "right", 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = model(sequences)
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores.bfloat16().float(), scores)
+
+
 def test_the_head_of_words_is_not_trained_with_scores_unless_it_is_the_embeddings() -> None:
     assert not scorer(tiny_llama(10)).model.lm_head.weight.requires_grad
     assert scorer(tiny_gpt2(10)).model.lm_head.weight.requires_grad
