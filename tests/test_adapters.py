@@ -17,6 +17,7 @@ from trainkit.cli import app
 from trainkit.config import ModelConfig
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models import CausalPolicy, Reference, load_model
+from trainkit.models.adapters import save_model
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import language_trainers, tiny_trainer
 
@@ -256,6 +257,19 @@ def test_merging_what_does_not_merge_is_an_explained_error(what: str, tmp_path: 
     assert done.exit_code == 1
     expected = {"no adapter": "holds no adapter_config.json", "full directory": "not empty", "base gone": "--base"}
     assert expected[what] in done.output
+
+
+@pytest.mark.parametrize("start", [True, "pissa"])
+def test_a_model_whose_adapter_cannot_be_saved_is_as_it_was(start: bool | str, tmp_path: Path) -> None:
+    fields = {"init_lora_weights": start, "target_modules": ["q_proj"]}
+    model = load_model(ModelConfig(model_path=tiny_llama(10), peft_config=fields))
+    config = model.peft_config["default"]
+    before = dict(vars(config))
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "adapter_model.safetensors").mkdir()  # no file can be written there
+    with pytest.raises(Exception, match="Is a directory"):
+        save_model(model, tmp_path / "export", tmp_path / "model")
+    assert vars(config) == before
 
 
 def test_a_live_model_that_was_frozen_takes_an_adapter() -> None:

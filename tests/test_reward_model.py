@@ -86,6 +86,30 @@ def test_a_classifiers_score_is_its_own(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(found, model(row).logits[:, 0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
+)
+def test_scores_are_not_rounded_by_autocast(made: Any) -> None:
+    model, sequences = made(tiny_llama(10)), padded([[1, 2, 3], [4, 5]], "right", 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = model(sequences)
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores.bfloat16().float(), scores)
+
+
+@pytest.mark.parametrize("pad", range(4))
+@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10)], ids=["gpt2", "llama"])
+def test_a_classifier_is_read_where_the_mask_says_whatever_its_padding_token_is(fields: Any, pad: int) -> None:
+    """S-27: the padding token ends the text, where transformers looks for the last token before it."""
+    model = classifier({**fields, "pad_token_id": pad})
+    ids = torch.tensor([[4, 5, pad]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        expected = model.score(model.base_model(ids).last_hidden_state[:, -1])[:, 0]
+        found = Scorer(model)(Sequences(ids, mask, ~mask))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_the_head_of_words_is_not_trained_with_scores_unless_it_is_the_embeddings() -> None:
     assert not scorer(tiny_llama(10)).model.lm_head.weight.requires_grad
     assert scorer(tiny_gpt2(10)).model.lm_head.weight.requires_grad

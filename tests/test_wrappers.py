@@ -187,6 +187,16 @@ def test_the_heads_arguments_have_their_effects() -> None:
         Causal(model, v_head_init_strategy="uniform")
 
 
+@pytest.mark.parametrize("deep", [True, False])
+def test_values_are_not_rounded_by_autocast(deep: bool) -> None:
+    torch.manual_seed(0)
+    head, states = ValueHead(32, deep, start="default"), torch.randn(5, 32).bfloat16()
+    full = head(states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(states), full)
+    assert not torch.equal(full.bfloat16().float(), full)
+
+
 def test_dropout_before_the_head_acts_in_training_mode_only() -> None:
     wrapper = Causal.from_pretrained(plain(tiny_gpt2(10)), summary_dropout_prob=0.5)
     assert not wrapper.training  # as the model it was given

@@ -111,7 +111,10 @@ def ilql_losses(
 
 
 class QHead(nn.Module):
-    """Q(s, ·) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, V), the shape that trlX uses; 0 at first."""
+    """Q(s, ·) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, V), the shape that trlX uses; 0 at first.
+
+    Computed in the type of its weights, also under autocast, and given in float32.
+    """
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -122,19 +125,25 @@ class QHead(nn.Module):
 
     def features(self, states: Tensor) -> Tensor:
         """What the last layer reads. [N, D] -> [N, 2D]."""
-        features: Tensor = self.hidden(states.to(self.hidden.weight.dtype)).relu()
-        return features
+        with torch.autocast(states.device.type, enabled=False):
+            features: Tensor = self.hidden(states.to(self.hidden.weight.dtype)).relu()
+            return features
 
     def forward(self, states: Tensor) -> Tensor:
         """Q of every token. [N, D] -> [N, V]."""
-        q: Tensor = self.out(self.features(states))
-        return q.float()
+        return self._read(self.features(states))
+
+    def _read(self, features: Tensor) -> Tensor:
+        """Q of every token. [N, 2D] -> [N, V]."""
+        with torch.autocast(features.device.type, enabled=False):
+            q: Tensor = self.out(features)
+            return q.float()
 
     def chosen(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Q of the chosen tokens, and log Σ exp Q − Q, which the conservative loss lowers. [N, D], [N] -> [N] ×2."""
 
         def read(features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            q = self.out(features).float()
+            q = self._read(features)
             return q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -token_logprobs(q, tokens)
 
         q, conservative = in_chunks(read, self.out.out_features, self.features(states), tokens)
@@ -142,8 +151,9 @@ class QHead(nn.Module):
 
     def chosen_alone(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Q of the chosen tokens, without that of others. [N, D], [N] -> [N]."""
-        products: Tensor = torch.linalg.vecdot(self.features(states).float(), self.out.weight[tokens])
-        return products + self.out.bias[tokens]
+        with torch.autocast(states.device.type, enabled=False):
+            products: Tensor = torch.linalg.vecdot(self.features(states).float(), self.out.weight[tokens])
+            return products + self.out.bias[tokens]
 
 
 class ILQLHeads(nn.Module):

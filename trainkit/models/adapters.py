@@ -182,18 +182,25 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     config = model.peft_config[active]
     start = getattr(config, "init_lora_weights", True)
     source = "" if isinstance(start, str) and start != "gaussian" else model.name_or_path  # those change the weights
-    before = (config.base_model_name_or_path, start)
-    config.base_model_name_or_path = source or str(target / BASE)
+    saved: dict[str, Any] = {"base_model_name_or_path": source or str(target / BASE)}
     if not source and hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # what is saved beside has been changed already
-    with warnings.catch_warnings():
+        saved["init_lora_weights"] = True  # what is saved beside has been changed already
+    with warnings.catch_warnings(), _set_to(config, saved):
         warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
         model.save_pretrained(directory)
-    config.base_model_name_or_path = before[0]
     if not source:
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = before[1]
         _without_adapter(model).save_pretrained(directory / BASE)
+
+
+@contextmanager
+def _set_to(config: PeftConfig, values: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the configuration has these values."""
+    before = {name: getattr(config, name) for name in values}
+    vars(config).update(values)
+    try:
+        yield
+    finally:
+        vars(config).update(before)
 
 
 def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:

@@ -59,8 +59,9 @@ class Scorer(nn.Module):
         columns = torch.arange(hidden.size(1), device=hidden.device)
         last = (sequences.attention_mask * columns).argmax(1)  # [B]
         states = hidden[torch.arange(len(last), device=last.device), last]  # [B, D]
-        scores: Tensor = head(states.to(next(head.parameters()).dtype)).squeeze(-1)
-        return scores.float()
+        with torch.autocast(states.device.type, enabled=False):
+            scores: Tensor = head(states.to(next(head.parameters()).dtype)).squeeze(-1)
+            return scores.float()
 
     def _hidden(self, sequences: Sequences) -> Tensor:
         inputs = _inputs(sequences)

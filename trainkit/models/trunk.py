@@ -212,7 +212,12 @@ def _first(output: Any) -> Tensor:
 
 
 def tiny_input(model: PreTrainedModel) -> dict[str, Any]:
-    """Four tokens, to see what a model does; for an encoder-decoder, on both sides."""
-    ids = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    """Four tokens, to see what a model does; for an encoder-decoder, on both sides.
+
+    None is the padding token, which some models, such as transformers' classifiers, take for the end of the text.
+    """
+    text = model.config.get_text_config()
+    tokens = [token for token in range(min(text.vocab_size, 5)) if token != getattr(text, "pad_token_id", None)]
+    ids = torch.tensor([tokens[:4]], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs

@@ -22,7 +22,8 @@ from trainkit.models.adapters import HEADS
 class ValueHead(nn.Module):
     """V(s) from a hidden state: dropout, Linear(D, 2D) and ReLU if it is deep, then a linear layer to 1. [*, D] -> [*].
 
-    Deep it has the shape that trlX uses, else TRL's. Computed in the type of its weights, and given in float32.
+    Deep it has the shape that trlX uses, else TRL's. Computed in the type of its weights, also
+    under autocast, and given in float32.
 
     Args:
         width: D.
@@ -52,11 +53,12 @@ class ValueHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Values of the hidden states."""
-        states = self.dropout(states.to(self.summary.weight.dtype))
-        if self.hidden is not None:
-            states = self.hidden(states).relu()
-        values: Tensor = self.summary(states).squeeze(-1)
-        return values.float()
+        with torch.autocast(states.device.type, enabled=False):
+            states = self.dropout(states.to(self.summary.weight.dtype))
+            if self.hidden is not None:
+                states = self.hidden(states).relu()
+            values: Tensor = self.summary(states).squeeze(-1)
+            return values.float()
 
     @property
     def width(self) -> int:

@@ -125,6 +125,16 @@ def test_a_next_state_of_one_turn_is_the_first_of_the_next() -> None:
 # ------------------------------------------------------------------------------------------------------- the heads
 
 
+def test_the_heads_answers_are_not_rounded_by_autocast() -> None:
+    heads, states, tokens = random_heads(), torch.randn(5, 6).bfloat16(), torch.arange(5)
+    full, advantages = heads(states, tokens), heads.advantages(states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = heads(states, tokens)
+        assert torch.equal(heads.advantages(states), advantages)
+    assert all(torch.equal(found[name], answer) for name, answer in full.items())
+    assert not any(torch.equal(answer.bfloat16().float(), answer) for answer in full.values())
+
+
 def random_heads(**sizes: Any) -> ILQLHeads:
     heads = ILQLHeads(**{"width": 6, "vocabulary": 11, "two_qs": True, **sizes})
     generator = torch.Generator().manual_seed(1)
