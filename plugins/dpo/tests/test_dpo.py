@@ -383,6 +383,8 @@ def test_step_takes_whole_groups(name: str, tmp_path: Path) -> None:
     assert found["reward/best"] == 3.0
     with pytest.raises(DataError, match="2 responses of each prompt"):
         trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
+    with pytest.raises(DataError, match="2 responses of each prompt, one after the other; query 3 is another than qu"):
+        trainer.step(["a", "a", "a", "b"], rollouts.responses, [1.0, 2.0, 4.0, 3.0])
 
 
 def test_the_loss_of_best_of_k_is_the_likelihood_of_whole_responses(tmp_path: Path) -> None:
