@@ -314,6 +314,11 @@ def test_one_response_with_two_scores_is_no_pair() -> None:
     assert best_and_worst(replace(x, sequences=replace(x.sequences, input_ids=ids)), 2)[2].tolist() == [False, True]
 
 
+def test_a_response_and_its_beginning_are_two() -> None:
+    """What the one has more is the token 0, as which what is masked counts too."""
+    assert best_and_worst(scored([1, 2, 1, 2], [[5], [5, 0], [5, 0], [5]]), 2)[2].tolist() == [True, True]
+
+
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
 def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path: Path) -> None:
     """S-09, S-52: chunks that cut through the groups of four."""
