@@ -103,6 +103,14 @@ def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_pat
     assert found["loss/nll"].compute() == pytest.approx(loss.item())
 
 
+def test_scores_given_to_step_are_counted_once(tmp_path: Path) -> None:
+    """Of 1, 2, 3, 4 the unbiased deviation is √(5/3); of each twice it would be √(10/7)."""
+    trainer = tiny_trainer("rft", tmp_path)
+    rollouts = trainer.generate(["a"] * 4)
+    found = trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])
+    assert (found["reward/mean"], found["reward/std"]) == (2.5, pytest.approx((5 / 3) ** 0.5))
+
+
 def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
     """The prompt's letter, again and again: half a letter of four is right by chance."""
     tokenizer = character_tokenizer("abcdefgh")
