@@ -34,6 +34,7 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
+from trainkit.metrics import compute
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
@@ -58,7 +59,8 @@ for name, changes in json.loads(sys.argv[2]).items():
     torch.manual_seed(0)
     for parameter in alone.unwrapped.parameters():  # so that old and new policy differ
         parameter.data += 0.02 * torch.randn(parameter.shape)
-    alone.update(batch.select(ragged))
+    found = compute(alone.update(batch.select(ragged)), alone.reduce)
+    (out / name / f"metrics-{world}-{rank}.json").write_text(json.dumps(found))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -310,6 +312,18 @@ def test_two_processes_have_the_gradient_of_one(name: str, gradients: Path) -> N
     for key, gradient in alone.items():
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_two_processes_have_the_metrics_of_one(name: str, gradients: Path) -> None:
+    """S-38: whatever the lengths of their rows, and however many each holds."""
+    alone, *both = (
+        json.loads((gradients / name / f"metrics-{which}.json").read_text()) for which in ("1-0", "2-0", "2-1")
+    )
+    assert {"loss/total", "train/grad_norm"} <= set(alone)
+    if STEPS[name]["name"] == "dpo":
+        assert {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"} <= set(alone)
+    assert both == [pytest.approx(alone, rel=1e-4, abs=1e-5)] * 2
 
 
 @pytest.mark.parametrize("name", TRAINERS)
