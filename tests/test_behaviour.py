@@ -69,7 +69,7 @@ def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: st
     rollouts = replace(rollouts, hidden=None)
     whole = trainer.unwrapped(rollouts.sequences, entropy=True)
     fresh = trainer._sample(rollouts.rows, [trainer.encode(r["prompt"]) for r in rollouts.rows], trainer.settings(),
-                            "sample", trainer.progress.sampled - 1, [None] * 3)  # fmt: skip
+                            "sample", (trainer.progress.sampled - 1,), [None] * 3)  # fmt: skip
     said = trainer.behaviour(fresh)
     assert torch.equal(fresh.sequences.input_ids, rollouts.sequences.input_ids)
     for one, two in zip(said, whole, strict=True):
@@ -139,3 +139,21 @@ def test_a_sampler_of_a_hook_is_refused_by_an_algorithm_that_steers(tmp_path: Pa
 
     with pytest.raises(PluginError, match="steers its samples"):
         tiny_trainer("ilql", tmp_path, callbacks=[Hook()]).generate(["a"])
+
+
+@pytest.mark.parametrize("draws", [0, 1, 3])
+def test_what_is_drawn_in_a_part_does_not_depend_on_how_often_was_drawn_before(draws: int, tmp_path: Path) -> None:
+    """Two collections of two parts each: of the first one, a process draws 0, 1 or 3 times in its first part."""
+    trainer, keys = tiny_trainer("rloo", tmp_path), []
+    honest = trainer.make_experience
+
+    def make(rows: Any) -> Any:
+        keys.append([trainer.next_draw() for _ in range(1 if keys else draws)])
+        return honest(rows)
+
+    trainer.make_experience = make
+    trainer.fill_store()
+    trainer.store.clear()
+    trainer.fill_store()
+    assert keys == [[(0,), (0, 1), (0, 2)][:draws], [(1,)], [(2,)], [(3,)]]
+    assert [trainer.next_draw(), trainer.next_draw()] == [(4,), (5,)], "outside of collections"

@@ -258,7 +258,7 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
 def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model: Any, tmp_path: Path) -> None:
     def turns(trainer: Any, count: int) -> Any:
         for _ in range(count):
-            rollouts = trainer.generate(["ab", "c", "def", "g"])
+            rollouts = trainer.generate([p for p in ("ab", "c", "def", "g") for _ in range(trainer.samples_per_prompt)])
             trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
         return trainer
 

@@ -34,6 +34,7 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
+from trainkit.metrics import compute
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
@@ -58,7 +59,8 @@ for name, changes in json.loads(sys.argv[2]).items():
     torch.manual_seed(0)
     for parameter in alone.unwrapped.parameters():  # so that old and new policy differ
         parameter.data += 0.02 * torch.randn(parameter.shape)
-    alone.update(batch.select(ragged))
+    found = compute(alone.update(batch.select(ragged)), alone.reduce)
+    (out / name / f"metrics-{world}-{rank}.json").write_text(json.dumps(found))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -208,7 +210,7 @@ said["live"] = [trainer._pending["policy/kl"].compute(), trainer.start]
 torch.distributed.destroy_process_group()
 """
 
-PACKED = """
+RESUMED = """
 import json
 import sys
 from pathlib import Path
@@ -222,7 +224,7 @@ class Stream:
     def __iter__(self):
         yield from SAMPLES * 3
 
-def run(where, steps, **changes):
+def packed(where, steps, **changes):
     trainer = tiny_trainer(
         "sft", out / where, method__packing=True, train__seq_length=16, train__batch_size=2, rollout__num_rollouts=4,
         train__total_steps=steps, train__save_interval=1, **changes,
@@ -231,11 +233,27 @@ def run(where, steps, **changes):
     trainer.learn()
     return trainer
 
-straight = run("straight", 5)
-run("stopped", 3)
-resumed = run("stopped", 5, train__resume="auto")
-for name, trainer in (("straight", straight), ("resumed", resumed)):
-    said[name] = [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
+def uneven(where, steps, **changes):
+    trainer = tiny_trainer(
+        "rft", out / "rft" / where, method__rft_k=2, method__n_improve_steps=2, rollout__num_rollouts=8,
+        rollout__batch_size=2, optimizer__lr=1e-2, train__batch_size=4, train__total_steps=steps,
+        train__save_interval=1, **changes,
+    )
+    trainer.add_prompt_pipeline(list("abcde"))
+    trainer.learn()
+    return trainer
+
+def resumed(run, stop, end):
+    straight = run("straight", end)
+    run("stopped", stop)
+    both = {"straight": straight, "resumed": run("stopped", end, train__resume="auto")}
+    for which, trainer in both.items():
+        weights = [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
+        said[f"{run.__name__} {which}"] = [*weights, trainer.progress.sampled]
+    return straight
+
+resumed(uneven, 5, 8)
+straight = resumed(packed, 3, 5)
 rank = straight.accelerator.process_index
 rows = [straight.pipeline.take(0, 6, rank=r, world=2) for r in (0, 1)]
 said["rows"] = rows[rank]
@@ -294,6 +312,18 @@ def test_two_processes_have_the_gradient_of_one(name: str, gradients: Path) -> N
     for key, gradient in alone.items():
         assert torch.equal(first[key], second[key])
         torch.testing.assert_close(first[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_two_processes_have_the_metrics_of_one(name: str, gradients: Path) -> None:
+    """S-38: whatever the lengths of their rows, and however many each holds."""
+    alone, *both = (
+        json.loads((gradients / name / f"metrics-{which}.json").read_text()) for which in ("1-0", "2-0", "2-1")
+    )
+    assert {"loss/total", "train/grad_norm"} <= set(alone)
+    if STEPS[name]["name"] == "dpo":
+        assert {"rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"} <= set(alone)
+    assert both == [pytest.approx(alone, rel=1e-4, abs=1e-5)] * 2
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -367,8 +397,25 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
 
 
-def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(tmp_path: Path) -> None:
-    succeed(PACKED, 2, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert first["straight"] == second["straight"] == first["resumed"] == second["resumed"]
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes ends with, in runs that were stopped and in runs that were not."""
+    out = tmp_path_factory.mktemp("resumed")
+    succeed(RESUMED, 2, str(out))
+    return [json.loads((out / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_processes_that_sample_unequally_often_resume_as_if_they_had_not_stopped(
+    resumed: list[dict[str, Any]],
+) -> None:
+    """RFT samples for prompts at a growth step only; of five prompts, four to a collection, each process has others."""
+    first, second = resumed
+    assert first["uneven straight"] == first["uneven resumed"]
+    assert second["uneven straight"] == second["uneven resumed"]
+    assert first["uneven straight"] == second["uneven straight"]
+
+
+def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(resumed: list[dict[str, Any]]) -> None:
+    first, second = resumed
+    assert first["packed straight"] == second["packed straight"] == first["packed resumed"] == second["packed resumed"]
     assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]

@@ -307,7 +307,8 @@ def test_a_run_that_trains_a_part_resumes_bit_equal(name: str, changes: dict[str
 def test_a_loop_of_ones_own_generates_steps_and_evaluates(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model=fields)
     before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
-    rollouts = trainer.generate(["ab", "c", "def", "g"], max_new_tokens=4)
+    prompts = [p for p in ("ab", "c", "def", "g") for _ in range(trainer.samples_per_prompt)]
+    rollouts = trainer.generate(prompts, max_new_tokens=4)
     assert rollouts.sequences.response_mask.sum(1).max() <= 4
     metrics = trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
     assert metrics["policy/kl"] == 0.0

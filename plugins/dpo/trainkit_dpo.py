@@ -25,7 +25,7 @@ from trainkit import (
     TokenBatch,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, zero_masked
+from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs
 
@@ -178,7 +178,7 @@ def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
     groups = x.scores.view(-1, k)
     first = torch.arange(0, len(x), k, device=groups.device)
     best, worst = first + groups.argmax(1), first + groups.argmin(1)
-    ids = zero_masked(x.sequences.input_ids, x.sequences.response_mask)
+    ids = x.sequences.input_ids.masked_fill(~x.sequences.response_mask, -1)  # which is no token
     return best, worst, (x.scores[best] > x.scores[worst]) & (ids[best] != ids[worst]).any(1)
 
 

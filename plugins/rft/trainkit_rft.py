@@ -96,7 +96,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
             if response:
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        if any(response for _, response, _ in found):
+        if any(response for _, response, _ in found) and "reward/mean" not in self._pending:  # step() records it too
             self.record({"reward/mean": Mean.of(x.scores, new), "reward/std": Std.of(x.scores, new)})
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes

@@ -247,11 +247,9 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def sample(self, rows: list[Row]) -> Rollouts:
         """One sampled response per row, at the rollout's settings; the randomness is the training's own."""
-        key = self.progress.sampled
-        self.progress.sampled += 1
         queries, rank = [self.encode(row["prompt"]) for row in rows], self.accelerator.process_index
         seeds = row_seeds(rows, queries, "sample", self.progress.collection, rank, seen=self._seen)
-        rollouts = self._sample(rows, queries, self.settings(), "sample", key, seeds)
+        rollouts = self._sample(rows, queries, self.settings(), "sample", self.next_draw(), seeds)
         self._rollouts.append(replace(rollouts, hidden=None))  # for the hooks, which outlive the experience
         return rollouts
 
@@ -370,7 +368,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)
         key = self.progress.generated
         self.progress.generated += 1
-        return self._sample(rows, queries, settings, "generate", key, row_seeds(rows, queries, "generate"))
+        return self._sample(rows, queries, settings, "generate", (key,), row_seeds(rows, queries, "generate"))
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""
@@ -383,7 +381,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         queries: list[list[int]],
         settings: SamplingConfig,
         purpose: str,
-        key: int,
+        keys: tuple[int, ...],
         seeds: list[int | None],
     ) -> Rollouts:
         """Rollouts drawn for one purpose at one place; ``seeds`` are those of the rows that have one."""
@@ -395,7 +393,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 "max_new_tokens or shorten the prompt"
             )
         sampler, rank = self.sampler, self.accelerator.process_index
-        draws = generator(self.config.train.seed, purpose, rank, key, device=self.accelerator.device)
+        draws = generator(self.config.train.seed, purpose, rank, *keys, device=self.accelerator.device)
         seeded = [row if seed is None else {**row, "seed": seed} for row, seed in zip(rows, seeds, strict=True)]
         self.unwrapped.eval()
         with self.accelerator.autocast():

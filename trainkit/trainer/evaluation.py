@@ -76,7 +76,7 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tup
         part = mine[start : start + size]
         key = (trainer.progress.step * 1000 + index) * 100_000 + start
         rollouts = trainer._sample(
-            [row for row, _, _ in part], [q for _, q, _ in part], settings, "evaluate", key, [s for _, _, s in part]
+            [row for row, _, _ in part], [q for _, q, _ in part], settings, "evaluate", (key,), [s for _, _, s in part]
         )
         whole, each = _measure(trainer, rollouts)
         records += each

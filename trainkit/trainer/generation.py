@@ -109,7 +109,8 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
     """Rollouts from prompts and responses that the user brings.
 
     Raises:
-        DataError: not one response per query, or a response that is not the ids that were sampled.
+        DataError: not one response per query, groups of responses to other than one prompt, or a response that is not
+            the ids that were sampled.
     """
     if len(queries) != len(responses) or not len(queries):
         raise DataError(
@@ -127,6 +128,7 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
             )
     ids = [as_ids(response) for response in responses]
     prompts = [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)]
+    _check_groups(trainer, prompts)
     check_ids(trainer, prompts, ids)
     stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
     eos, texts = eos_ids(trainer.unwrapped.model, trainer.tokenizer), decode(trainer.tokenizer, ids, skip)
@@ -141,6 +143,16 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
         stops=stops,
         skip_special_tokens=skip,
     )
+
+
+def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -> None:
+    k = trainer.samples_per_prompt
+    for index, prompt in enumerate(prompts):
+        if prompt != prompts[first := index - index % k]:
+            raise DataError(
+                f"{type(trainer).__name__} compares {k} responses of each prompt, one after the other; query {index} "
+                f"is another than query {first}. Order them by prompt, and give each prompt {k} times"
+            )
 
 
 def check_ids(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]], responses: list[list[int]]) -> None:

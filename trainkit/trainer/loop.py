@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +66,7 @@ class Progress:
     stopped: bool = False
     """`judge` has left out what remains of the present collection."""
     sampled: int = 0
-    """Calls of the sampler for training, which key its randomness."""
+    """Parts of collections made, which key the randomness of sampling; the same on all processes."""
     generated: int = 0
     """Calls of `generate`, which key theirs."""
     samples: int = 0
@@ -148,6 +149,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self._pending: m.Metrics = {}
         self._rollouts: list[Any] = []
         self._seen: Seen = Counter()
+        self._draws: int | None = None  # of the part of a collection that is being made
         self._clock = time.perf_counter()
 
     @property
@@ -446,9 +448,33 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                     self.store.clear()
                     self.progress.sampled = sampled
                     run.stop(self)
-                self.store.push(self.make_experience(rows[start : start + size]))
+                with self._part_of_collection():
+                    self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(self.store) * world
+
+    @contextmanager
+    def _part_of_collection(self) -> Iterator[None]:
+        self._draws = 0
+        try:
+            yield
+        finally:
+            self._draws = None
+        self.progress.sampled += 1
+
+    def next_draw(self) -> tuple[int, ...]:
+        """Keys of the next draw for training.
+
+        They count the parts of collections and the draws within a part, so that a process which draws less often in a
+        part than others, or not at all, is in the next one where they are. Outside of `make_experience` a draw counts
+        as a part, and all processes should draw alike.
+        """
+        at, before = self.progress, self._draws
+        if before is None:
+            at.sampled += 1
+            return (at.sampled - 1,)
+        self._draws = before + 1
+        return (at.sampled, before) if before else (at.sampled,)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,28 @@ def test_a_tracker_that_was_saved_goes_on_as_if_it_had_not_been(values: list[flo
     straight.update(names, values)
     other.load_state_dict(straight.state_dict())
     assert straight.update(names, values[::-1]).tolist() == other.update(names, values[::-1]).tolist()
+
+
+CALLS = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(-100, 100)), min_size=1, max_size=8), min_size=1, max_size=4
+)
+
+
+@given(CALLS, st.integers(1, 5), st.integers(1, 6))
+def test_advantages_are_those_of_a_plain_loop(calls: list[list[tuple[str, float]]], size: int, least: int) -> None:
+    """F-17, in float64: all rewards ever given, of which the newest of a prompt count."""
+    tracker, history = PerPromptStatTracker(size, least), []
+    for call in calls:
+        history += call
+        expected = []
+        for prompt, reward in call:
+            own = [r for other, r in history if other == prompt][-size:]
+            usable = own if len(own) >= least else [r for _, r in call]
+            mean = math.fsum(usable) / len(usable)
+            deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in usable) / len(usable))
+            expected.append((reward - mean) / (deviation + 1e-6))
+        found = tracker.update([prompt for prompt, _ in call], [reward for _, reward in call])
+        assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_without_a_tracker_all_prompts_share_their_moments() -> None:

@@ -220,9 +220,8 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     def make_experience(self, rows: list[Row]) -> Trajectories:
         """Images for ``rows``; their rewards are begun, and known when the collection is complete."""
         at, rank = self.progress, self.accelerator.process_index
-        key, at.sampled = at.sampled, at.sampled + 1
         seeds = row_seeds(rows, _as_ids(rows), "sample", at.collection, rank, seen=self._seen)
-        rollouts, trajectories = self.draw(rows, seeds, "sample", rank, key)
+        rollouts, trajectories = self.draw(rows, seeds, "sample", rank, *self.next_draw())
         self._promised.append(self.scorer.submit(rollouts))
         self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
         return trajectories

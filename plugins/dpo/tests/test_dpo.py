@@ -314,6 +314,11 @@ def test_one_response_with_two_scores_is_no_pair() -> None:
     assert best_and_worst(replace(x, sequences=replace(x.sequences, input_ids=ids)), 2)[2].tolist() == [False, True]
 
 
+def test_a_response_and_its_beginning_are_two() -> None:
+    """What the one has more is the token 0, as which what is masked counts too."""
+    assert best_and_worst(scored([1, 2, 1, 2], [[5], [5, 0], [5, 0], [5]]), 2)[2].tolist() == [True, True]
+
+
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
 def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path: Path) -> None:
     """S-09, S-52: chunks that cut through the groups of four."""
@@ -383,6 +388,8 @@ def test_step_takes_whole_groups(name: str, tmp_path: Path) -> None:
     assert found["reward/best"] == 3.0
     with pytest.raises(DataError, match="2 responses of each prompt"):
         trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
+    with pytest.raises(DataError, match="2 responses of each prompt, one after the other; query 3 is another than qu"):
+        trainer.step(["a", "a", "a", "b"], rollouts.responses, [1.0, 2.0, 4.0, 3.0])
 
 
 def test_the_loss_of_best_of_k_is_the_likelihood_of_whole_responses(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +24,7 @@ def test_what_is_kept_equals_the_golden_table() -> None:
     """Golden 10.7: the .7-quantiles are 1, 1 and 0. Half of the first pool reaches its own, the others are all equal:
     the ones reach the median of all twelve, which is ½, and the zeros do not (S-28)."""
     pools = [[0.0, 0, 1, 1], [1.0, 1, 1, 1], [0.0, 0, 0, 0]]
+    assert [torch.tensor(pool).quantile(0.7).item() for pool in pools] == [1, 1, 0]
     assert select(pools, [0.7] * 3) == [[False, False, True, True], [True] * 4, [False] * 4]
 
 
@@ -40,6 +42,15 @@ def test_something_is_always_kept_and_the_best_first(scores: list[list[float]], 
         if min(row) < max(row):
             assert keep[row.index(max(row))]
             assert not keep[row.index(min(row))]
+
+
+@given(SCORES, st.integers(0, 20))
+def test_what_is_kept_reaches_the_quantile_that_numpy_gives(scores: list[list[float]], twentieth: int) -> None:
+    """F-19."""
+    p, median = twentieth / 20, np.median(np.concatenate([np.array(row) for row in scores]))
+    for row, kept in zip(map(np.array, scores), select(scores, [p] * len(scores)), strict=True):
+        above = (row >= np.quantile(row, p)) & (row > row.min())
+        assert kept == (above if row.min() < row.max() else row >= median).tolist()
 
 
 def rows(*found: tuple[list[int], list[int], float]) -> RFTRows:
@@ -101,6 +112,14 @@ def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_pat
     assert logprobs.numel() == 4
     torch.testing.assert_close(loss, -logprobs.mean())
     assert found["loss/nll"].compute() == pytest.approx(loss.item())
+
+
+def test_scores_given_to_step_are_counted_once(tmp_path: Path) -> None:
+    """Of 1, 2, 3, 4 the unbiased deviation is √(5/3); of each twice it would be √(10/7)."""
+    trainer = tiny_trainer("rft", tmp_path)
+    rollouts = trainer.generate(["a"] * 4)
+    found = trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])
+    assert (found["reward/mean"], found["reward/std"]) == (2.5, pytest.approx((5 / 3) ** 0.5))
 
 
 def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
