@@ -30,6 +30,7 @@ from trainkit.functional import (
     penalise_cut,
     penalise_repetition,
     place_scores,
+    preference_accuracy,
     token_logprobs,
     truncate_logits,
     whiten,
@@ -620,3 +621,8 @@ def test_penalised_logits_shrink_if_positive_and_grow_if_negative_where_they_wer
     processor = RepetitionPenaltyLogitsProcessor(2.0)
     exactly(penalise_repetition(logits, seen, 2.0), processor(torch.tensor([[0, 1, 4, 5, 0]]), logits))
     exactly(penalise_repetition(logits, seen, 1.0), logits)
+
+
+def test_of_a_pair_with_equal_rewards_half_is_right() -> None:
+    """1 > 0 is right, 0 > 1 is not, 2 and 2 are neither."""
+    exactly(preference_accuracy(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])), torch.tensor([1.0, 0.0, 0.5]))
