@@ -26,6 +26,10 @@ from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS
 
 TEXTS = ["abc", "h", "", "bbbbbbbb", "abcabcabcabc", "de"]
+OPT = {
+    "model_type": "opt", "vocab_size": 10, "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 BERT = {
     "model_type": "bert", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -63,7 +67,7 @@ def padded(rows: list[list[int]], side: str, fill: int) -> Sequences:
 @pytest.mark.parametrize(
     "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
 )
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), OPT], ids=["gpt2", "llama", "opt-350m"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_score_is_read_at_the_last_attended_token_whatever_padding_holds(made: Any, fields: Any, side: str) -> None:
     """S-27: the EOS that ends a text has the id that fills padding, and stands within a text too."""
@@ -187,7 +191,9 @@ def test_it_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(model))(TEXTS) == model(TEXTS)
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), MAMBA], ids=["gpt2", "llama", "mamba"])
+@pytest.mark.parametrize(
+    "fields", [tiny_gpt2(10), tiny_llama(10), OPT, MAMBA], ids=["gpt2", "llama", "opt-350m", "mamba"]
+)
 def test_it_is_saved_and_loaded(fields: dict[str, Any], tmp_path: Path) -> None:
     """Also where transformers has no classifier of the architecture."""
     model = reward_model(fields)
@@ -229,6 +235,35 @@ def test_a_language_model_without_a_head_is_refused(tmp_path: Path) -> None:
         RewardModel.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="without a tokenizer"):
         RewardModel.from_pretrained(classifier(tiny_gpt2(10)))
+
+
+def test_what_is_no_reward_model_is_an_error_of_this_door(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigError, match=r"^the model of the reward model .* cannot be loaded") as raised:
+            RewardModel.from_pretrained(path)
+        assert "model_path" not in str(raised.value)
+    classifier(tiny_llama(10)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)^the tokenizer of the reward model .* or tokenizer="):
+        RewardModel.from_pretrained(tmp_path)
+    assert RewardModel.from_pretrained(tmp_path, character_tokenizer(LETTERS))(["ab"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "reads samples, or prompts and outputs; give"),
+        ({"prompts": ["a"]}, "reads samples, or prompts and outputs; give"),
+        ({"outputs": ["a"]}, "reads samples, or prompts and outputs; give"),
+        ({"samples": "abc"}, r"samples should be a list of strings; given 'abc' \(str\)"),
+        ({"samples": 3}, r"samples should be a list of strings; given 3 \(int\)"),
+        ({"prompts": "ab", "outputs": ["a", "b"]}, "prompts should be a list of strings; given 'ab'"),
+        ({"samples": ["a", 3]}, r"samples\[1\] should be a string; given 3 \(int\)"),
+        ({"prompts": ["a", "b"], "outputs": ["c"]}, "2 prompts and 1 outputs; give one output per prompt"),
+    ],
+)
+def test_texts_of_another_form_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        reward_model()(**given)
 
 
 def test_chats_go_through_the_template_of_the_models_own_tokenizer(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Preferences, Row, TRLConfig, register_trainer
 from trainkit.errors import DataError
+from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
 from trainkit.rewards import finite
 
-__all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_accuracy", "preference_loss"]
+__all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_loss"]
 
 
 class RewardConfig(MethodConfig):
@@ -51,17 +52,13 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
     return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
 
 
-def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where r_c > r_r, 0 where it is less, ½ for a tie. [B] ×2 -> [B]."""
-    return (chosen > rejected).float() + 0.5 * (chosen == rejected)
-
-
 @register_trainer("reward")
 class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     """loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
     sample_format: ClassVar[Literal["completion", "preference"]] = "preference"
+    generates: ClassVar[bool] = False
 
     def get_arch(self, config: TRLConfig[RewardConfig]) -> Scorer:
         """A language model with a head for scores, or a classifier with its own."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
@@ -28,11 +29,11 @@ from trainkit.models.adapters import (
     adapter_base,
     bare,
     check_within_layers,
+    fitting,
     has_adapter,
     language_model,
     make_peft_config,
     merge_adapter,
-    quiet_peft,
     save_model,
 )
 from trainkit.models.value_head import ValueHead, saved_heads, state_width, under
@@ -183,7 +184,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             return model
         if merge:
             return merge_adapter(model, path)
-        with quiet_peft():
+        with fitting(model, path, **hub):
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
@@ -263,10 +264,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """Put a reward model's adapter on a `peft.PeftModel`, frozen and not active, and return its score layer.
 
         Raises:
-            ConfigError: the model has no adapter, or the reward model's has no score layer.
+            ConfigError: the model has no adapter, or the reward model's has no score layer or is another model's.
         """
         from peft import PeftModel
-        from peft.utils import load_peft_weights
 
         if not isinstance(pretrained_model, PeftModel):
             raise ConfigError(
@@ -274,14 +274,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 "give peft_config, or a model that has one"
             )
         hub: dict[str, Any] = {} if token is None else {"token": token}
-        weights = load_peft_weights(adapter_model_id, device="cpu", **hub)
-        score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
-        if "weight" not in score:
-            raise ConfigError(
-                f"the adapter {adapter_model_id!r} has no score layer, which gives the reward; train it on an "
-                "AutoModelForSequenceClassification, with task_type SEQ_CLS"
-            )
-        with _as_it_was(pretrained_model), quiet_peft():
+        with fitting(pretrained_model, adapter_model_id, **hub), _as_it_was(pretrained_model):
+            score = _score_weights(adapter_model_id, hub)
             pretrained_model.load_adapter(adapter_model_id, adapter_name, is_trainable=False, **hub)
         labels, width = score["weight"].shape
         layer = nn.Linear(width, labels, bias="bias" in score)
@@ -323,6 +317,8 @@ class _WithValueHead(PreTrainedModelWrapper):
     """What both architectures share."""
 
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+    is_encoder_decoder: ClassVar[bool] = False
+    """Which of the two architectures the class is for."""
     lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")
     """What language-model heads are called, where a model does not say which module is its."""
 
@@ -337,6 +333,7 @@ class _WithValueHead(PreTrainedModelWrapper):
     ) -> None:
         super().__init__(pretrained_model, **kwargs)
         inner = language_model(pretrained_model)
+        self._check_architecture(inner.config, type(inner).__name__)
         if inner.get_output_embeddings() is None and not any(hasattr(inner, name) for name in self.lm_head_namings):
             raise ConfigError(
                 f"{type(inner).__name__} has no language-model head; load it by "
@@ -356,6 +353,26 @@ class _WithValueHead(PreTrainedModelWrapper):
             std=v_head_initializer_range,
         )
         self._put(head)
+
+    @classmethod
+    def _check_architecture(cls, config: PreTrainedConfig, what: str) -> None:
+        if bool(config.is_encoder_decoder) == cls.is_encoder_decoder:
+            return
+        kinds = ("a causal language model", "an encoder-decoder")
+        other = AutoModelForCausalLMWithValueHead if cls.is_encoder_decoder else AutoModelForSeq2SeqLMWithValueHead
+        raise ConfigError(
+            f"{what} is {kinds[not cls.is_encoder_decoder]}, and {cls.__name__} takes {kinds[cls.is_encoder_decoder]}; "
+            f"use {other.__name__}"
+        )
+
+    @classmethod
+    def _load(cls, path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._load(path, *args, **kwargs)
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):  # it names every class that there is
+                cls._check_architecture(AutoConfig.from_pretrained(adapter_base(path) or path), path)
+            raise
 
     def _put(self, head: ValueHead) -> None:
         self.v_head = head.to(self._head_device()).train(self.training)
@@ -472,8 +489,22 @@ def _add_adapter(model: Any, config: PeftConfig, preparation: dict[str, Any]) ->
         model = prepare_model_for_kbit_training(model, **preparation)  # type: ignore[no-untyped-call]
     elif preparation:
         raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; leave them out")
-    with quiet_peft():
+    with fitting(model):
         return get_peft_model(model, config)
+
+
+def _score_weights(adapter: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``weight``, and ``bias`` if there is one, of the score layer that was saved with an adapter."""
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(adapter, device="cpu", **hub)
+    score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
+    if "weight" not in score:
+        raise ConfigError(
+            f"the adapter {adapter!r} has no score layer, which gives the reward; train it on an "
+            "AutoModelForSequenceClassification, with task_type SEQ_CLS"
+        )
+    return score
 
 
 def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:

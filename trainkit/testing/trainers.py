@@ -72,8 +72,10 @@ def tiny_trainer(
         trainer.add_prompt_pipeline(prompts)
     else:
         trainer.add_samples(samples, rewards)
-    if prompts is not None:
+    if getattr(cls, "generates", True):
         trainer.add_eval_pipeline(prompts)
+    else:
+        trainer.add_eval_samples(samples)
     return trainer
 
 

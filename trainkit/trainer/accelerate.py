@@ -20,7 +20,7 @@ from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.functional import per_response
-from trainkit.models.adapters import HEADS, save_model
+from trainkit.models.adapters import HEADS, has_score_head, save_model
 from trainkit.models.loading import (
     check_trainable,
     context_length,
@@ -78,6 +78,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     sample_format: ClassVar[Literal["completion", "preference"]] = "completion"
     """What offline samples are: outputs to prompts, or pairs ``{"prompt", "chosen", "rejected"}``."""
+    generates: ClassVar[bool] = True
+    """Whether what is trained writes text; if it scores text, evaluations have no prompts."""
 
     def __init__(
         self,
@@ -150,6 +152,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         policy, own = super().unwrapped, getattr(self.live_model, "v_head", None)
         if own is not None and getattr(policy, "value_head", None) is not own:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
+        path = self.config.model.model_path if self.live_model is None else None
+        if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
+            log.warning(
+                "%s is a reward model, of which %s takes the language model alone: its head for scores is left out. To "
+                "learn from its scores give it as reward_fn=RewardModel.from_pretrained(path)",
+                path,
+                self.config.method.name,
+            )
         return policy
 
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
@@ -170,10 +180,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
-        if not self.unwrapped.model.can_generate():
-            raise ConfigError(
-                f"{type(self.unwrapped.model).__name__} scores text and generates none; leave prompts out"
-            )
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         if made is not None and self._steers:
             raise PluginError(
@@ -233,6 +239,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
+        self._check_generates("eval_prompts")
         super().add_eval_pipeline(prompts)
         longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
         for _, overrides in sweep(self.config.rollout.eval_kwargs):
@@ -361,7 +368,12 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             input_ids: [B, P] instead of prompts.
             attention_mask: [B, P], which of ``input_ids`` are real.
             **overrides: sampling settings over those of ``config.rollout``.
+
+        Raises:
+            ConfigError: no such settings, or what is trained does not generate.
+            DataError: prompts that are none, or too long.
         """
+        self._check_generates("generate()")
         rows = written_prompts(generation.prompts_as_rows(prompts, input_ids, attention_mask), self.tokenizer)
         if self.config.train.resume:
             run.begin(self)  # what is drawn follows from where the resumed run stands
@@ -369,6 +381,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         key = self.progress.generated
         self.progress.generated += 1
         return self._sample(rows, queries, settings, "generate", (key,), row_seeds(rows, queries, "generate"))
+
+    def _check_generates(self, given: str) -> None:
+        if not self.generates:
+            raise ConfigError(
+                f"{self.config.method.name!r} trains a model that scores text and generates none, so {given} has no "
+                "use; evaluate on eval_samples"
+            )
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""

@@ -17,7 +17,7 @@ import trainkit
 from trainkit.errors import ConfigError, DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit_reward import RewardModel, preference_accuracy, preference_loss
+from trainkit_reward import RewardModel, preference_loss
 
 SCORES = st.lists(st.floats(-20, 20), min_size=1, max_size=8)
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -29,11 +29,6 @@ def test_the_loss_with_margins_is_the_golden_number() -> None:
     assert preference_loss(chosen, torch.zeros(3), margins).mean().item() == pytest.approx(0.693147, abs=1e-6)
     wrong = preference_loss(chosen.unsqueeze(1), torch.zeros(3, 1), margins)
     assert wrong.mean().item() == pytest.approx(0.842927, abs=1e-6)
-
-
-def test_a_tie_is_half_right() -> None:
-    """1 > 0 is right, 0 > 1 is not, 2 and 2 are neither."""
-    assert preference_accuracy(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])).tolist() == [1, 0, 0.5]
 
 
 @given(SCORES, st.floats(-3, 3), st.floats(0, 2))
@@ -174,7 +169,6 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
         tmp_path / "classifier"
     )
     trainer = tiny_trainer("reward", tmp_path / "run", model__model_path=str(tmp_path / "classifier"), **changes)
-    trainer.eval_rows = []
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = {name for name, tensor in trainer.unwrapped.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -185,8 +179,31 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
     texts = ["ab", "hgf"]
     exported = RewardModel.from_pretrained(tmp_path / "run" / "model")
     assert exported(texts) == pytest.approx(trainer.reward_model(texts), abs=1e-5)
-    with pytest.raises(ConfigError, match="GPT2ForSequenceClassification scores text and generates none"):
-        trainer.generate(["a"])
+
+
+@pytest.mark.parametrize("method", ["ppo", "sft", "reward"])
+def test_a_run_that_leaves_the_head_for_scores_out_says_so(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export = str(tiny_trainer("reward", tmp_path / "first").save_pretrained(tmp_path / "export"))
+    trainer = tiny_trainer(method, tmp_path / "run", model__model_path=export)
+    assert trainer.unwrapped is trainer.unwrapped
+    said = [record.message for record in caplog.records if "its head for scores is left out" in record.message]
+    assert len(said) == (method != "reward")
+    assert all(f"{export} is a reward model, of which {method} takes the language model alone" in text for text in said)
+
+
+def test_nothing_is_generated(tmp_path: Path) -> None:
+    """Neither by a language model that has a head, which could, nor by a classifier, which could not."""
+    with pytest.raises(ConfigError, match=r"'reward' trains a model that scores text .* so eval_prompts has no use"):
+        trainkit.train(
+            tiny_gpt2(10), method="reward", samples=[PAIR], eval_prompts=["a"], tokenizer=character_tokenizer(LETTERS),
+            config={"train": {"run_dir": str(tmp_path / "run")}},
+        )  # fmt: skip
+    trainer = tiny_trainer("reward", tmp_path)
+    for generate in (trainer.generate, trainer.generate_eval):
+        with pytest.raises(ConfigError, match=r"generates none, so generate\(\) has no use; evaluate on eval_samples"):
+            generate(["a"])
 
 
 def test_centring_keeps_scores_around_zero(tmp_path: Path) -> None:
