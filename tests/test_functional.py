@@ -27,10 +27,11 @@ from trainkit.functional import (
     masked_mean,
     masked_sum,
     nll,
-    per_response,
     penalise_cut,
     penalise_repetition,
+    per_response,
     place_scores,
+    preference_accuracy,
     token_logprobs,
     truncate_logits,
     whiten,
@@ -626,3 +627,8 @@ def test_penalised_logits_shrink_if_positive_and_grow_if_negative_where_they_wer
 def test_rewards_per_token_count_with_their_sum() -> None:
     assert per_response(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert per_response(torch.tensor([[1.0, 2.0, 0.0], [0.5, 0.0, 0.25]])).tolist() == [3.0, 0.75]
+
+
+def test_of_a_pair_with_equal_rewards_half_is_right() -> None:
+    """1 > 0 is right, 0 > 1 is not, 2 and 2 are neither."""
+    exactly(preference_accuracy(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])), torch.tensor([1.0, 0.0, 0.5]))

@@ -193,6 +193,11 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
+def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 where r_c > r_r, 0 where it is less, ½ for a tie. [B], [B] -> [B]."""
+    return (chosen > rejected).float() + 0.5 * (chosen == rejected)
+
+
 def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
     """−mean log π over the selected tokens. [B, T] ×2 -> []."""
     return -masked_mean(logprobs, mask)

@@ -24,7 +24,15 @@ from trainkit import (
     TRLConfig,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, zero_masked
+from trainkit.functional import (
+    kl_k1,
+    kl_k3,
+    masked_mean,
+    masked_sum,
+    per_response,
+    preference_accuracy,
+    zero_masked,
+)
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import load_model, make_policy
 
@@ -252,7 +260,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
             "rewards/chosen": Mean.of(self.method.beta * ratios[0], decided),
             "rewards/rejected": Mean.of(self.method.beta * ratios[1], decided),
             "rewards/margins": Mean.of(margins, decided),
-            "rewards/accuracies": Mean.of((margins.sign() + 1) / 2, decided),
+            "rewards/accuracies": Mean.of(preference_accuracy(*ratios), decided),
             "logps/chosen": Mean.of(logps[0], decided),
             "logps/rejected": Mean.of(logps[1], decided),
         }

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Preferences, Row, TRLConfig, register_trainer
 from trainkit.errors import DataError
+from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
 
-__all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_accuracy", "preference_loss"]
+__all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_loss"]
 
 
 class RewardConfig(MethodConfig):
@@ -50,11 +51,6 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
     Eisenstein et al. 2023, equation 6 (F-18).
     """
     return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
-
-
-def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where r_c > r_r, 0 where it is less, ½ for a tie. [B] ×2 -> [B]."""
-    return (chosen > rejected).float() + 0.5 * (chosen == rejected)
 
 
 @register_trainer("reward")

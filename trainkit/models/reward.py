@@ -19,9 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from trainkit.config import ModelConfig
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
+from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
-from trainkit.models.policy import _inputs, load_heads, logits_and_hidden
+from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
 from trainkit.pipeline import PromptEncoder
 
@@ -55,19 +56,9 @@ class Scorer(nn.Module):
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
         head: Any = self.model.score if self.head is None else self.head
-        hidden = self._hidden(sequences)
-        columns = torch.arange(hidden.size(1), device=hidden.device)
-        last = (sequences.attention_mask * columns).argmax(1)  # [B]
-        states = hidden[torch.arange(len(last), device=last.device), last]  # [B, D]
+        states = at_last(hidden_states(self.model, sequences), sequences.attention_mask)  # [B, D]
         scores: Tensor = head(states.to(next(head.parameters()).dtype)).squeeze(-1)
         return scores.float()
-
-    def _hidden(self, sequences: Sequences) -> Tensor:
-        inputs = _inputs(sequences)
-        if self.model.base_model is self.model:
-            return logits_and_hidden(self.model, **inputs)[1]
-        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return hidden
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit.errors import RewardError
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ddpo import ImageRollouts
-from trainkit_ddpo.scoring import Scorer
+from trainkit_ddpo.scoring import RewardCaller
 
 POOL = ThreadPoolExecutor(2)
 
@@ -61,8 +61,8 @@ def promised_each(images: Tensor, **_: Any) -> list[Future[float]]:
 )
 def test_numbers_and_promises_of_numbers_are_scores_in_order(reward_fn: Callable[..., Any], workers: int) -> None:
     """S-47: batches that were submitted one after the other are settled so, whoever is ready first."""
-    scorer = Scorer(reward_fn, workers)
-    settle = [scorer.submit(rollouts([0.25, 0.5])), scorer.submit(rollouts([1.0]))]
+    caller = RewardCaller(reward_fn, workers)
+    settle = [caller.submit(rollouts([0.25, 0.5])), caller.submit(rollouts([1.0]))]
     assert [each().tolist() for each in settle] == [[0.25, 0.5], [1.0]]
     assert settle[0]().dtype == torch.float32
 
@@ -77,7 +77,7 @@ def test_a_reward_function_gets_images_prompts_and_columns_and_cannot_change_the
         return [0.0, 0.0]
 
     part = rollouts([0.5, 1.0], tags=["x"])
-    Scorer(reward).submit(part)()
+    RewardCaller(reward).submit(part)()
     assert sorted(seen) == ["images", "prompts", "tags"]
     assert seen["prompts"] == ["p0", "p1"]
     assert part.images[:, 0, 0, 0].tolist() == [0.5, 1.0]
@@ -111,12 +111,12 @@ def test_what_a_reward_function_must_not_do_is_an_explained_error(
     reward_fn: Callable[..., Any], said: str, workers: int
 ) -> None:
     with pytest.raises(RewardError, match=said):
-        Scorer(reward_fn, workers).submit(rollouts([0.0, 1.0]))()
+        RewardCaller(reward_fn, workers).submit(rollouts([0.0, 1.0]))()
 
 
 def test_a_column_with_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(RewardError, match="a column 'images'"):
-        Scorer(brightness).submit(rollouts([0.0], images=1))
+        RewardCaller(brightness).submit(rollouts([0.0], images=1))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

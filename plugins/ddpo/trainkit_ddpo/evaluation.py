@@ -29,7 +29,7 @@ def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
     parts: list[tuple[ImageRollouts, Callable[[], Tensor] | None]] = []
     for start in range(0, len(rows), size):
         rollouts, _ = trainer.draw(rows[start : start + size], seeds[start : start + size], "evaluate")
-        parts.append((rollouts, trainer.scorer.submit(rollouts) if trainer.reward_fn is not None else None))
+        parts.append((rollouts, trainer.reward_caller.submit(rollouts) if trainer.reward_fn is not None else None))
     records: list[Record] = []
     wholes: list[tuple[int, dict[str, float]]] = []
     for rollouts, promised in parts:

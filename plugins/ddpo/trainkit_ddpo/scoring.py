@@ -22,7 +22,7 @@ CONTRACT = (
 )
 
 
-class Scorer:
+class RewardCaller:
     """``reward_fn(images=, prompts=, **columns)`` on one batch of images after another.
 
     Args:

@@ -26,7 +26,7 @@ from trainkit_ddpo.ddim import Steps
 from trainkit_ddpo.evaluation import evaluate
 from trainkit_ddpo.images import ImageRollouts
 from trainkit_ddpo.pipeline import DiffusionPolicy
-from trainkit_ddpo.scoring import Scorer
+from trainkit_ddpo.scoring import RewardCaller
 from trainkit_ddpo.source import Source, open_source
 
 log = logging.getLogger(__name__)
@@ -211,15 +211,15 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         key, at.sampled = at.sampled, at.sampled + 1
         seeds = row_seeds(rows, _as_ids(rows), "sample", at.collection, rank, seen=self._seen)
         rollouts, trajectories = self.draw(rows, seeds, "sample", rank, key)
-        self._promised.append(self.scorer.submit(rollouts))
+        self._promised.append(self.reward_caller.submit(rollouts))
         self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
         return trajectories
 
     @cached_property
-    def scorer(self) -> Scorer:
+    def reward_caller(self) -> RewardCaller:
         """What calls the reward function."""
         assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
-        return Scorer(self.reward_fn, self.method.reward_workers)
+        return RewardCaller(self.reward_fn, self.method.reward_workers)
 
     @torch.no_grad()
     def draw(

@@ -17,7 +17,7 @@ import trainkit
 from trainkit.errors import ConfigError, DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit_reward import RewardModel, preference_accuracy, preference_loss
+from trainkit_reward import RewardModel, preference_loss
 
 SCORES = st.lists(st.floats(-20, 20), min_size=1, max_size=8)
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -29,11 +29,6 @@ def test_the_loss_with_margins_is_the_golden_number() -> None:
     assert preference_loss(chosen, torch.zeros(3), margins).mean().item() == pytest.approx(0.693147, abs=1e-6)
     wrong = preference_loss(chosen.unsqueeze(1), torch.zeros(3, 1), margins)
     assert wrong.mean().item() == pytest.approx(0.842927, abs=1e-6)
-
-
-def test_a_tie_is_half_right() -> None:
-    """1 > 0 is right, 0 > 1 is not, 2 and 2 are neither."""
-    assert preference_accuracy(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])).tolist() == [1, 0, 0.5]
 
 
 @given(SCORES, st.floats(-3, 3), st.floats(0, 2))
