@@ -26,6 +26,10 @@ from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS
 
 TEXTS = ["abc", "h", "", "bbbbbbbb", "abcabcabcabc", "de"]
+OPT = {
+    "model_type": "opt", "vocab_size": 10, "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 BERT = {
     "model_type": "bert", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -63,7 +67,7 @@ def padded(rows: list[list[int]], side: str, fill: int) -> Sequences:
 @pytest.mark.parametrize(
     "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
 )
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), OPT], ids=["gpt2", "llama", "opt-350m"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_score_is_read_at_the_last_attended_token_whatever_padding_holds(made: Any, fields: Any, side: str) -> None:
     """S-27: the EOS that ends a text has the id that fills padding, and stands within a text too."""
@@ -163,7 +167,9 @@ def test_it_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(model))(TEXTS) == model(TEXTS)
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), MAMBA], ids=["gpt2", "llama", "mamba"])
+@pytest.mark.parametrize(
+    "fields", [tiny_gpt2(10), tiny_llama(10), OPT, MAMBA], ids=["gpt2", "llama", "opt-350m", "mamba"]
+)
 def test_it_is_saved_and_loaded(fields: dict[str, Any], tmp_path: Path) -> None:
     """Also where transformers has no classifier of the architecture."""
     model = reward_model(fields)

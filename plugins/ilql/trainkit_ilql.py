@@ -20,7 +20,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Row, SamplingConfig, Tok
 from trainkit.errors import ConfigError
 from trainkit.functional import masked_mean, place_scores, token_logprobs, zero_masked
 from trainkit.metrics import Mean, Metrics, Std
-from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy
+from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
 
 
 class ILQLSampling(SamplingConfig):
@@ -204,8 +204,8 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
     def get_arch(self, config: TRLConfig[ILQLConfig]) -> Policy:
         """The language model with ILQL's heads; trained at temperature 1 whatever the sampling's is."""
         model = load_model(config.model, self.live_model)
-        text = model.config.get_text_config()
-        policy = make_policy(model, head=ILQLHeads(text.hidden_size, text.vocab_size, config.method.two_qs))
+        width, vocabulary = state_width(model.config), model.config.get_text_config().vocab_size
+        policy = make_policy(model, head=ILQLHeads(width, vocabulary, config.method.two_qs))
         return policy if self.live_model is not None else load_heads(policy, config.model.model_path)
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:

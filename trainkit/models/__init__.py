@@ -8,7 +8,7 @@ from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, in_chunks
 from trainkit.models.reference import Reference, create_reference_model
 from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
-from trainkit.models.value_head import ValueHead
+from trainkit.models.value_head import ValueHead, state_width
 from trainkit.models.wrappers import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -40,5 +40,6 @@ __all__ = [
     "load_tokenizer",
     "make_peft_config",
     "make_policy",
+    "state_width",
     "unwrap_model_for_generation",
 ]

@@ -24,6 +24,7 @@ from trainkit.models.adapters import HEADS, MARK, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
+from trainkit.models.value_head import state_width
 from trainkit.pipeline import PromptEncoder
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def _is_classifier(model: PreTrainedModel) -> bool:
 
 def _new_head(model: PreTrainedModel) -> nn.Linear:
     """A linear head of small random weights (Stiennon et al. 2020), on the model's device."""
-    width = model.config.get_text_config().hidden_size
+    width = state_width(model.config)
     head = nn.Linear(width, 1, bias=False)
     nn.init.normal_(head.weight, std=(width + 1) ** -0.5)
     words, embeddings = model.get_output_embeddings(), model.get_input_embeddings()

@@ -449,6 +449,22 @@ def test_an_encoder_decoder_learns_values(tmp_path: Path) -> None:
     assert shares[4.0] > 0.9
 
 
+def test_heads_read_states_that_are_narrower_than_the_layers(tmp_path: Path) -> None:
+    """OPT-350m projects its states before the head of words, which reads what the heads read."""
+    opt = {"model_type": "opt", "vocab_size": 10, "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 32,
+           "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    trainer = settled(tiny_trainer("ilql", tmp_path, model=opt, train__total_steps=1))
+    model, heads = trainer.unwrapped.model, trainer.unwrapped.head
+    rollouts = trainer.generate(["ab"], beta=1e6, temperature=0)
+    [query], [response] = rollouts.queries, rollouts.responses
+    ids = torch.tensor([[*query.tolist(), *response[:-1]]])
+    states = model.base_model(input_ids=ids).last_hidden_state[0, len(query) - 1 :]
+    assert states.shape[1] == 16
+    assert response.tolist() == heads.advantages(states).argmax(-1).tolist()
+    trainer.learn()
+    assert trainer.progress.step == 1
+
+
 # --------------------------------------------------------------------------------------------- learning and exports
 
 
