@@ -741,3 +741,49 @@ def test_a_value_head_by_hand() -> None:
         flat.summary.weight.copy_(torch.tensor([[3.0, -0.5]]))
     assert flat(torch.tensor([[1.0, 2.0]])).tolist() == [2.0]
     assert ValueHead(2)(torch.ones(3, 2)).tolist() == [0.0] * 3
+
+
+# ------------------------------------------------------------------------------------ adapters of another model
+
+
+@pytest.fixture
+def moved(saved: Path, reward_adapter: Path) -> Path:
+    """An adapter, below which there is a model of another width now."""
+    adapted(AutoModelForCausalLM.from_pretrained(saved)).save_pretrained(saved.parent / "adapter")
+    narrow().save_pretrained(saved)
+    return saved.parent / "adapter"
+
+
+def narrow() -> PreTrainedModel:
+    return plain(tiny_gpt2(10, n_embd=16, n_head=2))
+
+
+SAID = r"does not fit this GPT2LMHeadModel: .*lora_A.* is \[2, 32\] there, and \[2, 16\] here\. .* names .*plain"
+
+
+@pytest.mark.parametrize("changes", [{}, {"peft_config": LORA}])
+def test_an_adapter_of_another_width_is_refused(moved: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"the adapter .*adapter' {SAID}"):
+        Causal.from_pretrained(moved, **changes)
+
+
+def test_an_adapter_of_another_width_is_no_model_to_train(moved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^the adapter .*adapter' {SAID}"):
+        trainkit.train(str(moved), samples=["ab"], tokenizer=character_tokenizer("abcdefgh"),
+                       config={"train": {"run_dir": str(tmp_path / "run")}})  # fmt: skip
+
+
+def test_a_reward_adapter_of_another_width_is_refused_and_the_policys_is_as_it_was(reward_adapter: Path) -> None:
+    model = adapted(narrow())
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with pytest.raises(ConfigError, match=f"the adapter .*reward' {SAID}"):
+        Causal.from_pretrained(model, reward_adapter=reward_adapter)
+    assert model.active_adapters == ["default"]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    with pytest.raises(ConfigError, match="there is no adapter at 'nowhere'"):
+        Causal.from_pretrained(model, reward_adapter="nowhere")
+
+
+def test_an_adapter_for_modules_that_there_are_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)fits no module of GPT2LMHeadModel: .*nope.*c_attn, c_fc, c_proj"):
+        causal(peft_config={"target_modules": ["nope"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,15 +87,58 @@ def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
             "model.peft_config is given, and the live model has an adapter already; leave peft_config out to train "
             "that one, or merge it first"
         )
+    with fitting(model):
+        model.add_adapter(config)
+
+
+@contextmanager
+def fitting(model: Any, adapter: str | Path | None = None, **hub: Any) -> Iterator[None]:
+    """Within, an adapter is put on the model; what peft and torch raise where it does not fit says so.
+
+    Args:
+        model: a transformers model, or a `peft.PeftModel`.
+        adapter: the directory or hub id of one that was saved; None: a new one, of ``peft_config``.
+        **hub: for hub ids.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     try:
         with quiet_peft():
-            model.add_adapter(config)
-    except (ValueError, TypeError, AttributeError) as error:
-        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
-        raise ConfigError(
-            f"model.peft_config fits no module of {type(model).__name__}: {error}\n"
-            f"Modules that adapters fit are called {', '.join(linear)}; name those in target_modules"
-        ) from error
+            yield
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError) as error:
+        inner = language_model(model)
+        fault = _no_module(inner, error) if adapter is None else _another_model(inner, str(adapter), error, hub)
+        raise ConfigError(fault) from error
+
+
+def _no_module(model: PreTrainedModel, error: Exception) -> str:
+    linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
+    return (
+        f"model.peft_config fits no module of {type(model).__name__}: {error}\n"
+        f"Modules that adapters fit are called {', '.join(linear)}; name those in target_modules"
+    )
+
+
+SHAPES = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\) from checkpoint, .*?Size\((\[.*?\])\)")
+"""How torch says that a saved tensor has another shape."""
+
+
+def _another_model(model: PreTrainedModel, adapter: str, error: Exception, hub: Mapping[str, Any]) -> str:
+    try:
+        base = adapter_base(adapter, **hub)
+    except (OSError, ValueError):
+        base = None
+    if base is None:
+        return f"there is no adapter at {adapter!r}: {error}. Give a directory or hub id that has an {ADAPTER_CONFIG}"
+    shapes = SHAPES.search(str(error))
+    fault = "{} is {} there, and {} here".format(*shapes.groups()) if shapes else str(error)
+    return (
+        f"the adapter {adapter!r} does not fit this {type(model).__name__}: {fault}. As its base it "
+        f"names {base!r}; give the model that it was trained on, or set base_model_name_or_path in its {ADAPTER_CONFIG}"
+    )
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -212,10 +256,14 @@ def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
-    """The base ``model`` with the adapter at ``path`` added to its weights."""
+    """The base ``model`` with the adapter at ``path`` added to its weights.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     from peft import PeftModel
 
-    with quiet_peft():
+    with fitting(model, path):
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     merged.requires_grad_(True)  # peft has frozen what is below the adapter
     merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet

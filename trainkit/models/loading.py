@@ -95,9 +95,9 @@ def _load(config: ModelConfig) -> PreTrainedModel:
         base = adapter_base(config.model_path)
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
-        return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
+    return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
 
 
 def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:

@@ -28,11 +28,11 @@ from trainkit.models.adapters import (
     adapter_base,
     bare,
     check_within_layers,
+    fitting,
     has_adapter,
     language_model,
     make_peft_config,
     merge_adapter,
-    quiet_peft,
     save_model,
 )
 from trainkit.models.value_head import ValueHead, saved_heads, state_width, under
@@ -183,7 +183,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             return model
         if merge:
             return merge_adapter(model, path)
-        with quiet_peft():
+        with fitting(model, path, **hub):
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
@@ -263,10 +263,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """Put a reward model's adapter on a `peft.PeftModel`, frozen and not active, and return its score layer.
 
         Raises:
-            ConfigError: the model has no adapter, or the reward model's has no score layer.
+            ConfigError: the model has no adapter, or the reward model's has no score layer or is another model's.
         """
         from peft import PeftModel
-        from peft.utils import load_peft_weights
 
         if not isinstance(pretrained_model, PeftModel):
             raise ConfigError(
@@ -274,14 +273,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 "give peft_config, or a model that has one"
             )
         hub: dict[str, Any] = {} if token is None else {"token": token}
-        weights = load_peft_weights(adapter_model_id, device="cpu", **hub)
-        score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
-        if "weight" not in score:
-            raise ConfigError(
-                f"the adapter {adapter_model_id!r} has no score layer, which gives the reward; train it on an "
-                "AutoModelForSequenceClassification, with task_type SEQ_CLS"
-            )
-        with _as_it_was(pretrained_model), quiet_peft():
+        with fitting(pretrained_model, adapter_model_id, **hub), _as_it_was(pretrained_model):
+            score = _score_weights(adapter_model_id, hub)
             pretrained_model.load_adapter(adapter_model_id, adapter_name, is_trainable=False, **hub)
         labels, width = score["weight"].shape
         layer = nn.Linear(width, labels, bias="bias" in score)
@@ -472,8 +465,22 @@ def _add_adapter(model: Any, config: PeftConfig, preparation: dict[str, Any]) ->
         model = prepare_model_for_kbit_training(model, **preparation)  # type: ignore[no-untyped-call]
     elif preparation:
         raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; leave them out")
-    with quiet_peft():
+    with fitting(model):
         return get_peft_model(model, config)
+
+
+def _score_weights(adapter: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``weight``, and ``bias`` if there is one, of the score layer that was saved with an adapter."""
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(adapter, device="cpu", **hub)
+    score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
+    if "weight" not in score:
+        raise ConfigError(
+            f"the adapter {adapter!r} has no score layer, which gives the reward; train it on an "
+            "AutoModelForSequenceClassification, with task_type SEQ_CLS"
+        )
+    return score
 
 
 def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:
