@@ -743,6 +743,38 @@ def test_a_value_head_by_hand() -> None:
     assert ValueHead(2)(torch.ones(3, 2)).tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("saved_first", [False, True], ids=["live", "path"])
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        (
+            Causal,
+            tiny_t5(10),
+            "is an encoder-decoder, and .* takes a causal language model; use .*Seq2SeqLMWithValueHead",
+        ),
+        (
+            Seq2Seq,
+            tiny_gpt2(10),
+            "is a causal language model, and .* takes an encoder-decoder; use .*CausalLMWithValueHead",
+        ),
+    ],
+)
+def test_a_model_of_the_other_architecture_is_refused(
+    kind: Any, fields: dict[str, Any], said: str, saved_first: bool, tmp_path: Path
+) -> None:
+    model: Any = plain(fields)
+    if saved_first:
+        model.save_pretrained(tmp_path)
+        model = tmp_path
+    with pytest.raises(ConfigError, match=said):
+        kind.from_pretrained(model)
+
+
+def test_the_decoder_of_an_encoder_decoder_is_a_causal_language_model() -> None:
+    decoder = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_bart(10)))
+    assert read(Causal(decoder).eval())[1].shape == (1, 5)
+
+
 # ------------------------------------------------------------------------------------ adapters of another model
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
@@ -316,6 +317,8 @@ class _WithValueHead(PreTrainedModelWrapper):
     """What both architectures share."""
 
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+    is_encoder_decoder: ClassVar[bool] = False
+    """Which of the two architectures the class is for."""
     lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")
     """What language-model heads are called, where a model does not say which module is its."""
 
@@ -330,6 +333,7 @@ class _WithValueHead(PreTrainedModelWrapper):
     ) -> None:
         super().__init__(pretrained_model, **kwargs)
         inner = language_model(pretrained_model)
+        self._check_architecture(inner.config, type(inner).__name__)
         if inner.get_output_embeddings() is None and not any(hasattr(inner, name) for name in self.lm_head_namings):
             raise ConfigError(
                 f"{type(inner).__name__} has no language-model head; load it by "
@@ -349,6 +353,26 @@ class _WithValueHead(PreTrainedModelWrapper):
             std=v_head_initializer_range,
         )
         self._put(head)
+
+    @classmethod
+    def _check_architecture(cls, config: PreTrainedConfig, what: str) -> None:
+        if bool(config.is_encoder_decoder) == cls.is_encoder_decoder:
+            return
+        kinds = ("a causal language model", "an encoder-decoder")
+        other = AutoModelForCausalLMWithValueHead if cls.is_encoder_decoder else AutoModelForSeq2SeqLMWithValueHead
+        raise ConfigError(
+            f"{what} is {kinds[not cls.is_encoder_decoder]}, and {cls.__name__} takes {kinds[cls.is_encoder_decoder]}; "
+            f"use {other.__name__}"
+        )
+
+    @classmethod
+    def _load(cls, path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._load(path, *args, **kwargs)
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):  # it names every class that there is
+                cls._check_architecture(AutoConfig.from_pretrained(adapter_base(path) or path), path)
+            raise
 
     def _put(self, head: ValueHead) -> None:
         self.v_head = head.to(self._head_device()).train(self.training)
