@@ -213,6 +213,35 @@ def test_a_language_model_without_a_head_is_refused(tmp_path: Path) -> None:
         RewardModel.from_pretrained(classifier(tiny_gpt2(10)))
 
 
+def test_what_is_no_reward_model_is_an_error_of_this_door(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigError, match=r"^the model of the reward model .* cannot be loaded") as raised:
+            RewardModel.from_pretrained(path)
+        assert "model_path" not in str(raised.value)
+    classifier(tiny_llama(10)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)^the tokenizer of the reward model .* or tokenizer="):
+        RewardModel.from_pretrained(tmp_path)
+    assert RewardModel.from_pretrained(tmp_path, character_tokenizer(LETTERS))(["ab"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "reads samples, or prompts and outputs; give"),
+        ({"prompts": ["a"]}, "reads samples, or prompts and outputs; give"),
+        ({"outputs": ["a"]}, "reads samples, or prompts and outputs; give"),
+        ({"samples": "abc"}, r"samples should be a list of strings; given 'abc' \(str\)"),
+        ({"samples": 3}, r"samples should be a list of strings; given 3 \(int\)"),
+        ({"prompts": "ab", "outputs": ["a", "b"]}, "prompts should be a list of strings; given 'ab'"),
+        ({"samples": ["a", 3]}, r"samples\[1\] should be a string; given 3 \(int\)"),
+        ({"prompts": ["a", "b"], "outputs": ["c"]}, "2 prompts and 1 outputs; give one output per prompt"),
+    ],
+)
+def test_texts_of_another_form_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        reward_model()(**given)
+
+
 def test_chats_go_through_the_template_of_the_models_own_tokenizer(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(LETTERS)
     tokenizer.chat_template = "{% for m in messages %}{{ 'g' if m.role == 'user' else 'h' }}{{ m.content }}{% endfor %}"

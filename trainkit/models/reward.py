@@ -6,21 +6,21 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from trainkit.config import ModelConfig
 from trainkit.data import Sequences
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
-from trainkit.models.adapters import HEADS, MARK, has_adapter
+from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
@@ -166,13 +166,13 @@ class RewardModel:
             ConfigError: there is no such model, it gives no score, or it comes without a tokenizer.
         """
         if isinstance(model, str | Path):
+            tokenizer = _at_the_door(str(model), tokenizer)
             scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))
             if scorer.head is not None and not (Path(model) / HEADS).is_file():
                 raise ConfigError(
                     f"{str(model)!r} is a language model without a head for scores; give an export of reward training, "
                     "or a sequence classifier with one label"
                 )
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model))
         else:
             scorer = model if isinstance(model, Scorer) else Scorer(model)
         if tokenizer is None:
@@ -188,7 +188,11 @@ class RewardModel:
         outputs: Sequence[str] | None = None,
         **_: Any,
     ) -> list[float]:
-        """A score for each text: samples, or prompts and outputs; for a chat always the two."""
+        """A score for each text: samples, or prompts and outputs; for a chat always the two.
+
+        Raises:
+            DataError: neither is given whole, not as lists of strings, or not one output for each prompt.
+        """
         rows = [self._fit(ids) for ids in self._encode(samples, prompts, outputs)]
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         scores = [0.0] * len(rows)
@@ -223,13 +227,19 @@ class RewardModel:
         self, samples: Sequence[str] | None, prompts: Sequence[str] | None, outputs: Sequence[str] | None
     ) -> list[list[int]]:
         """Token ids of the texts, whole."""
-        if self.chat:
-            if prompts is None or outputs is None:
-                raise DataError("a reward model of chats reads prompts and outputs; give both")
-            return [self._encode_chat(*turns) for turns in zip(prompts, outputs, strict=True)]
-        if samples is None:
-            samples = [prompt + output for prompt, output in zip(prompts or [], outputs or [], strict=True)]
-        return [self._encode_text(text) for text in samples]
+        if samples is not None and not self.chat:
+            return [self._encode_text(text) for text in _texts("samples", samples)]
+        if prompts is None or outputs is None:
+            raise DataError(
+                "a reward model of chats reads prompts and outputs; give both"
+                if self.chat
+                else "a reward model reads samples, or prompts and outputs; give the one, or both of the others"
+            )
+        prompts, outputs = _texts("prompts", prompts), _texts("outputs", outputs)
+        if len(prompts) != len(outputs):
+            raise DataError(f"there are {len(prompts)} prompts and {len(outputs)} outputs; give one output per prompt")
+        turns = zip(prompts, outputs, strict=True)
+        return [self._encode_chat(*each) if self.chat else self._encode_text("".join(each)) for each in turns]
 
     def _encode_text(self, text: str) -> list[int]:
         ids, eos = self._encoder(text) if text else [], self.tokenizer.eos_token_id
@@ -255,6 +265,31 @@ class RewardModel:
         sequences = Sequences.from_lists(rows, [[]] * len(rows), pad_id(self.tokenizer))
         scores: list[float] = self.scorer(sequences.to(self.scorer.model.device)).tolist()
         return scores
+
+
+def _at_the_door(path: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, or the one at ``path``, where a model should be too."""
+    missing = "model"
+    try:
+        AutoConfig.from_pretrained(adapter_base(path) or path)
+        missing = "tokenizer"
+        return tokenizer or AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, TypeError) as error:
+        advice = "give a hub id or directory that holds one" + (", or tokenizer=" if missing == "tokenizer" else "")
+        raise ConfigError(
+            f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}"
+        ) from error
+
+
+def _texts(name: str, given: Any) -> Sequence[str]:
+    """What is given as texts, if it is some."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise DataError(f"{name} should be a list of strings; given {describe(given)}")
+    texts = list(given)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"{name}[{index}] should be a string; given {describe(text)}")
+    return texts
 
 
 def _default_device() -> torch.device:
