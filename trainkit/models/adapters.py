@@ -214,6 +214,13 @@ def adapter_base(path: str | Path, **hub: Any) -> str | None:
     return str(base)
 
 
+def has_score_head(directory: Path) -> bool:
+    """Whether a reward model's export is there with its head beside it: a language model, not a classifier."""
+    mark = directory / MARK
+    made_by = json.loads(mark.read_text("utf-8"))["method"] if mark.is_file() else None
+    return made_by == "reward" and (directory / HEADS).is_file()
+
+
 def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     """Save the model into ``directory``, which will become ``target``: whole, or of an adapted one the adapter alone.
 

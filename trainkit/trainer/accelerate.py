@@ -20,7 +20,7 @@ from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.functional import per_response
-from trainkit.models.adapters import HEADS, save_model
+from trainkit.models.adapters import HEADS, has_score_head, save_model
 from trainkit.models.loading import check_trainable, context_length, load_model_config, load_tokenizer, pad_id
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.reference import Reference
@@ -142,6 +142,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         policy, own = super().unwrapped, getattr(self.live_model, "v_head", None)
         if own is not None and getattr(policy, "value_head", None) is not own:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
+        path = self.config.model.model_path if self.live_model is None else None
+        if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
+            log.warning(
+                "%s is a reward model, of which %s takes the language model alone: its head for scores is left out. To "
+                "learn from its scores give it as reward_fn=RewardModel.from_pretrained(path)",
+                path,
+                self.config.method.name,
+            )
         return policy
 
     def make_reference(self, model: Any) -> Reference:

@@ -184,6 +184,18 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
         trainer.generate(["a"])
 
 
+@pytest.mark.parametrize("method", ["ppo", "sft", "reward"])
+def test_a_run_that_leaves_the_head_for_scores_out_says_so(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export = str(tiny_trainer("reward", tmp_path / "first").save_pretrained(tmp_path / "export"))
+    trainer = tiny_trainer(method, tmp_path / "run", model__model_path=export)
+    assert trainer.unwrapped is trainer.unwrapped
+    said = [record.message for record in caplog.records if "its head for scores is left out" in record.message]
+    assert len(said) == (method != "reward")
+    assert all(f"{export} is a reward model, of which {method} takes the language model alone" in text for text in said)
+
+
 def test_centring_keeps_scores_around_zero(tmp_path: Path) -> None:
     free = trained(tmp_path / "free").evaluate()
     centred = trained(tmp_path / "centred", method={"name": "reward", "center_coef": 0.1}).evaluate()
