@@ -97,7 +97,8 @@ def observe(name: str, root: Path, changes: dict[str, Any]) -> Any:
         trainer = tiny_trainer(
             name, run_dir, **{"train.eval_interval": 3, **{k: v for k, v in changes.items() if k != "train.run_dir"}}
         )
-        trainer.add_eval_pipeline(["a", "bc", "ghab"])
+        if trainer.eval_rows:
+            trainer.add_eval_pipeline(["a", "bc", "ghab"])
         honest = trainer.loss
         threads = watch_reward_threads(trainer)
 

@@ -426,7 +426,8 @@ def test_evaluating_saving_and_observing_leave_the_weights_bit_equal(name: str, 
     class Observer:
         @trainkit.hookimpl
         def on_step(self, trainer: Any, step: int) -> None:
-            trainer.generate([row["prompt"] for row in trainer.eval_rows[:2]])
+            if trainer.eval_rows:
+                trainer.generate([row["prompt"] for row in trainer.eval_rows[:2]])
             torch.rand(7)
 
     plain = tiny_trainer(name, tmp_path / "plain")

@@ -276,9 +276,7 @@ def _at_the_door(path: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTra
         return tokenizer or AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, TypeError) as error:
         advice = "give a hub id or directory that holds one" + (", or tokenizer=" if missing == "tokenizer" else "")
-        raise ConfigError(
-            f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}"
-        ) from error
+        raise ConfigError(f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}") from error
 
 
 def _texts(name: str, given: Any) -> Sequence[str]:

@@ -75,7 +75,10 @@ def tiny_trainer(
     else:
         rewards = [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None
         trainer.add_samples(PAIRS if cls.sample_format == "preference" else SAMPLES, rewards)
-    trainer.add_eval_pipeline(list(PROMPTS))
+    if cls.generates:
+        trainer.add_eval_pipeline(list(PROMPTS))
+    else:
+        trainer.add_eval_samples(PAIRS)
     return trainer
 
 

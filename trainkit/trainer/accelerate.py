@@ -70,6 +70,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     sample_format: ClassVar[Literal["completion", "preference"]] = "completion"
     """What offline samples are: outputs to prompts, or pairs ``{"prompt", "chosen", "rejected"}``."""
+    generates: ClassVar[bool] = True
+    """Whether what is trained writes text; a model that scores text has no use for prompts."""
 
     def __init__(
         self,
@@ -160,10 +162,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def sampler(self) -> Sampler:
         """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
-        if not self.unwrapped.model.can_generate():
-            raise ConfigError(
-                f"{type(self.unwrapped.model).__name__} scores text and generates none; leave prompts out"
-            )
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         if made is not None:
             return generation.checked_sampler(made)
@@ -218,6 +216,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
         """Take the prompts of evaluations."""
+        self._check_generates("eval_prompts")
         super().add_eval_pipeline(prompts)
         longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
         for _, overrides in sweep(self.config.rollout.eval_kwargs):
@@ -346,7 +345,12 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             input_ids: [B, P] instead of prompts.
             attention_mask: [B, P], which of ``input_ids`` are real.
             **overrides: sampling settings over those of ``config.rollout``.
+
+        Raises:
+            ConfigError: no such settings, or what is trained does not generate.
+            DataError: prompts that are none, or too long.
         """
+        self._check_generates("generate()")
         rows = written_prompts(generation.prompts_as_rows(prompts, input_ids, attention_mask), self.tokenizer)
         if self.config.train.resume:
             run.begin(self)  # what is drawn follows from where the resumed run stands
@@ -354,6 +358,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         key = self.progress.generated
         self.progress.generated += 1
         return self._sample(rows, queries, settings, "generate", key, row_seeds(rows, queries, "generate"))
+
+    def _check_generates(self, given: str) -> None:
+        if not self.generates:
+            raise ConfigError(
+                f"{self.config.method.name!r} trains a model that scores text and generates none, so {given} has no "
+                "use; evaluate on eval_samples"
+            )
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""

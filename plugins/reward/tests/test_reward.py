@@ -169,7 +169,6 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
         tmp_path / "classifier"
     )
     trainer = tiny_trainer("reward", tmp_path / "run", model__model_path=str(tmp_path / "classifier"), **changes)
-    trainer.eval_rows = []
     before = {name: tensor.clone() for name, tensor in trainer.unwrapped.state_dict().items()}
     trainer.learn()
     moved = {name for name, tensor in trainer.unwrapped.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -180,8 +179,6 @@ def test_a_classifier_is_trained_and_exported_as_one(changes: dict[str, Any], tm
     texts = ["ab", "hgf"]
     exported = RewardModel.from_pretrained(tmp_path / "run" / "model")
     assert exported(texts) == pytest.approx(trainer.reward_model(texts), abs=1e-5)
-    with pytest.raises(ConfigError, match="GPT2ForSequenceClassification scores text and generates none"):
-        trainer.generate(["a"])
 
 
 @pytest.mark.parametrize("method", ["ppo", "sft", "reward"])
@@ -194,6 +191,19 @@ def test_a_run_that_leaves_the_head_for_scores_out_says_so(
     said = [record.message for record in caplog.records if "its head for scores is left out" in record.message]
     assert len(said) == (method != "reward")
     assert all(f"{export} is a reward model, of which {method} takes the language model alone" in text for text in said)
+
+
+def test_nothing_is_generated(tmp_path: Path) -> None:
+    """Neither by a language model that has a head, which could, nor by a classifier, which could not."""
+    with pytest.raises(ConfigError, match=r"'reward' trains a model that scores text .* so eval_prompts has no use"):
+        trainkit.train(
+            tiny_gpt2(10), method="reward", samples=[PAIR], eval_prompts=["a"], tokenizer=character_tokenizer(LETTERS),
+            config={"train": {"run_dir": str(tmp_path / "run")}},
+        )  # fmt: skip
+    trainer = tiny_trainer("reward", tmp_path)
+    for generate in (trainer.generate, trainer.generate_eval):
+        with pytest.raises(ConfigError, match=r"generates none, so generate\(\) has no use; evaluate on eval_samples"):
+            generate(["a"])
 
 
 def test_centring_keeps_scores_around_zero(tmp_path: Path) -> None:
