@@ -389,13 +389,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 "use; evaluate on eval_samples"
             )
 
-    def _check_generates(self, given: str) -> None:
-        if not self.generates:
-            raise ConfigError(
-                f"{self.config.method.name!r} trains a model that scores text and generates none, so {given} has no "
-                "use; evaluate on eval_samples"
-            )
-
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
         """As `generate`, with the settings of evaluations (the first value of a swept one)."""
         (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
