@@ -65,7 +65,8 @@ def train(
         prompts: strings, lists of messages, or dicts with one of them under ``prompt`` and further columns; a list, a
             `datasets.Dataset`, any finite iterable. Online and without prompts, every response starts from the
             tokenizer's beginning token.
-        eval_prompts: prompts of evaluations. Online they default to the first of ``prompts``.
+        eval_prompts: prompts of evaluations, to which responses are generated. Online they default to the first of
+            ``prompts``; offline nothing is generated without them.
         metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` gives a dict of numbers, or of lists with one
             number per sample; measured at evaluations.
         config: the configuration, a mapping of its sections, or a YAML file.

@@ -72,6 +72,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """k."""
         return self.method.rft_k
 
+    @property
+    def experience_rows(self) -> int:
+        """At most the pools of all prompts; a schedule over the run needs ``train.total_steps``."""
+        return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
+
     def make_experience(self, rows: list[Row]) -> RFTRows:
         """Scored responses to prompts at a growth step; the other prompts."""
         queries = [self.encode(row["prompt"]) for row in rows]
