@@ -65,7 +65,13 @@ class Batch:
 
     def select(self, rows: Tensor) -> Self:
         """The rows at the indices ``rows`` [N], without columns that are padding in all of them."""
-        return self.map(lambda x: x[rows.to(x.device)]).trim()
+        return self.take(rows).trim()
+
+    def take(self, rows: Tensor) -> Self:
+        """The rows at the indices ``rows`` [N], with all columns; for a batch to say that its tensors are no rows."""
+        return type(self)(
+            **{k: v.take(rows) if isinstance(v, Batch) else v[rows.to(v.device)] for k, v in self.parts().items()}
+        )
 
     def trim(self) -> Self:
         """The batch without columns that are padding in every row."""

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 import trainkit
 from trainkit.errors import ConfigError, DataError
 from trainkit.testing.trainers import tiny_trainer
-from trainkit_ddpo import DDPOBatch, ImagePipeline, ImageRollouts, Noise, PixelPipeline, save_grid, to_pil
+from trainkit_ddpo import Conditions, DDPOBatch, ImagePipeline, ImageRollouts, Noise, PixelPipeline, save_grid, to_pil
 
 PIXELS = {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": ["a", "b"]}
 
@@ -48,6 +49,36 @@ def test_a_share_of_the_steps_is_drawn_anew_for_each_image_and_none_twice(tmp_pa
     assert all(len(set(row)) == 4 for row in steps.tolist())
     assert len({tuple(sorted(row)) for row in steps.tolist()}) > 1
     assert int(steps.max()) < 8
+
+
+def test_a_prompts_condition_is_kept_once_for_each_image_wherever_rows_go(tmp_path: Path) -> None:
+    """The store, which checkpoints hold, its minibatches and their micro-batches; rows read the same as ever."""
+    trainer = collected(tmp_path, method__num_steps=9, train__batch_size=24)
+    batch = trainer.store.experience
+    prompts = [row["prompt"] for part in trainer._rollouts for row in part.rows]
+    own = trainer.unwrapped.pipeline.encode(prompts)
+    assert (len(batch), len(batch.condition.kept)) == (64, 8)
+    assert torch.equal(batch.condition.rows, own.repeat_interleave(8))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))[:24]
+    for rows, part in zip(order.split(5), [batch.select(rows) for rows in order.split(5)], strict=True):
+        assert torch.equal(part.condition.rows, own.repeat_interleave(8)[rows])
+        assert len(part.condition.kept) == len(set((rows // 8).tolist()))
+    assert all(len(micro.condition.kept) <= len(micro) for micro in batch.select(order).split(3))
+    trainer.save(tmp_path / "saved")
+    [held] = (tmp_path / "saved").glob("step_*/store-00000.safetensors")
+    assert load_file(held)["experience.condition.kept"].shape == (8,)
+
+
+def test_conditions_of_several_batches_are_joined_and_exported_as_rows(tmp_path: Path) -> None:
+    one = Conditions(torch.tensor([1, 0, 1]), torch.tensor([[1.0], [2.0]]))
+    two = Conditions(torch.tensor([0, 0]), torch.tensor([[3.0]]))
+    both = Conditions.cat([one, two, one])
+    assert both.rows.flatten().tolist() == [2, 1, 2, 3, 3, 2, 1, 2]
+    assert both.select(torch.tensor([7, 3])).flatten("condition.")["condition"].tolist() == [[2.0], [3.0]]
+    trainer = collected(tmp_path)
+    trainer.store.export(tmp_path / "rows.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["condition"] for line in lines] == trainer.store.experience.condition.rows.tolist()
 
 
 @pytest.mark.parametrize(("fraction", "rows"), [(0.29, 29), (0.57, 57), (0.001, 1), (1.0, 100)])
@@ -90,7 +121,7 @@ def test_the_loss_is_the_clipped_surrogate_of_each_step(tmp_path: Path) -> None:
     trainer = collected(tmp_path, method__cliprange=1e-4)
     batch = trainer.store.experience.select(torch.arange(3))
     with torch.no_grad():
-        mean = trainer.policy(batch.latents, batch.steps, batch.condition)
+        mean = trainer.policy(batch.latents, batch.steps, batch.condition.rows)
         now = trainer.unwrapped.logprobs(mean, batch.next_latents, batch.steps)
     old = now - torch.tensor([0.3, -0.3, 0.00005])
     advantages = torch.tensor([1.0, -1.0, 2.0])

@@ -9,9 +9,10 @@ from trainkit_ddpo.images import ImageRollouts, save_grid, to_pil
 from trainkit_ddpo.latent import LatentPipeline
 from trainkit_ddpo.pipeline import DiffusionPolicy, ImagePipeline
 from trainkit_ddpo.pixel import PixelConfig, PixelPipeline
-from trainkit_ddpo.trainer import DDPOBatch, DDPOConfig, DDPOTrainer, Trajectories
+from trainkit_ddpo.trainer import Conditions, DDPOBatch, DDPOConfig, DDPOTrainer, Trajectories
 
 __all__ = [
+    "Conditions",
     "DDPOBatch",
     "DDPOConfig",
     "DDPOTrainer",

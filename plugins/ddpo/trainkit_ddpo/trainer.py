@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -100,6 +101,37 @@ class Trajectories(Batch):
 
 
 @dataclass(frozen=True)
+class Conditions(Batch):
+    """What the network reads of each row's prompt, kept once for each image however many rows it gives."""
+
+    image: Tensor
+    """Whose is read, by its place in ``kept`` [B]."""
+    kept: Tensor
+    """Of each image, not of each row [N, *]."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Of each row [B, *]."""
+        return self.kept[self.image]
+
+    def take(self, rows: Tensor) -> Self:
+        """The rows at the indices ``rows``, without images that none of them is of."""
+        used, image = self.image[rows.to(self.image.device)].unique(return_inverse=True)
+        return type(self)(image, self.kept[used])
+
+    @classmethod
+    def cat(cls, batches: Sequence[Self]) -> Self:
+        """All rows of ``batches``, with the images of all."""
+        starts = accumulate((len(batch.kept) for batch in batches), initial=0)
+        image = torch.cat([batch.image + start for batch, start in zip(batches, starts, strict=False)])
+        return cls(image, torch.cat([batch.kept for batch in batches]))
+
+    def flatten(self, prefix: str = "") -> dict[str, Tensor]:
+        """What each row reads, under the name of the field."""
+        return {prefix.removesuffix("."): self.rows}
+
+
+@dataclass(frozen=True)
 class DDPOBatch(Batch):
     """Denoising steps, one row each, whatever image they are of."""
 
@@ -111,7 +143,7 @@ class DDPOBatch(Batch):
     """Which step it is, from 0 [B]."""
     old_logprobs: Tensor
     advantages: Tensor
-    condition: Tensor
+    condition: Conditions
 
     @property
     def lengths(self) -> Tensor:
@@ -271,7 +303,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
             at,
             experience.logprobs[image, at],
             self.advantages(prompts, rewards).clamp(-limit, limit)[image],
-            experience.condition[image],
+            Conditions(image, experience.condition),
         )
 
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
@@ -294,7 +326,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     def loss(self, batch: DDPOBatch) -> tuple[Tensor, Metrics]:
         """Clipped surrogate, a mean over denoising steps. -> []."""
-        mean = self.policy(batch.latents, batch.steps, batch.condition)
+        mean = self.policy(batch.latents, batch.steps, batch.condition.rows)
         log_ratio = self.unwrapped.logprobs(mean, batch.next_latents, batch.steps) - batch.old_logprobs
         ratio, limit = log_ratio.exp(), self.method.cliprange
         loss = clipped_surrogate(ratio, batch.advantages, cliprange=limit).mean()
