@@ -272,9 +272,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def score(self, rollouts: Rollouts) -> Tensor:
         """The reward function's scores [B], or [B, T] where it gives rewards per token."""
         assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
-        device = self.accelerator.device
-        with torch.autocast(device.type, enabled=False):  # what judges is as exact as in evaluations
-            return score(self.reward_fn, rollouts, self.tokenizer).to(device)
+        return score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
 
     def make_experience(self, rows: list[Row]) -> Batch:
         """Sample, score, and make experience of it: what an online algorithm does. Offline ones override this."""
