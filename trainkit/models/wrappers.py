@@ -37,7 +37,7 @@ from trainkit.models.adapters import (
     merge_adapter,
     save_model,
 )
-from trainkit.models.value_head import ValueHead, saved_heads, state_width, under
+from trainkit.models.value_head import ValueHead, saved_modules, state_width, under
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -184,7 +184,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
-        state = saved_heads(path, self.supported_modules, hub)
+        state = saved_modules(path, self.supported_modules, hub)
         if not state:
             log.warning("%s has no %s; it starts anew", path, " or ".join(self.supported_modules))
         self.post_init(state)
