@@ -216,7 +216,9 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         model = load_model(config.model, self.live_model)
         width, vocabulary = state_width(model.config), model.config.get_text_config().vocab_size
         policy = make_policy(model, head=ILQLHeads(width, vocabulary, config.method.two_qs))
-        return policy if self.live_model is not None else load_heads(policy, config.model.model_path)
+        if self.live_model is not None:
+            return policy
+        return load_heads(policy, config.model.model_path, config.model.kwargs)
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Take samples and rewards, which are learnt with mean 0 and standard deviation 1 over all of them."""

@@ -154,7 +154,8 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             logit_mask=self.logit_mask,
             value_head=True,
         )
-        return load_heads(policy, config.model.model_path if self.live_model is None else self.live_model)
+        source = config.model.model_path if self.live_model is None else self.live_model
+        return load_heads(policy, source, config.model.kwargs)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

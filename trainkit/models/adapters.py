@@ -27,6 +27,8 @@ BASE = "base"
 """In an export, the directory of the weights below an adapter, where they have no path of their own."""
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a directory an adapter's."""
+HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+"""Arguments of `from_pretrained` that say where files are; all that is loaded is looked for there."""
 
 
 def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
@@ -192,6 +194,24 @@ def bare(model: Any) -> PreTrainedModel:
     return inner
 
 
+def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments of `from_pretrained`, those that say where files are."""
+    return {name: arguments[name] for name in HUB if name in arguments}
+
+
+def find_base(path: str, arguments: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """What lies below the adapter at ``path``, if one is there, and the arguments by which whole weights are loaded.
+
+    Where in the adapter's repository it is says nothing of the base's.
+
+    Raises:
+        ConfigError: the adapter does not say what it belongs to.
+    """
+    base = adapter_base(path, **hub_arguments(arguments))
+    gone = () if base is None else ("revision", "subfolder")
+    return base, {name: value for name, value in arguments.items() if name not in gone}
+
+
 def adapter_base(path: str | Path, **hub: Any) -> str | None:
     """What lies below the adapter at ``path``, a directory or a hub id: another such path. None: no adapter is there.
 
@@ -204,10 +224,10 @@ def adapter_base(path: str | Path, **hub: Any) -> str | None:
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    file = Path(path) / ADAPTER_CONFIG if Path(path).is_dir() else find_adapter_config_file(str(path), **hub)
-    if file is None or not Path(file).is_file():
+    file = find_adapter_config_file(str(path), **hub)
+    if file is None:
         return None
-    beside = Path(path) / BASE
+    beside = Path(file).parent / BASE
     base = str(beside) if beside.is_dir() else json.loads(Path(file).read_text("utf-8"))["base_model_name_or_path"]
     if not base:
         raise ConfigError(f"{file} names no base model; set base_model_name_or_path there to where its weights are")
@@ -269,16 +289,16 @@ def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def merge_adapter(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
-    """The base ``model`` with the adapter at ``path`` added to its weights.
+def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
+    """The base ``model`` with the adapter at ``path``, a directory or a hub id, added to its weights.
 
     Raises:
         ConfigError: it does not fit.
     """
     from peft import PeftModel
 
-    with fitting(model, path):
-        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    with fitting(model, path, **hub):
+        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path), **hub).merge_and_unload()
     merged.requires_grad_(True)  # peft has frozen what is below the adapter
     merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet
     return merged

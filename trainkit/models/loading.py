@@ -24,9 +24,12 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
     HEADS,
+    HUB,
     adapter_base,
     add_adapter,
     bare,
+    find_base,
+    hub_arguments,
     make_peft_config,
     merge_adapter,
 )
@@ -92,12 +95,14 @@ def _load(config: ModelConfig) -> PreTrainedModel:
     if not isinstance(config.model_path, str):
         return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
     try:
-        base = adapter_base(config.model_path)
+        base, arguments = find_base(config.model_path, arguments)
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
-    return merge_adapter(model, config.model_path) if base else cast(PreTrainedModel, model)
+    if base is None:
+        return cast(PreTrainedModel, model)
+    return merge_adapter(model, config.model_path, **hub_arguments(config.kwargs))
 
 
 def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
@@ -176,9 +181,9 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         )
     try:
         if isinstance(path, str):
-            keys = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir")
-            known = {k: v for k, v in config.kwargs.items() if k in keys}
-            return cast(PreTrainedConfig, AutoConfig.from_pretrained(adapter_base(path) or path, **known))
+            known = {k: v for k, v in config.kwargs.items() if k in (*HUB, "trust_remote_code")}
+            base, known = find_base(path, known)
+            return cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **known))
         model_config = AutoConfig.for_model(**path)
         _fuse_activation(model_config)
         return model_config

@@ -9,11 +9,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -21,9 +20,9 @@ from transformers import PreTrainedModel
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, token_logprobs
-from trainkit.models.adapters import HEADS
+from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.trunk import Trunk, tiny_input
-from trainkit.models.value_head import ValueHead, state_width, under
+from trainkit.models.value_head import ValueHead, saved_heads, saved_modules, state_width, under
 
 if TYPE_CHECKING:
     from trainkit.models.reference import Reference
@@ -261,13 +260,14 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
     return tuple(torch.cat(found) for found in zip(*parts, strict=True))
 
 
-def load_heads(policy: P, source: object) -> P:
+def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = MappingProxyType({})) -> P:
     """The policy, or scorer, with the heads of ``source``, if it has any.
 
     Args:
         policy: what they are for.
-        source: the path of an export, which has them beside the model, or a live model with a value head, which is
-            then trained in place.
+        source: the directory or hub id of an export, which has them beside the model, or of what TRL has saved, or a
+            live model with a value head, which is then trained in place.
+        arguments: those of `from_pretrained` by which the model was loaded; they say where on the hub to look.
 
     Raises:
         ConfigError: they do not fit.
@@ -276,23 +276,23 @@ def load_heads(policy: P, source: object) -> P:
     own = getattr(source, "v_head", None)
     if critic is not None and isinstance(own, ValueHead):
         critic.value_head = own.to(critic.model.device)
-    path = Path(source) / HEADS if isinstance(source, str) else None
-    if path is None or not path.is_file():
+    if not isinstance(source, str):
         return policy
-    found = load_file(path)
-    if critic is not None and (values := under("value_head.", found)):
+    hub, where = hub_arguments(arguments), f"{HEADS} of {source!r}"
+    found = saved_heads(source, hub)
+    if critic is not None and (values := under("v_head.", saved_modules(source, ("v_head",), hub))):
         critic.value_head = ValueHead.like(values, critic.value_head.width).to(critic.model.device)
     state = policy.state_dict()
     there, here = ({name for name in names if name.startswith("head.")} for names in (found, state))
     if there and here and there != here:
         raise ConfigError(
-            f"{path} holds another head than this policy has: {min(there ^ here)} is in one of them only; give the "
+            f"{where} holds another head than this policy has: {min(there ^ here)} is in one of them only; give the "
             "settings of the run that made it, or remove the file to start with a new head"
         )
     found = {name: tensor for name, tensor in found.items() if name in state}
     if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
         raise ConfigError(
-            f"{path} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, and this policy has "
+            f"{where} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, and this policy has "
             f"{tuple(state[wrong[0]].shape)}; remove the file to start with a new head"
         )
     policy.load_state_dict({**state, **found})

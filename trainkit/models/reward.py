@@ -24,7 +24,7 @@ from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
-from trainkit.models.value_head import state_width
+from trainkit.models.value_head import find_file, saved_heads, state_width
 from trainkit.pipeline import PromptEncoder
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class RewardModel:
         if isinstance(model, str | Path):
             tokenizer = _at_the_door(str(model), tokenizer)
             scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))
-            if scorer.head is not None and not (Path(model) / HEADS).is_file():
+            if scorer.head is not None and "head.weight" not in saved_heads(str(model), {}):
                 raise ConfigError(
                     f"{str(model)!r} is a language model without a head for scores; give an export of reward training, "
                     "or a sequence classifier with one label"
@@ -308,15 +308,15 @@ def load_scorer(config: ModelConfig, model: PreTrainedModel | None = None) -> Sc
     ):
         saved = {"modules_to_save": ["score", "classifier"], **config.peft_config}
         config = config.model_copy(update={"peft_config": saved})
-    return load_heads(Scorer(load_model(config, model)), config.model_path)
+    return load_heads(Scorer(load_model(config, model)), config.model_path, config.kwargs)
 
 
 def _trained_here(model: Any) -> bool:
     """Whether trainkit has trained or saved it to read texts as they are."""
     if isinstance(model, Scorer):
         return True
-    mark = Path(model) / MARK if isinstance(model, str | Path) else None
-    return mark is not None and mark.is_file() and not json.loads(mark.read_text("utf-8")).get("chat", False)
+    mark = find_file(str(model), MARK, {}) if isinstance(model, str | Path) else None
+    return mark is not None and not json.loads(Path(mark).read_text("utf-8")).get("chat", False)
 
 
 def _as_classifier(scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:

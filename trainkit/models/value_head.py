@@ -94,23 +94,33 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def saved_heads(path: str, modules: tuple[str, ...], hub: dict[str, Any]) -> dict[str, Tensor]:
-    """``v_head.*`` at a directory or hub id: in a file of their own, or as TRL has them, among the model's weights."""
+def find_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
+    """Where the file is, which is looked for in a directory or on the hub; None if it is not there."""
     quiet: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    look: Callable[[str], str | None] = partial(cached_file, path, **hub, **quiet)
-    if heads := look(HEADS):
-        return {f"v_head.{name}": tensor for name, tensor in under("value_head.", load_file(heads)).items()}
+    return cached_file(path, name, **hub, **quiet)
+
+
+def saved_heads(path: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an export at a directory or hub id has beside its model: `value_head.*`, `head.*`; empty without."""
+    file = find_file(path, HEADS, hub)
+    return {} if file is None else load_file(file)
+
+
+def saved_modules(path: str, modules: tuple[str, ...], hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``v_head.*`` at a directory or hub id: in a file of their own, or as TRL has them, among the model's weights."""
+    look: Callable[[str], str | None] = partial(find_file, path, hub=hub)
+    if heads := saved_heads(path, hub):
+        return {f"v_head.{name}": tensor for name, tensor in under("value_head.", heads).items()}
     for weights in ("model.safetensors", "pytorch_model.bin"):
         files = [look(weights)]
         if listed := look(f"{weights}.index.json"):
             where = json.loads(Path(listed).read_text("utf-8"))["weight_map"]
             files = [look(name) for name in sorted({where[key] for key in where if key.split(".")[0] in modules})]
-        state = {key: tensor for file in files if file for key, tensor in _read(file, modules).items()}
-        if state:
-            return state
+        if listed or any(files):  # the other format would hold the same
+            return {key: tensor for file in files if file for key, tensor in _read(file, modules).items()}
     return {}
 
 

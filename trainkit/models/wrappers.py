@@ -26,26 +26,24 @@ from transformers.utils.hub import PushToHubMixin
 from trainkit.errors import ConfigError, describe
 from trainkit.models.adapters import (
     HEADS,
-    adapter_base,
     bare,
     check_within_layers,
+    find_base,
     fitting,
     has_adapter,
+    hub_arguments,
     language_model,
     make_peft_config,
     merge_adapter,
     save_model,
 )
-from trainkit.models.value_head import ValueHead, saved_heads, state_width, under
+from trainkit.models.value_head import ValueHead, saved_modules, state_width, under
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftConfig
 
 log = logging.getLogger(__name__)
-
-HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-"""Arguments of `from_pretrained` that say where files are; all that is loaded is looked for there."""
 
 
 class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
@@ -157,7 +155,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_adapter_name}
         wrapper = cls(model, **own)
         if isinstance(path, str | Path):
-            wrapper._load_heads(str(path), {name: base[name] for name in HUB if name in base})
+            wrapper._load_heads(str(path), hub_arguments(base))
         return wrapper
 
     @classmethod
@@ -174,21 +172,19 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     def _load(cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], trainable: bool, merge: bool) -> Any:
         from peft import PeftModel
 
-        hub = {name: kwargs[name] for name in HUB if name in kwargs}
+        hub = hub_arguments(kwargs)
         arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), **_quantisation(kwargs)}
-        below = adapter_base(path, **hub)
-        if below is not None:  # these say where in the adapter's repository it is
-            arguments = {name: value for name, value in arguments.items() if name not in ("revision", "subfolder")}
+        below, arguments = find_base(path, arguments)
         model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
         if below is None:
             return model
         if merge:
-            return merge_adapter(model, path)
+            return merge_adapter(model, path, **hub)
         with fitting(model, path, **hub):
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
-        state = saved_heads(path, self.supported_modules, hub)
+        state = saved_modules(path, self.supported_modules, hub)
         if not state:
             log.warning("%s has no %s; it starts anew", path, " or ".join(self.supported_modules))
         self.post_init(state)
@@ -366,12 +362,13 @@ class _WithValueHead(PreTrainedModelWrapper):
         )
 
     @classmethod
-    def _load(cls, path: str, *args: Any, **kwargs: Any) -> Any:
+    def _load(cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], trainable: bool, merge: bool) -> Any:
         try:
-            return super()._load(path, *args, **kwargs)
+            return super()._load(path, model_args, kwargs, trainable, merge)
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):  # it names every class that there is
-                cls._check_architecture(AutoConfig.from_pretrained(adapter_base(path) or path), path)
+                below, arguments = find_base(path, kwargs)
+                cls._check_architecture(AutoConfig.from_pretrained(below or path, **hub_arguments(arguments)), path)
             raise
 
     def _put(self, head: ValueHead) -> None:
