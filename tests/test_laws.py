@@ -377,7 +377,7 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
 def test_a_loop_of_ones_own_leaves_the_rest_of_a_stopped_collection_out(name: str, tmp_path: Path) -> None:
     trainer = judged(tiny_trainer(name, tmp_path, train__batch_size=4), {1: Verdict.STOP})
     for steps in (1, 1 + trainer.passes * 2):
-        responses = 8 * 16 // trainer.experience_rows  # which make 8 rows of experience, two steps in a pass
+        responses = max(8 * 16 // trainer.experience_rows, 8)  # of which 8 rows are made, two steps in a pass
         rollouts = trainer.generate(["ab"] * responses)
         trainer.step(rollouts.queries, rollouts.responses, [float(len(o)) for o in rollouts.outputs])
         assert trainer.progress.step == steps
