@@ -275,11 +275,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
     """DPO on the best and the worst of k responses of the policy's own, by score alone (Guo et al. 2024)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """k."""
-        return self.method.k
+    group = "k"
 
     @property
     def experience_rows(self) -> int:
@@ -320,11 +316,7 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
     """loss = −mean log π(best of k responses), whole responses, EOS included: expert iteration, no reference."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """k."""
-        return self.method.k
+    group = "k"
 
     @property
     def experience_rows(self) -> int:

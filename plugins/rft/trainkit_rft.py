@@ -1,13 +1,11 @@
 """RFT: sample, keep the best responses to each prompt, fine-tune on them, and ask for more each time.
 
-Dong et al. 2023 (RAFT); Gulcehre et al. 2023 (ReST: thresholds that rise between two rounds of sampling).
-"""
+Dong et al. 2023 (RAFT); Gulcehre et al. 2023 (ReST: thresholds that rise between two rounds of sampling)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +48,7 @@ def select(scores: list[list[float]], percentiles: list[float]) -> list[list[boo
 
     A prompt's responses that all have one score are kept if it reaches the median of all scores (S-28).
     """
-    median = torch.tensor(list(chain.from_iterable(scores))).quantile(0.5)
+    median = torch.tensor([score for row in scores for score in row]).quantile(0.5)
     rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
     kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
     return [keep.tolist() for keep in kept]
@@ -61,16 +59,10 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     """loss = −mean log π(y_t | prompt, y_<t) over the tokens of responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.visits: dict[str, int] = {}  # by prompt, as text of its ids: a visit is a step of its schedule
-        self.pools: dict[str, dict[str, float]] = {}  # scores by response, latest last; the same on all processes
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """k."""
-        return self.method.rft_k
+    group = "rft_k"
+    remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
+    visits: dict[str, int]  # by prompt, as text of its ids: a visit is a step of its schedule
+    pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
 
     @property
     def experience_rows(self) -> int:
@@ -80,7 +72,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def make_experience(self, rows: list[Row]) -> RFTRows:
         """Scored responses to prompts at a growth step; the other prompts."""
         queries = [self.encode(row["prompt"]) for row in rows]
-        grow = [self.visits.get(_text(query), 0) % self.method.n_improve_steps == 0 for query in queries]
+        grow = [self.visits.get(str(query), 0) % self.method.n_improve_steps == 0 for query in queries]
         rest = [query for query, now in zip(queries, grow, strict=True) if not now]
         parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), torch.zeros(len(rest)))]
         if any(grow):
@@ -95,30 +87,30 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """What is new into the pools; then what reaches the thresholds, an equal part of it for each process."""
         x, new = experience, experience.sequences.response_mask.any(1)
-        ids = ([_text(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
+        ids = ([str(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
         found = gather_object(list(zip(*ids, x.scores.tolist(), strict=True)))
         for query, response, score in found:
-            if response:
+            if response != "[]":
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        if any(response for _, response, _ in found) and "reward/mean" not in self._pending:  # step() records it too
+        if (
+            any(response != "[]" for _, response, _ in found) and "reward/mean" not in self._pending
+        ):  # step() records it too
             self.record({"reward/mean": Mean.of(x.scores, new), "reward/std": Std.of(x.scores, new)})
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
-        given, chosen = ([[int(token) for token in row[i].split()] for row in mine] for i in (0, 1))
-        return Sequences.from_lists(given, chosen)
+        return Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
         method, pools = self.method, [self.pools[query] for query in queries]
         schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
         percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
-        kept = list(chain.from_iterable(select([list(pool.values()) for pool in pools], percentiles)))
+        kept = [keep for row in select([list(pool.values()) for pool in pools], percentiles) for keep in row]
         self.visits |= {query: self.visits.get(query, 0) + 1 for query in queries}
         pooled = [(query, *item) for query, pool in zip(queries, pools, strict=True) for item in pool.items()]
-        good = torch.tensor(kept)
-        scores = torch.tensor([score for *_, score in pooled])
+        good, scores = torch.tensor(kept), torch.tensor([score for *_, score in pooled])
         self.record({"pool/kept": Mean.of(good), "pool/kept_reward": Mean.of(scores, good)})
         return [(query, response) for (query, response, _), keep in zip(pooled, kept, strict=True) if keep]
 
@@ -126,20 +118,3 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""
         logprobs = self.policy(batch).logprobs
         return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Fewer responses, for tests."""
-        return {"config": {"method": {"rft_k": 4}}}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Visits and pools."""
-        return {"visits": self.visits, "pools": self.pools}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes them over."""
-        self.visits, self.pools = dict(state["visits"]), {query: dict(pool) for query, pool in state["pools"].items()}
-
-
-def _text(ids: Iterable[int]) -> str:
-    return " ".join(map(str, ids))

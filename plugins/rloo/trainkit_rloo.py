@@ -78,17 +78,13 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     """A_k = R_k − mean of the other R_j, R = score − β·Σ k1; the surrogate on sequence log-probabilities (F-11)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    group = "rloo_k"
     needs_reference: ClassVar[bool] = True
 
     @property
     def passes(self) -> int:
         """RLOO's epochs."""
         return self.method.rloo_epochs
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """k."""
-        return self.method.rloo_k
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RLOORollouts:
         """What the policy and the reference say about scored rollouts, before any update."""

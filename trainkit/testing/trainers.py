@@ -10,6 +10,7 @@ from trainkit.config import TRLConfig
 from trainkit.registry import available_trainers, get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
+from trainkit.trainer.loop import AcceleratedLoop
 
 LETTERS = "abcdefgh"
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
@@ -57,7 +58,10 @@ def tiny_trainer(
     given = {**usual, **cls.tiny_arguments()}
     path, sections = given.pop("model_path"), given.pop("config", {})
     defaults: dict[str, dict[str, Any]] = {
-        "method": {"name": name},
+        "method": {
+            "name": name,
+            **({cls.group: min(cls.method_class.model_fields[cls.group].default, 4)} if cls.group else {}),
+        },
         "model": {"model_path": dict(model or path)},
         "optimizer": {"lr": 1e-3},
         "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
@@ -77,6 +81,11 @@ def tiny_trainer(
     else:
         trainer.add_eval_samples(samples)
     return trainer
+
+
+def _few(cls: type[AcceleratedLoop[Any]]) -> dict[str, int]:
+    """At most four responses to a prompt."""
+    return {cls.group: min(cls.method_class.model_fields[cls.group].default, 4)} if cls.group else {}
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
@@ -48,6 +48,11 @@ class BaseRLTrainer(ABC, Generic[M]):
     """Which arguments of `trainkit.train` the algorithm learns from: ``("samples",)``, ``("samples", "rewards")``
     or ``("reward_fn", "prompts")``."""
 
+    group: ClassVar[str] = ""
+    """The setting of the method that says how many responses to each prompt a collection holds; empty: one."""
+    remembers: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    """Attributes that must survive a restart, plain data or tensors, each with what makes its first value."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in getattr(cls, "__orig_bases__", ()):
@@ -82,6 +87,8 @@ class BaseRLTrainer(ABC, Generic[M]):
         self.config = config
         self.reward_fn, self.metric_fn, self.logit_mask = reward_fn, metric_fn, logit_mask
         self.store: RolloutStore[Any] = RolloutStore()
+        for name, first in self.remembers.items():
+            setattr(self, name, first())
 
     @property
     def method(self) -> M:
@@ -110,7 +117,7 @@ class BaseRLTrainer(ABC, Generic[M]):
     @property
     def samples_per_prompt(self) -> int:
         """How many responses to each prompt a collection holds; they stand next to each other in it."""
-        return 1
+        return int(getattr(self.method, self.group)) if self.group else 1
 
     # ------------------------------------------------------------------------------------------ the three arrows
 
@@ -155,12 +162,14 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm must remember beyond the model: plain data and tensors."""
-        return {}
+        return {name: getattr(self, name) for name in self.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        if state:
+        if state.keys() - self.remembers.keys():
             raise NotImplementedError(f"{type(self).__name__} saves a state and cannot load it; write load_state_dict")
+        for name, value in state.items():
+            setattr(self, name, value)
 
     # ------------------------------------------------------------------------------------------------------ loop
 

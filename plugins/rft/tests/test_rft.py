@@ -72,7 +72,7 @@ def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_
     kept = [len(trainer.prepare_experience(rows(*pool)))]
     kept += [len(trainer.prepare_experience(visited(trainer))) for _ in range(3)]
     assert kept == [4, 3, 1, 4]
-    assert trainer.visits == {"1": 4}
+    assert trainer.visits == {"[1]": 4}
 
 
 def test_only_every_nth_visit_samples(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_only_every_nth_visit_samples(tmp_path: Path) -> None:
 def test_a_response_that_comes_again_is_held_once_with_its_latest_score_and_the_oldest_leave(tmp_path: Path) -> None:
     trainer = tiny_trainer("rft", tmp_path, method__pool_size=2)
     trainer.prepare_experience(rows(([1], [2], 0.0), ([1], [3], 1.0), ([1], [2], 2.0)))
-    assert trainer.pools == {"1": {"3": 1.0, "2": 2.0}}
+    assert trainer.pools == {"[1]": {"[3]": 1.0, "[2]": 2.0}}
     trainer.prepare_experience(rows(([1], [4, 5], 3.0)))
-    assert trainer.pools == {"1": {"2": 2.0, "4 5": 3.0}}
+    assert trainer.pools == {"[1]": {"[2]": 2.0, "[4, 5]": 3.0}}
 
 
 def test_what_is_trained_are_responses_of_the_pool_and_not_their_prompts(tmp_path: Path) -> None:
