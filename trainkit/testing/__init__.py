@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from trainkit.testing.conformance import check_plugin, check_trainer, parametrize_checks
+
+__all__ = [
+    "character_tokenizer",
+    "check_plugin",
+    "check_trainer",
+    "parametrize_checks",
+    "tiny_bart",
+    "tiny_gpt2",
+    "tiny_llama",
+    "tiny_t5",
+]
 
 EOS, PAD = "<eos>", "<pad>"
 
@@ -98,3 +112,11 @@ def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
         "forced_eos_token_id": None,
         **overrides,
     }
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("check_plugin", "check_trainer", "parametrize_checks"):  # they need this module themselves
+        from trainkit.testing import conformance
+
+        return getattr(conformance, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

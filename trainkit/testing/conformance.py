@@ -1,0 +1,318 @@
+"""The kit: what a plugin must do right, as checks that say what they prove and why it matters.
+
+One line in a plugin's tests runs all of them, and `parametrize_checks` makes a case of pytest of each::
+
+    def test_grpo():
+        check_trainer("grpo")
+
+    @parametrize_checks("grpo", expected_failures={"learns": "its gradient is zero by design"})
+    def test_grpo_conforms(check):
+        check()
+
+The checks are in `trainkit.testing.checks`. They run the plugin as users do, in tiny real runs of
+`trainkit.testing.trainers.tiny_trainer`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from trainkit.errors import ConfigError, suggest
+from trainkit.registry import get_trainer
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+Kind = Literal["trainer", "observer", "sampler"]
+Outcome = Literal["passed", "failed", "expected"]
+
+
+class CheckFailed(AssertionError):
+    """A plugin does not do what a check proves; says what was seen."""
+
+
+class ConformanceError(AssertionError):
+    """A plugin failed checks that it was not expected to fail; says which, what they prove, and what was seen."""
+
+
+def require(condition: object, seen: str) -> None:
+    """Fail the check unless ``condition``; ``seen`` says what was seen instead. Holds under ``python -O`` too."""
+    if not condition:
+        raise CheckFailed(seen)
+
+
+# ---------------------------------------------------------------------------------------------------- what is checked
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The plugin under the checks, and what it says of itself, from which it follows which checks apply."""
+
+    name: str
+    kind: Kind = "trainer"
+
+    @cached_property
+    def trainer_class(self) -> Any:
+        """The trainer's class."""
+        return get_trainer(self.name)
+
+    @property
+    def online(self) -> bool:
+        """Whether it learns from what it samples."""
+        return "prompts" in self.trainer_class.inputs
+
+    @property
+    def language(self) -> bool:
+        """Whether it trains language models."""
+        return issubclass(self.trainer_class, AccelerateRLTrainer)
+
+    @property
+    def samples_text(self) -> bool:
+        """Whether it learns from text that it samples."""
+        return self.online and self.language
+
+
+class Bench:
+    """Where a check works: tiny real trainers of the subject, each with a run directory of its own."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self.subject, self.folder = subject, folder
+        self._places = count()
+
+    def place(self) -> Path:
+        """A directory that nobody has used; it does not exist yet."""
+        return self.folder / f"run-{next(self._places)}"
+
+    def trainer(self, run_dir: Path | None = None, **changes: Any) -> Any:
+        """A tiny trainer of the subject; ``changes`` are those of `tiny_trainer`."""
+        return tiny_trainer(self.subject.name, run_dir or self.place(), **changes)
+
+    def collected(self, **changes: Any) -> Any:
+        """A tiny trainer that has made one collection of experience, and no step."""
+        trainer = self.trainer(**changes)
+        trainer.collect()
+        return trainer
+
+    def learnt(self, run_dir: Path | None = None, **changes: Any) -> Any:
+        """A tiny trainer after its run."""
+        trainer = self.trainer(run_dir, **changes)
+        trainer.learn()
+        return trainer
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+Condition = Callable[[Subject], bool]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a plugin must do right."""
+
+    name: str
+    proves: str
+    """What holds of a plugin that passes, in a sentence."""
+    matters: str
+    """Why it matters: what went wrong where it did not hold."""
+    kind: Kind
+    function: Callable[[Bench], None]
+    where: Condition
+
+    def run(self, subject: Subject, folder: Path | None = None) -> None:
+        """Run the check on ``subject``; what is printed meanwhile is kept from the console.
+
+        Raises:
+            CheckFailed: it does not hold. Whatever else the plugin raises comes through as it is.
+        """
+        with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            self.function(Bench(subject, folder or Path(made)))
+
+
+_CHECKS: dict[str, Check] = {}
+
+
+def check(
+    *, kind: Kind = "trainer", where: Condition = lambda _: True
+) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    """Make a check of a function; its docstring says what it proves and, in the paragraphs below, why it matters."""
+
+    def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        proves, _, matters = (inspect.getdoc(function) or "").partition("\n\n")
+        name = function.__name__
+        _CHECKS[name] = Check(name, " ".join(proves.split()), " ".join(matters.split()), kind, function, where)
+        return function
+
+    return register
+
+
+def all_checks() -> dict[str, Check]:
+    """Every check of the kit by name, in the order in which they run."""
+    import trainkit.testing.checks  # noqa: F401  (registers them)
+
+    return dict(_CHECKS)
+
+
+def subjects_of(name: str) -> list[Subject]:
+    """What there is to check of the plugin ``name``; a module may hold a trainer and hooks.
+
+    Raises:
+        RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
+    """
+    get_trainer(name)
+    return [Subject(name.lower())]
+
+
+def checks_for(subject: Subject) -> list[Check]:
+    """The checks that apply to ``subject``."""
+    return [each for each in all_checks().values() if each.kind == subject.kind and each.where(subject)]
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one check ended."""
+
+    check: Check
+    outcome: Outcome
+    seconds: float
+    seen: str = ""
+    """What was seen where it failed; where that was expected, the reason given for it."""
+
+
+@dataclass
+class Report:
+    """How all checks of a plugin ended."""
+
+    name: str
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Result]:
+        """Those that failed and were not expected to."""
+        return [result for result in self.results if result.outcome == "failed"]
+
+    @property
+    def seconds(self) -> float:
+        """All of them together."""
+        return sum(result.seconds for result in self.results)
+
+    def __str__(self) -> str:
+        counts = [(word, sum(r.outcome == word for r in self.results)) for word in ("passed", "failed", "expected")]
+        named = ", ".join(f"{number} {word}" for word, number in counts if number)
+        lines = [f"{self.name}: {named or 'no checks'} in {self.seconds:.1f} s"]
+        for result in self.failed:
+            lines += ["", f"{result.check.name}: {result.seen}", f"  to prove: {result.check.proves}"]
+            lines += [f"  matters:  {result.check.matters}"]
+        return "\n".join(lines)
+
+
+def check_plugin(
+    name: str,
+    *,
+    expected_failures: Mapping[str, str] | None = None,
+    only: Iterable[str] | None = None,
+    tell: Callable[[Result], object] = lambda _: None,
+) -> Report:
+    """Run the kit's checks on the plugin ``name``, an algorithm, an observer or a sampler.
+
+    Args:
+        name: the registered or installed name.
+        expected_failures: names of checks that may fail, each with the reason; one that passes is a failure.
+        only: names of the checks to run; all that apply without it.
+        tell: called with every result as it comes.
+
+    Raises:
+        ConformanceError: checks failed; the report is its message.
+        ConfigError: ``expected_failures`` or ``only`` name no check that applies.
+        RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
+    """
+    report, expected = Report(name), dict(expected_failures or {})
+    for subject, each in _chosen(name, expected, only):
+        report.results.append(_run(each, subject, expected.get(each.name)))
+        tell(report.results[-1])
+    if report.failed:
+        raise ConformanceError(str(report))
+    return report
+
+
+def check_trainer(
+    name: str, *, expected_failures: Mapping[str, str] | None = None, only: Iterable[str] | None = None
+) -> Report:
+    """As `check_plugin`, of a plugin that must hold a trainer."""
+    get_trainer(name)
+    return check_plugin(name, expected_failures=expected_failures, only=only)
+
+
+def _chosen(name: str, expected: Mapping[str, str], only: Iterable[str] | None = None) -> list[tuple[Subject, Check]]:
+    found = [(subject, each) for subject in subjects_of(name) for each in checks_for(subject)]
+    known = [each.name for _, each in found]
+    wanted = known if only is None else list(only)
+    for given in (*expected, *wanted):
+        if given not in known:
+            why = "does not apply to" if given in all_checks() else "is no check"
+            raise ConfigError(
+                f"the check {given!r} {why}{f' {name!r}' if 'apply' in why else ''}{suggest(given, known)}; "
+                f"those of {name!r} are {', '.join(known)}"
+            )
+    return [(subject, each) for subject, each in found if each.name in wanted]
+
+
+def _run(each: Check, subject: Subject, reason: str | None) -> Result:
+    started, seen, failed = time.perf_counter(), "", False
+    try:
+        each.run(subject)
+    except CheckFailed as error:
+        seen, failed = str(error), True
+    except Exception as error:  # whatever the plugin raises is its failure, and says where
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        seen, failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})", True
+    seconds = time.perf_counter() - started
+    if reason is None:
+        return Result(each, "failed" if failed else "passed", seconds, seen)
+    if failed:
+        return Result(each, "expected", seconds, reason)
+    return Result(each, "failed", seconds, f"it passes now; take it out of expected_failures ({reason})")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of one plugin, to be called."""
+
+    check: Check
+    subject: Subject
+
+    def __call__(self) -> None:
+        """Run it; raises `CheckFailed`, or what the plugin raises."""
+        try:
+            self.check.run(self.subject)
+        except CheckFailed as error:
+            raise CheckFailed(f"{error}\n\nto prove: {self.check.proves}\nmatters:  {self.check.matters}") from None
+
+
+def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> Any:
+    """A decorator that makes a case of pytest of every check; the test takes ``check`` and calls it.
+
+    Raises:
+        ConfigError, RegistryError, PluginError: as `check_plugin`, when the tests are collected.
+    """
+    import pytest
+
+    expected = dict(expected_failures or {})
+    cases = []
+    for subject, each in _chosen(name, expected):
+        reason = expected.get(each.name)
+        marks = [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
+        cases.append(pytest.param(Case(each, subject), id=each.name, marks=marks))
+    return pytest.mark.parametrize("check", cases)
