@@ -37,7 +37,7 @@ Kind = Literal["trainer", "observer", "sampler"]
 Outcome = Literal["passed", "failed", "expected"]
 
 
-class CheckFailed(AssertionError):
+class CheckError(AssertionError):
     """A plugin does not do what a check proves; says what was seen."""
 
 
@@ -48,7 +48,7 @@ class ConformanceError(AssertionError):
 def require(condition: object, seen: str) -> None:
     """Fail the check unless ``condition``; ``seen`` says what was seen instead. Holds under ``python -O`` too."""
     if not condition:
-        raise CheckFailed(seen)
+        raise CheckError(seen)
 
 
 # ---------------------------------------------------------------------------------------------------- what is checked
@@ -132,7 +132,7 @@ class Check:
         """Run the check on ``subject``; what is printed meanwhile is kept from the console.
 
         Raises:
-            CheckFailed: it does not hold. Whatever else the plugin raises comes through as it is.
+            CheckError: it does not hold. Whatever else the plugin raises comes through as it is.
         """
         with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self.function(Bench(subject, folder or Path(made)))
@@ -273,7 +273,7 @@ def _run(each: Check, subject: Subject, reason: str | None) -> Result:
     started, seen, failed = time.perf_counter(), "", False
     try:
         each.run(subject)
-    except CheckFailed as error:
+    except CheckError as error:
         seen, failed = str(error), True
     except Exception as error:  # whatever the plugin raises is its failure, and says where
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -294,11 +294,11 @@ class Case:
     subject: Subject
 
     def __call__(self) -> None:
-        """Run it; raises `CheckFailed`, or what the plugin raises."""
+        """Run it; raises `CheckError`, or what the plugin raises."""
         try:
             self.check.run(self.subject)
-        except CheckFailed as error:
-            raise CheckFailed(f"{error}\n\nto prove: {self.check.proves}\nmatters:  {self.check.matters}") from None
+        except CheckError as error:
+            raise CheckError(f"{error}\n\nto prove: {self.check.proves}\nmatters:  {self.check.matters}") from None
 
 
 def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> Any:
