@@ -140,7 +140,16 @@ from trainkit.trainer import checkpoint
 
 torch.set_num_threads(1)
 out, what = Path(sys.argv[1]), sys.argv[2]
-trainer = tiny_trainer("ppo", out / "run", train__save_interval=1)
+
+class Away:
+    @trainkit.hookimpl
+    def log_metrics(self, step):  # which only the main process calls
+        if step == 3:
+            now()
+            raise TimeoutError("the tracker is away")
+
+callbacks = [Away()] if what == "observer" else []
+trainer = tiny_trainer("ppo", out / "run", callbacks=callbacks, train__save_interval=1)
 rank, honest_loss, honest_write = trainer.accelerator.process_index, trainer.loss, checkpoint.write_state
 
 def now(): (out / "since").write_text(str(time.time()))
@@ -381,6 +390,7 @@ def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -
         ("reward", "RewardError: judge .* raised TimeoutError: the judge is away", 0),
         ("nan", "NonFiniteError: step 3: the loss is nan", 2),
         ("disk", "CheckpointError: cannot save a checkpoint under .*No space left on device", 1),
+        ("observer", "HookError: the hook log_metrics of callback Away failed at step 3: TimeoutError: the tracker", 2),
         ("killed", "exitcode: -9", 2),
         ("terminated", "stopped by SIGTERM after step 3; saved .*step_00000003", 3),
     ],

@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers.utils import logging as transformers_logging
 
 from trainkit import hookimpl, trackers
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, HookError
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trackers import AccelerateTracker, Console, clock, count, default_trackers, excerpt, flatten, number
 
@@ -134,7 +134,7 @@ def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fa
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
     run_dir = tmp_path / "run"
     trainer = tiny_trainer("sft", run_dir, callbacks=[FailsAt(2)], train__trackers=["recorder", "recorder"])
-    with pytest.raises(RuntimeError, match="the end"):
+    with pytest.raises(HookError, match=r"callback FailsAt .*: the end"):
         trainer.learn()
     trainer.evaluate()  # the run is over: its tracker stays closed
     assert [entry[0] for entry in seen] == ["open", "config", "log", "log", "close"]
@@ -223,7 +223,7 @@ def test_lines_come_by_time_not_by_step(tmp_path: Path) -> None:
 def test_a_failed_run_is_said_to_have_stopped(tmp_path: Path) -> None:
     shown, text = console()
     trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[FailsAt(2), shown])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(HookError):
         trainer.learn()
     assert text.getvalue().splitlines()[-1].startswith("step 2/6  stopped after")
 
@@ -232,7 +232,7 @@ def test_the_table_is_shown_on_a_terminal_and_gone_after_an_error(tmp_path: Path
     shown, text = console(terminal=True)
     trainer = tiny_trainer("ppo", tmp_path / "run", callbacks=[FailsAt(3), shown], train__eval_interval=2)
     before = sys.stdout, sys.stderr
-    with pytest.raises(RuntimeError):
+    with pytest.raises(HookError):
         trainer.learn()
     drawn = text.getvalue()
     assert (sys.stdout, sys.stderr) == before

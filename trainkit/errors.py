@@ -19,6 +19,10 @@ class PluginError(TrainkitError, ImportError):
     """A plugin that was asked for and could not be loaded, or whose hooks do not fit."""
 
 
+class HookError(PluginError):
+    """A hook of a plugin or callback that raised during a run; what it raised is the ``__cause__``."""
+
+
 class DataError(TrainkitError, ValueError):
     """Prompts, samples or a tokenizer that cannot be trained on."""
 

@@ -13,6 +13,7 @@ import pluggy
 
 from trainkit import hookspecs
 from trainkit.errors import PluginError, RegistryError, suggest
+from trainkit.guard import watch
 from trainkit.hookspecs import GROUP
 
 
@@ -88,6 +89,8 @@ def load_plugin(name: str, registered: Iterable[str] = ()) -> ModuleType:
 def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.PluginManager:
     """Hooks of the named plugins and of plain objects (callbacks, trackers), checked for misspelt names.
 
+    An error that one of them raises when it is called says whose it is; see `trainkit.guard`.
+
     Args:
         modules: plugin names to load; each module is registered once, whatever its number of names.
         objects: instances with ``@hookimpl`` methods.
@@ -97,7 +100,8 @@ def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.Pl
     """
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    for plugin in [*dict.fromkeys(load_plugin(name) for name in modules), *objects]:
+    origins = {load_plugin(name): str(find_plugin(name)) for name in modules}
+    for plugin in [*origins, *objects]:
         label = getattr(plugin, "__name__", type(plugin).__name__)
         if isinstance(plugin, type):
             raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
@@ -111,6 +115,7 @@ def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.Pl
                 f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
                 f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
             )
+        watch(manager, plugin, origins.get(plugin, "") if isinstance(plugin, ModuleType) else "")
     return manager
 
 

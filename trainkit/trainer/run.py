@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trainkit.config import TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, TrainkitError
+from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
 from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
@@ -67,6 +67,10 @@ def running(trainer: Trainer) -> Iterator[None]:
     """A run: its directory is there and locked, and the hooks are told of its beginning and its end.
 
     SIGTERM is noted for `asked_to_stop` in runs that save checkpoints, and ends others at once.
+
+    Raises:
+        HookError: an observer failed at the end; all others were told of it. A run that ends by an error of its own
+            raises that one, and this one is logged.
     """
     begin(trainer)
     assert trainer.run_dir is not None
@@ -75,9 +79,26 @@ def running(trainer: Trainer) -> Iterator[None]:
     try:
         with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
+    except BaseException:
+        _log_errors(_end(trainer))
+        raise
+    if failures := _end(trainer):
+        _log_errors(failures[1:])
+        raise failures[0]
+
+
+def _end(trainer: Trainer) -> list[HookError]:
+    """Tell all hooks of the end and let go of the directory; what the hooks raised."""
+    try:
+        answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
-        trainer.hooks.hook.on_train_end(trainer=trainer)
         _unlock(trainer)
+    return [answer for answer in answers if isinstance(answer, HookError)]
+
+
+def _log_errors(failures: list[HookError]) -> None:
+    for failure in failures:
+        log.error("%s", failure, exc_info=failure.__cause__)
 
 
 def asked_to_stop(trainer: Trainer) -> bool:
