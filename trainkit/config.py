@@ -371,12 +371,17 @@ class TRLConfig(BaseModel, Generic[M]):
         return self.evolve(**nested)
 
     def __str__(self) -> str:
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return to_yaml(self.to_dict())
 
 
 def default_config(method: str) -> TRLConfig[Any]:
     """The configuration of ``method`` with every default, those that the algorithm suggests included."""
     return TRLConfig(method=method)
+
+
+def to_yaml(plain: Plain) -> str:
+    """Plain data as YAML, keys in their order."""
+    return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_yaml(path: Path) -> Plain:

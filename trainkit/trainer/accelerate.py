@@ -20,7 +20,7 @@ from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
 from trainkit.functional import per_response
-from trainkit.models.adapters import HEADS, has_score_head, save_model
+from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
     check_trainable,
     context_length,
@@ -492,6 +492,28 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         state = self.unwrapped.state_dict()
         if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
             save_file(heads, building / HEADS)
+
+    def model_card(self) -> dict[str, str]:
+        """Language models and adapters as transformers loads them, value heads and scores as trainkit does."""
+        task = {"pipeline_tag": "text-generation"} if self.generates and not self.apart else {}
+        library = "peft" if has_adapter(self.unwrapped.model) else "transformers"
+        return {"library_name": library, **task, "loading": self._loading()}
+
+    def _loading(self) -> str:
+        if not self.generates:
+            return "from trainkit.models import RewardModel\n\nreward_fn = RewardModel.from_pretrained(directory)"
+        cls = f"AutoModelFor{'Seq2SeqLM' if self.apart else 'CausalLM'}"
+        code = (
+            f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
+            "tokenizer = AutoTokenizer.from_pretrained(directory)"
+        )
+        if getattr(self.unwrapped, "value_head", None) is None:
+            return code
+        headed = f"{cls}WithValueHead"
+        return (
+            f"{code}\n\n# with its value head\nfrom trainkit.models import {headed}\n\n"
+            f"critic = {headed}.from_pretrained(directory)"
+        )
 
 
 def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:

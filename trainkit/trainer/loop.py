@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from trainkit.pipeline import Pipeline, Stream, is_stream
 from trainkit.plugins import discover, hook_manager
 from trainkit.registry import get_trainer
 from trainkit.seeding import Seen, generator, global_rng
-from trainkit.trainer import optim, run
+from trainkit.trainer import optim, provenance, run
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import held_out
 from trainkit.trainer.launch import make_accelerator
@@ -77,6 +77,10 @@ class Progress:
     """Wall time spent, over all resumed parts of the run."""
     best: float = -math.inf
     """Highest mean reward of an evaluation."""
+    evaluated: int | None = None
+    """The step of the last evaluation ..."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """... and what it found."""
     sampler: str = ""
     """The class of the sampler that ..."""
     sampler_exact: bool | None = None
@@ -177,6 +181,11 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         name = self.config.method.name
         own = [name] if get_trainer(name) is type(self) and _is_installed(name) else []
         return [*own, *self.config.plugins]
+
+    @cached_property
+    def makers(self) -> list[provenance.Maker]:
+        """trainkit and the plugins of the run, with distributions and versions; for checkpoints and model cards."""
+        return provenance.makers(self.config.method.name, self._plugin_names())
 
     @cached_property
     def unwrapped(self) -> Any:
@@ -631,6 +640,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         self.policy  # noqa: B018  (made by all processes together, also where one has no rows)
         found, samples = self.evaluation() if self.eval_rows else ({}, [])
         found |= held_out(self) if self.eval_samples else {}
+        self.progress.evaluated, self.progress.evaluation = self.progress.step, dict(found)
         if self.accelerator.is_main_process:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
         self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=found, samples=samples)
@@ -665,6 +675,14 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     @abstractmethod
     def write_model(self, building: Path, target: Path) -> None:
         """Write an export into the directory ``building``, which then becomes ``target``."""
+
+    def model_card(self) -> dict[str, str]:
+        """What the model card of an export says of this kind of model.
+
+        ``library_name`` and ``pipeline_tag`` are those of the hub; ``loading`` is Python code that loads what
+        ``directory`` names. Each may be missing.
+        """
+        return {}
 
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint now; to the run directory without an argument."""

@@ -36,7 +36,7 @@ from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteEr
 from trainkit.models.adapters import MARK
 from trainkit.models.reference import fingerprint
 from trainkit.trackers import default_trackers, without_progress_bars
-from trainkit.trainer import checkpoint
+from trainkit.trainer import card, checkpoint, provenance
 from trainkit.trainer.lock import RunLock
 from trainkit.trainer.stopping import EXIT_CODE, sigterm_noted
 
@@ -277,11 +277,12 @@ def _refuse_non_finite(trainer: Trainer) -> None:
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint must agree on with the run that resumes from it."""
+    """What a checkpoint must agree on with the run that resumes from it, or the run says where it does not."""
     return {
         "config": trainer.config.to_dict(),
         "reference": trainer.start,
         "processes": trainer.accelerator.num_processes,
+        "makers": trainer.makers,
     }
 
 
@@ -336,7 +337,7 @@ def load(trainer: Trainer, path: Path) -> None:
     """
     path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
-    drift = _check_identity(trainer, state, path)
+    drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer.store.clear()
     if trainer.collects_once:
         trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
@@ -423,6 +424,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
 
 def _write_export(trainer: Trainer, building: Path, target: Path) -> None:
     trainer.write_model(building, target)
+    card.write(trainer, building, target)
     mark = {"method": trainer.config.method.name, "step": trainer.progress.step}
     (building / MARK).write_text(json.dumps(mark), encoding="utf-8")
 

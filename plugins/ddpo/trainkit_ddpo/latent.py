@@ -92,6 +92,12 @@ class LatentPipeline(ImagePipeline):
         if weights:
             pipe.save_lora_weights(str(directory), unet_lora_layers=weights, unet_lora_adapter_metadata=config)
 
+    def card(self) -> dict[str, str]:
+        """It is loaded by diffusers."""
+        cls = type(self.pipe).__name__
+        code = f"from diffusers import {cls}\n\npipeline = {cls}.from_pretrained(directory)"
+        return {"library_name": "diffusers", "loading": code}
+
 
 def check_parts(pipe: Any) -> None:
     """Raise a `ConfigError` unless the pipeline has the parts of Stable Diffusion, and no second text encoder."""

@@ -53,6 +53,10 @@ class ImagePipeline(nn.Module, ABC):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write everything that loading it again takes; an adapter is merged into the weights."""
 
+    def card(self) -> dict[str, str]:
+        """What a model card says of how it is loaded: ``library_name`` on the hub, code for ``loading``."""
+        return {}
+
     def prepare(self, dtype: torch.dtype | None) -> Self:
         """Freeze all but the network, and hold what is frozen for good in ``dtype`` where that is given."""
         for child in self._frozen():

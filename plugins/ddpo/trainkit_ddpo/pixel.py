@@ -125,6 +125,11 @@ class PixelPipeline(ImagePipeline):
         state = merged(self.network).state_dict()
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / WEIGHTS)
 
+    def card(self) -> dict[str, str]:
+        """It is loaded by this plugin."""
+        code = "from trainkit_ddpo import PixelPipeline\n\npipeline = PixelPipeline.from_pretrained(directory)"
+        return {"loading": code}
+
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
         """What `save_pretrained` wrote.

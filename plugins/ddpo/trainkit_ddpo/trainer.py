@@ -204,6 +204,10 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         """Write the image model; an adapter is merged into its weights."""
         self.unwrapped.pipeline.save_pretrained(building)
 
+    def model_card(self) -> dict[str, str]:
+        """What the image model says of itself."""
+        return {"pipeline_tag": "text-to-image", **self.unwrapped.pipeline.card()}
+
     # ---------------------------------------------------------------------------------------------------- the data
 
     @property

@@ -1,0 +1,271 @@
+"""What a run was made by is in its checkpoints and in the cards of its exports."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
+
+import trainkit
+from trainkit import registry
+from trainkit.config import TRLConfig
+from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
+from trainkit.testing import tiny_t5
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import checkpoint
+from trainkit.trainer.card import OURS, fenced
+
+PPO = next(p for p in trainkit.plugins.discover() if p.name == "ppo")
+SAVING: dict[str, Any] = {"train__total_steps": 2, "train__save_interval": 1, "train__resume": "auto"}
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """``install("1.5")``: the plugin fake-watch in that version, in the place of another."""
+
+    def install(version: str) -> None:
+        home = tmp_path / "site"
+        shutil.rmtree(home, ignore_errors=True)
+        info = home / f"fake_watch-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-watch\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text("[trainkit]\nfake-watch = fake_watch\n")
+        (home / "fake_watch.py").write_text("import trainkit\n@trainkit.hookimpl\ndef on_step(): pass\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield install
+    sys.modules.pop("fake_watch", None)
+
+
+def saved_makers(run_dir: Path) -> Any:
+    path = checkpoint.newest_whole(run_dir / "checkpoints")
+    assert path is not None
+    return checkpoint.read_state(path, "loop")["makers"]
+
+
+def resumed(run_dir: Path, name: str = "ppo", **changes: Any) -> list[str]:
+    """What a run says of the checkpoint that it goes on from, after the line about where it is."""
+    trainer = tiny_trainer(name, run_dir, **{**SAVING, "train__total_steps": 3, **changes})
+    trainer.learn()
+    assert trainer.done
+    return list(trainer.resumed[1:])
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_records_trainkit_and_the_plugins_with_distribution_and_version(
+    install: Callable[[str], None], tmp_path: Path
+) -> None:
+    install("1.5")
+    tiny_trainer("ppo", tmp_path / "run", **SAVING, plugins=["Fake-Watch"]).learn()
+    assert saved_makers(tmp_path / "run") == [
+        {"name": "trainkit", "distribution": "trainkit", "version": trainkit.__version__},
+        {"name": "ppo", "distribution": "trainkit-ppo", "version": PPO.version},
+        {"name": "fake-watch", "distribution": "fake-watch", "version": "1.5"},
+    ]
+
+
+def test_resuming_with_another_version_of_a_plugin_says_so_and_goes_on(
+    install: Callable[[str], None], tmp_path: Path
+) -> None:
+    install("1.5")
+    tiny_trainer("ppo", tmp_path / "run", **SAVING, plugins=["fake-watch"]).learn()
+    install("2.0")
+    said = resumed(tmp_path / "run", plugins=["fake-watch"])
+    assert said == ["  changed: plugin fake-watch: fake-watch 1.5 -> fake-watch 2.0"]
+    assert resumed(tmp_path / "run", plugins=["fake-watch"]) == [], "the newest checkpoint is of the new version"
+
+
+def test_resuming_without_a_plugin_or_with_one_more_says_so(install: Callable[[str], None], tmp_path: Path) -> None:
+    install("1.5")
+    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    assert resumed(tmp_path / "run", plugins=["fake-watch"]) == [
+        "  changed: plugin fake-watch: not in that run -> fake-watch 1.5"
+    ]
+    assert resumed(tmp_path / "run", train__total_steps=4) == [
+        "  changed: plugin fake-watch: fake-watch 1.5 -> not in this run"
+    ]
+
+
+def test_resuming_with_another_version_of_trainkit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.trainer.provenance.__version__", "0.0.7")
+    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    monkeypatch.undo()
+    assert resumed(tmp_path / "run") == [f"  changed: trainkit: trainkit 0.0.7 -> trainkit {trainkit.__version__}"]
+
+
+def test_a_trainer_of_a_notebook_is_recorded_without_a_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft: Any = trainkit.get_trainer("sft")
+    monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
+
+    class NotebookConfig(sft.method_class):  # type: ignore[misc]
+        name: str = "notebook"
+
+    class NotebookTrainer(sft):  # type: ignore[misc]
+        pass
+
+    NotebookTrainer.method_class = NotebookConfig
+    trainkit.register_trainer("notebook")(NotebookTrainer)
+    tiny_trainer("notebook", tmp_path / "run", **SAVING).learn()
+    assert saved_makers(tmp_path / "run")[1] == {"name": "notebook", "distribution": None, "version": None}
+    assert "| plugin notebook | no distribution |" in (tmp_path / "run" / "model" / "README.md").read_text()
+
+
+def test_a_checkpoint_without_the_record_is_resumed_from_and_said_to_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = checkpoint.write_state
+
+    def without_record(directory: Path, name: str, state: dict[str, Any]) -> None:
+        honest(directory, name, {key: value for key, value in state.items() if key != "makers"})
+
+    monkeypatch.setattr(checkpoint, "write_state", without_record)
+    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    monkeypatch.undo()
+    assert resumed(tmp_path / "run") == ["  changed: the checkpoint does not say which plugins it was made by"]
+
+
+# ---------------------------------------------------------------------------------------------------------- cards
+
+
+def section(card: str, title: str) -> dict[str, str]:
+    """The rows of the table under a heading."""
+    (body,) = (part for part in card.split("\n## ")[1:] if part.startswith(title))
+    rows = [line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def block(card: str, language: str) -> str:
+    return card.partition(f"```{language}\n")[2].partition("\n```")[0]
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    """What the card's code makes."""
+    found: dict[str, Any] = {"directory": str(directory)}
+    exec(block((directory / "README.md").read_text(encoding="utf-8"), "python"), found)
+    return found
+
+
+def test_a_card_says_what_made_the_model_and_reads_on_the_hub(install: Callable[[str], None], tmp_path: Path) -> None:
+    install("1.5")
+    trainer = tiny_trainer(
+        "ppo", tmp_path / "run", plugins=["fake-watch"], train__total_steps=2, train__eval_interval=2
+    )
+    trainer.learn()
+    card = ModelCard.load(tmp_path / "run" / "model" / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["trainkit", "ppo"],
+    }
+    made = section(card.text, "By what")
+    assert made["plugin ppo"] == f"trainkit-ppo {PPO.version}"
+    assert made["plugin fake-watch"] == "fake-watch 1.5"
+    assert made["trainkit"] == trainkit.__version__
+    assert (made["steps"], made["samples"]) == ("2", "16")
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    reward = next(line["eval/reward"] for line in reversed(logged) if "eval/reward" in line)
+    numbers = section(card.text, "The last evaluation, after step 2")
+    assert numbers == {"length": numbers["length"], "reward": f"{reward:.4g}"}, "and no times"
+    config = TRLConfig.from_dict(yaml.safe_load(block(card.text, "yaml")))
+    assert config == trainer.config.update({"train.run_dir": None})
+
+
+def test_a_card_says_nothing_of_the_machine_or_of_who_ran_it(tmp_path: Path) -> None:
+    secrets = {"token": "hf_secret", "cache_dir": "/home/me"}
+    trainer = tiny_trainer("sft", tmp_path / "run", tokenizer__kwargs=secrets, train__resume="auto")
+    card = (trainer.save_pretrained() / "README.md").read_text()
+    for private in (str(tmp_path), "hf_secret", "/home/me", "run_dir", "resume"):
+        assert private not in card
+
+
+def test_equal_runs_have_equal_cards(tmp_path: Path) -> None:
+    cards = []
+    for place in ("here", "there"):
+        trainer = tiny_trainer("ppo", tmp_path / place, train__total_steps=2, train__eval_interval=1)
+        trainer.learn()
+        cards.append((tmp_path / place / "model" / "README.md").read_bytes())
+    assert cards[0] == cards[1]
+
+
+def test_the_last_evaluation_survives_a_restart(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {**SAVING, "train__eval_interval": 2}
+    tiny_trainer("ppo", tmp_path / "run", **changes).learn()
+    before = (tmp_path / "run" / "model" / "README.md").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "model")
+    tiny_trainer("ppo", tmp_path / "run", **changes).learn()
+    assert (tmp_path / "run" / "model" / "README.md").read_bytes() == before
+
+
+def test_the_code_of_a_card_loads_a_language_model_and_its_value_head(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path / "run")
+    found = loaded(trainer.save_pretrained())
+    assert isinstance(found["model"], GPT2LMHeadModel)
+    assert isinstance(found["tokenizer"], PreTrainedTokenizerBase)
+    assert isinstance(found["critic"], AutoModelForCausalLMWithValueHead)
+    assert "critic" not in loaded(tiny_trainer("sft", tmp_path / "sft").save_pretrained())
+
+
+def test_the_code_of_a_card_loads_an_adapter_over_its_base(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path / "run", model__peft_config={"r": 2})
+    directory = trainer.save_pretrained()
+    assert ModelCard.load(directory / "README.md").data.library_name == "peft"
+    assert loaded(directory)["model"].active_adapters() == ["default"]
+
+
+def test_the_code_of_a_card_loads_a_reward_model(tmp_path: Path) -> None:
+    directory = tiny_trainer("reward", tmp_path / "run").save_pretrained()
+    assert isinstance(loaded(directory)["reward_fn"], RewardModel)
+    assert "pipeline_tag" not in ModelCard.load(directory / "README.md").data.to_dict()
+
+
+def test_the_code_of_a_card_loads_an_encoder_decoder(tmp_path: Path) -> None:
+    directory = tiny_trainer("sft", tmp_path / "run", model=tiny_t5(10)).save_pretrained()
+    assert loaded(directory)["model"].config.is_encoder_decoder
+
+
+def test_the_code_of_a_card_loads_an_image_model(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ddpo", tmp_path / "run")
+    directory = trainer.save_pretrained()
+    assert type(loaded(directory)["pipeline"]) is type(trainer.unwrapped.pipeline)
+    assert ModelCard.load(directory / "README.md").data.pipeline_tag == "text-to-image"
+
+
+def test_a_model_of_the_hub_is_named_as_the_base_and_a_directory_is_not(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path / "run")
+    first = trainer.save_pretrained(tmp_path / "first")
+    model = GPT2LMHeadModel.from_pretrained(first)
+    for name, base in (("somebody/tiny-gpt2", "somebody/tiny-gpt2"), (str(first), None), ("", None)):
+        trainer.live_model = model
+        model.name_or_path = name
+        assert ModelCard.load(trainer.save_pretrained(tmp_path / "second") / "README.md").data.base_model == base
+
+
+def test_a_card_that_somebody_wrote_stays_and_one_of_ours_is_written_anew(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path / "run", train__total_steps=1)
+    directory = trainer.save_pretrained(tmp_path / "out")
+    assert OURS in (directory / "README.md").read_text()
+    trainer.learn()
+    trainer.save_pretrained(directory)
+    assert section((directory / "README.md").read_text(), "By what")["steps"] == "1"
+    (directory / "README.md").write_text("# My model\n")
+    trainer.save_pretrained(directory)
+    assert (directory / "README.md").read_text() == "# My model\n"
+
+
+def test_a_configuration_cannot_end_its_block() -> None:
+    text = "template: |\n  ```\n  ````python\n"
+    assert fenced(text, "yaml") == f"`````yaml\n{text.rstrip()}\n`````\n"

@@ -1,0 +1,127 @@
+"""The model card of an export, ``README.md``: what it is, how it is loaded, by what and how it was trained."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.config import Plain, to_yaml
+from trainkit.trainer.provenance import said
+
+if TYPE_CHECKING:
+    from trainkit.trainer.loop import AcceleratedLoop
+
+    Trainer = AcceleratedLoop[Any]
+
+CARD = "README.md"
+OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
+"""The line by which a card of ours is known from one that somebody has written."""
+LIBRARIES = ("torch", "transformers")
+PRIVATE = ("token", "use_auth_token", "cache_dir")
+"""Arguments of `from_pretrained` that are nobody else's business."""
+
+
+def write(trainer: Trainer, building: Path, target: Path) -> None:
+    """Write the card of an export into ``building``, in the place of any that a library has left there.
+
+    A card that somebody has written into ``target``, where the export goes, is kept.
+    """
+    if written_by_hand(target / CARD):
+        (building / CARD).unlink(missing_ok=True)
+    else:
+        (building / CARD).write_text(model_card(trainer), encoding="utf-8")
+
+
+def written_by_hand(path: Path) -> bool:
+    """Whether a card is there, and is none of ours."""
+    return path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")
+
+
+def model_card(trainer: Trainer) -> str:
+    """The card of the model as it is now; the same for equal runs on equal libraries, wherever they are."""
+    method, kind = trainer.config.method.name, trainer.model_card()
+    base = base_model(trainer)
+    hub = {"base_model": base, **{name: value for name, value in kind.items() if name != "loading"}}
+    front = {**{name: value for name, value in hub.items() if value}, "tags": ["trainkit", method]}
+    parts = [
+        f"---\n{to_yaml(front)}---\n{OURS}\n",
+        f"# A model trained by {method}\n",
+        f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {trainer.progress.step} steps.\n",
+        _loading(method, kind.get("loading")),
+        _table("## By what", _facts(trainer)),
+        _evaluation(trainer),
+        f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def base_model(trainer: Trainer) -> str | None:
+    """The hub id of the model that the run started from; None where it has none."""
+    live = trainer.live_model
+    path = trainer.config.model.model_path if live is None else _name(live)
+    named = isinstance(path, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)
+    return str(path) if named and not Path(str(path)).exists() else None
+
+
+def _name(live: Any) -> Any:
+    return getattr(getattr(live, "pretrained_model", live), "name_or_path", None)
+
+
+def shown(config: Plain) -> Plain:
+    """A configuration without what says where a run was, or who ran it."""
+    train = {name: value for name, value in config["train"].items() if name not in ("run_dir", "resume")}
+    loaded = {part: {**config[part], "kwargs": _shared(config[part]["kwargs"])} for part in ("model", "tokenizer")}
+    return {**config, **loaded, "train": train}
+
+
+def _shared(kwargs: Plain) -> Plain:
+    return {name: value for name, value in kwargs.items() if name not in PRIVATE}
+
+
+def _loading(method: str, code: str | None) -> str:
+    again = (
+        f"To train it further, give trainkit this directory, or the id of its repository, as `model.model_path` "
+        f"(here with the method `{method}`).\n"
+    )
+    if code is None:
+        return f"## Loading it\n\n{again}"
+    return (
+        f"## Loading it\n\n`directory` is this one, or the id of its repository.\n\n{fenced(code, 'python')}\n{again}"
+    )
+
+
+def _facts(trainer: Trainer) -> dict[str, str]:
+    core, *plugins = trainer.makers
+    made = {"method": trainer.config.method.name}
+    made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
+    made |= {"trainkit": str(core["version"])}
+    made |= {name: version(name) for name in LIBRARIES}
+    return {**made, "steps": str(trainer.progress.step), "samples": str(trainer.progress.samples)}
+
+
+def _evaluation(trainer: Trainer) -> str:
+    at, found = trainer.progress.evaluated, trainer.progress.evaluation
+    numbers = {
+        name.removeprefix("eval/"): f"{value:.4g}"
+        for name, value in sorted(found.items())
+        if not name.startswith("eval/time")
+    }
+    return _table(f"## The last evaluation, after step {at}", numbers) if numbers else ""
+
+
+def _table(title: str, cells: dict[str, str]) -> str:
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in cells.items()]
+    return "\n".join([f"{title}\n", "| | |", "|---|---|", *lines, ""])
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").split())
+
+
+def fenced(text: str, language: str) -> str:
+    """A fenced block of ``text``, whatever fences are in it."""
+    longest = max((len(ticks) for ticks in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"
