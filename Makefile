@@ -2,6 +2,7 @@
 #
 #   make demo    the random-walks example: SFT, then PPO
 #   make check   what .ci/run runs: lint, types, test
+#   make api     docs/plugin-api.md, the names that plugins may use, made again
 #   make parity  the losses beside TRL's
 #   make bench   the benchmarks
 
@@ -12,7 +13,7 @@ BENCH := .venv-bench
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test lint types check parity bench
+.PHONY: demo test lint types check api parity bench
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -30,6 +31,9 @@ types: $(VENV)/made
 
 check: lint types test
 
+api: $(VENV)/made
+	$(BIN)/python docs/make_plugin_api.py
+
 parity: $(BENCH)/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity
 
@@ -45,8 +49,8 @@ $(BENCH)/made: pyproject.toml constraints.txt
 	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
-# made again whenever a dependency could have changed
-$(VENV)/made: pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
+# made again whenever a dependency, or trainkit's version, could have changed
+$(VENV)/made: pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@

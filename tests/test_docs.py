@@ -29,6 +29,8 @@ from trainkit.testing.trainers import tiny_trainer
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TUTORIALS = [page for page in PAGES if page.stem not in ("plugins", "plugin-api")]
+"""Pages whose code is run and needs no further look."""
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
 DOCUMENTS = [
     README,
@@ -145,7 +147,9 @@ def test_the_readme_runs_and_its_models_learn_what_it_says(execute: Callable[[Pa
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
-@pytest.mark.parametrize("document", [page for page in PAGES if page.stem != "plugins"], ids=name_of)
+@pytest.mark.parametrize(
+    "document", [page for page in PAGES if page.stem not in ("plugins", "plugin-api")], ids=name_of
+)
 def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
     assert blocks(document, "python")
     execute(document)

@@ -71,7 +71,9 @@ class Std:
 
 
 Metric = Mean | Std
+"""A number about many things that can be added up over micro-batches and processes."""
 Metrics = dict[str, Metric]
+"""Metrics by name, ``group/name``."""
 
 
 def merge(*parts: Mapping[str, Metric]) -> Metrics:

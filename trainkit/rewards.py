@@ -16,7 +16,9 @@ from trainkit.data import Rollouts, Row, columns_of
 from trainkit.errors import RewardError, describe
 
 RewardFn = Callable[..., Any]
+"""Gives samples their scores; see `score`."""
 MetricFn = Callable[..., Mapping[str, Any]]
+"""Gives samples numbers by name; see `metrics`."""
 
 CONTRACT = (
     "return one finite number per sample (list, tuple, NumPy array or tensor [B]), or for dense rewards one list, "
