@@ -55,7 +55,7 @@ class Watched:
             return answer if hook in PROVIDERS else None
 
         impl.function = guarded  # type: ignore[misc]
-        impl.argnames = ("trainer", *impl.argnames)  # type: ignore[misc]  (so that an error can say the step)
+        impl.argnames = ("trainer", *impl.argnames)  # type: ignore[misc]  # an error says the step
 
     def failed(self, hook: str, trainer: Any, error: Exception) -> HookError | None:
         """What follows from an error of a hook.

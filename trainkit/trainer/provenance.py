@@ -20,7 +20,9 @@ def makers(method: str, installed: Iterable[str]) -> list[Maker]:
     plugins = [find_plugin(name) for name in dict.fromkeys(name.lower() for name in installed)]
     if method not in [plugin.name for plugin in plugins]:
         found.append({"name": method, "distribution": None, "version": None})
-    return [*found, *({"name": p.name, "distribution": p.distribution, "version": p.version} for p in plugins)]
+    for plugin in plugins:
+        found.append({"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version})
+    return found
 
 
 def said(maker: Maker) -> str:
