@@ -192,3 +192,20 @@ def test_optional_is_true_or_false() -> None:
 
     with pytest.raises(PluginError, match=r"optional of callback Perhaps .* True or False, and is 'perhaps' \(str\)"):
         hook_manager([], [Perhaps()])
+
+
+def test_an_observer_that_changes_the_metrics_it_is_told_changes_nothing_else(tmp_path: Path) -> None:
+    class Forges:
+        @hookimpl
+        def log_metrics(self, metrics: dict[str, float]) -> None:
+            metrics.clear()
+
+        @hookimpl
+        def on_evaluate(self, metrics: dict[str, float]) -> None:
+            metrics["eval/reward"] = 99.0
+
+    trainer = tiny_trainer("ppo", tmp_path / "run", callbacks=[Forges()], train__save_best=True, train__eval_interval=3)
+    trainer.learn()
+    assert trainer.progress.best <= 6, "a letter of at most 6 counts 1"
+    assert trainer.progress.evaluation["eval/reward"] <= 6
+    assert trainer.evaluate()["eval/reward"] <= 6

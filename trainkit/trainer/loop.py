@@ -642,8 +642,8 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         found |= held_out(self) if self.eval_samples else {}
         self.progress.evaluated, self.progress.evaluation = self.progress.step, dict(found)
         if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
-        self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=found, samples=samples)
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
+        self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=dict(found), samples=samples)
         return found
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -660,7 +660,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         found = m.compute(self._pending, self.reduce)
         self._pending = {}
         if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=found)
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
         return found
 
     def _time(self, name: str, started: float) -> None:

@@ -275,3 +275,12 @@ def test_without_diffusers_latents_are_an_explained_error_and_pixels_train(
     trainer = tiny_trainer("ddpo", tmp_path / "pixels", train__total_steps=1)
     trainer.learn()
     assert trainer.progress.step == 1
+
+
+def test_the_card_of_an_export_says_how_diffusers_loads_it(saved: str, tmp_path: Path) -> None:
+    directory = latent_trainer(saved, tmp_path / "run", model__peft_config=LORA).save_pretrained()
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\npipeline_tag: text-to-image\nlibrary_name: diffusers\n")
+    found: dict[str, Any] = {"directory": directory}
+    exec(card.partition("```python\n")[2].partition("```")[0], found)
+    assert isinstance(found["pipeline"], StableDiffusionPipeline)
