@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,20 @@ def test_a_wrapper_around_the_hooks_of_others_is_refused() -> None:
 
     with pytest.raises(PluginError, match=r"make_sampler of callback Around is a wrapper .* mark it with @trainkit"):
         hook_manager([], [Around()])
+
+
+def test_a_callback_need_not_be_hashable() -> None:
+    @dataclass
+    class Counts:
+        steps: int = 0
+
+        @hookimpl
+        def on_step(self) -> None:
+            self.steps += 1
+
+    counts = Counts()
+    hook_manager([], [counts]).hook.on_step(trainer=None, step=1)
+    assert counts.steps == 1
 
 
 def test_optional_is_true_or_false() -> None:

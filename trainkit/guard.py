@@ -87,8 +87,8 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def watch(manager: pluggy.PluginManager, plugin: object, origin: str = "") -> None:
-    """Guard the hooks of a registered object, or of a plugin's module, whose ``origin`` is the plugin in words.
+def watch(manager: pluggy.PluginManager, plugin: object, owner: str) -> None:
+    """Guard the hooks of a registered module or object; ``owner`` is what it is in words.
 
     It is optional if it has an attribute ``optional`` that is True.
 
@@ -96,14 +96,12 @@ def watch(manager: pluggy.PluginManager, plugin: object, origin: str = "") -> No
         PluginError: ``optional`` is no truth value, or one of the hooks is a wrapper.
     """
     optional = getattr(plugin, "optional", False)
-    module = isinstance(plugin, ModuleType)
-    owner = f"plugin {origin}" if origin else f"callback {getattr(plugin, '__name__', type(plugin).__name__)}"
     if not isinstance(optional, bool):
         raise PluginError(
             f"optional of {owner} says whether runs go on when one of its hooks fails; it should be True or False, and "
             f"is {describe(optional)}"
         )
-    watched = Watched(owner, "its module" if module else "its class", optional)
+    watched = Watched(owner, "its module" if isinstance(plugin, ModuleType) else "its class", optional)
     for caller in manager.get_hookcallers(plugin) or ():
         for impl in caller.get_hookimpls():
             if impl.plugin is plugin:

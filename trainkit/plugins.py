@@ -100,8 +100,8 @@ def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.Pl
     """
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    origins = {load_plugin(name): str(find_plugin(name)) for name in modules}
-    for plugin in [*origins, *objects]:
+    named = {load_plugin(name): f"plugin {find_plugin(name)}" for name in modules}
+    for plugin, owner in [*named.items(), *((each, "") for each in objects)]:
         label = getattr(plugin, "__name__", type(plugin).__name__)
         if isinstance(plugin, type):
             raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
@@ -115,7 +115,7 @@ def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.Pl
                 f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
                 f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
             )
-        watch(manager, plugin, origins.get(plugin, "") if isinstance(plugin, ModuleType) else "")
+        watch(manager, plugin, owner or f"callback {label}")
     return manager
 
 
