@@ -1,9 +1,11 @@
-"""What all tests share: one thread, reproducible property tests, and processes played by threads."""
+"""What all tests share: one thread, reproducible property tests, processes played by threads, fake distributions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -41,3 +43,31 @@ def in_lockstep() -> Callable[[Callable[[Any, Reduce], Any], Sequence[Any]], lis
             return list(pool.map(lambda rank: fn(shards[rank], reduce_as(rank)), range(len(shards))))
 
     return run
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``install("dist", {"name": "module"}, "source of module")``: a distribution, as an installer leaves it."""
+
+    def install(
+        distribution: str,
+        entries: Mapping[str, str],
+        source: str | None = None,
+        version: str = "1.0",
+        requires: Sequence[str] = (),
+    ) -> Path:
+        home = tmp_path / distribution
+        info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        metadata = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+        (info / "METADATA").write_text("\n".join([*metadata, *(f"Requires-Dist: {line}" for line in requires), ""]))
+        lines = [f"{name} = {module}" for name, module in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[trainkit]", *lines, ""]))
+        if source is not None:
+            for module in {*entries.values()}:
+                (home / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(home)
+        importlib.invalidate_caches()
+        return home
+
+    return install

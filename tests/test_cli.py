@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from textwrap import dedent
@@ -81,7 +81,8 @@ def fails(*arguments: str, code: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["plugins"], ["train", "--help"], ["examples", "list"]]
+    "arguments",
+    [["--help"], ["--version"], ["plugins"], ["plugins", "list", "--json"], ["train", "--help"], ["examples", "list"]],
 )
 def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
     script = f"""
@@ -108,25 +109,77 @@ def test_version_is_the_packages() -> None:
 # ------------------------------------------------------------------------------------------------------- plugins
 
 
+OBSERVES = "import trainkit\n@trainkit.hookimpl\ndef on_step(step): print('told of', step)\n"
+
+
+def listed(*flags: str) -> dict[str, dict[str, str]]:
+    result = call("plugins", "list", "--json", *flags)
+    assert result.exit_code == 0
+    return {row["name"]: row for row in json.loads(result.stdout)}
+
+
 def test_plugins_lists_what_is_installed() -> None:
-    listed = {row["name"]: row for row in json.loads(call("plugins", "--json").stdout)}
-    assert listed["ppo"] == {
+    assert listed()["ppo"] == {
         "name": "ppo",
+        "module": "trainkit_ppo",
         "distribution": "trainkit-ppo",
         "version": metadata.version("trainkit-ppo"),
-        "module": "trainkit_ppo",
-        "duplicate": False,
+        "api": "<0.2,>=0.1",
+        "origin": "built-in",
+        "kind": "trainer",
+        "state": "ok",
+        "why": "",
     }
-    table = call("plugins").stdout.splitlines()
-    assert table[0].split() == ["name", "distribution", "version", "module"]
-    assert [line.split()[0] for line in table[1:]] == list(listed)
+    table = [line for line in call("plugins").stdout.splitlines() if line]
+    assert table[0].split() == ["name", "kind", "distribution", "version", "api", "state", "origin"]
+    assert [line.split()[0] for line in table[1:]] == list(listed())
+    assert call("plugins").stdout == call("plugins", "list").stdout
 
 
-def test_plugins_marks_a_name_that_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = [plugins.PluginInfo("x", "one", "dist-one", "1"), plugins.PluginInfo("x", "two", "dist-two", "2")]
-    monkeypatch.setattr(plugins, "discover", lambda: twice)
-    assert [row["duplicate"] for row in json.loads(call("plugins", "--json").stdout)] == [True, True]
-    assert call("plugins").stdout.count("taken twice") == 2
+def test_plugins_says_in_a_line_why_one_cannot_be_used(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("fake-broken", {"fake-bad": "fake_bad"}, "def broken(:", version="0.7")
+    install("fake-thief", {"ppo": "fake_thief"}, OBSERVES, version="6.6\x1b[31m")
+    install("fake-late", {"fake-late": "fake_late"}, OBSERVES, requires=["trainkit>=99"])
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "trainkit-ilql,gone")
+    result = call("plugins")
+    table, _, told = result.stdout.partition("\n\n")
+    assert told.splitlines() == [
+        "fake-bad is broken: fake-broken 0.7: fake_bad does not parse: invalid syntax (line 1)",
+        "fake-late is blocked: fake-late 1.0: it is made for trainkit >=99, and this is trainkit "
+        f"{trainkit.__version__}; install another version",
+        f"ilql is blocked: trainkit-ilql {metadata.version('trainkit-ilql')}: disabled by TRAINKIT_DISABLE_PLUGINS",
+        "ppo is shadowed: fake-thief 6.6 [31m: the name 'ppo' is that of trainkit's own trainkit-ppo; it needs another",
+    ]
+    states = {tuple(line.split()[:3:2]): line.split()[5:] for line in table.splitlines() if line.startswith("fake-")}
+    assert {key: state[0] for key, state in states.items()} == {
+        ("fake-bad", "fake-broken"): "broken",
+        ("fake-late", "fake-late"): "blocked",
+    }
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "warning: TRAINKIT_DISABLE_PLUGINS names 'gone', which is no installed plugin or distribution\n"
+    )
+
+
+def test_plugins_imports_each_in_a_process_of_its_own_when_asked(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("fake-broken", {"fake-bad": "fake_bad"}, "raise SystemExit('gone')", version="0.7")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
+    assert {listed()[name]["state"] for name in ("fake-bad", "fake-watch")} == {"ok"}
+    rows = listed("--probe")
+    assert (rows["fake-bad"]["state"], rows["fake-bad"]["why"]) == ("broken", "fake-broken 0.7: SystemExit: gone")
+    assert (rows["fake-watch"]["state"], rows["ppo"]["state"]) == ("ok", "blocked")
+    assert not {"fake_bad", "fake_watch"} & set(sys.modules)
+
+
+def test_plugins_list_says_what_states_and_exit_codes_mean() -> None:
+    text = " ".join(call("plugins", "list", "--help").stdout.split())
+    assert all(f"{state}: " in text for state in ("ok", "broken", "blocked", "shadowed"))
+    assert "Exit code: 0, whatever the plugins' state" in text
 
 
 # -------------------------------------------------------------------------------------------------------- config
@@ -223,6 +276,81 @@ def test_train_explains_bad_inputs(work: Path, arguments: list[str], says: str) 
     (work / "bad.jsonl").write_text('"a"\nb\n', encoding="utf-8")
     assert says in fails("train", *arguments)
     assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize("by", ["--no-plugin", "TRAINKIT_DISABLE_PLUGINS"])
+@pytest.mark.parametrize("name", ["fake-bad", "Fake_Broken"])
+def test_a_run_goes_on_without_a_disabled_plugin_and_says_so_once(
+    work: Path,
+    install: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    by: str,
+    name: str,
+) -> None:
+    install("fake-broken", {"fake-bad": "fake_bad"}, "1 / 0", version="0.7")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+    arguments = ["train", "run.yaml", "plugins=[fake-bad, fake-watch]", "--task", "task_for_cli.py:online"]
+    told = fails(*arguments, "train.run_dir=fails")
+    assert "plugin fake-bad (fake-broken 0.7, module fake_bad) failed to import: ZeroDivisionError: " in told
+    flags = ["--no-plugin", name] if by == "--no-plugin" else []
+    if not flags:
+        monkeypatch.setenv(by, name)
+    result = call(*arguments, "train.run_dir=out", *flags)
+    assert result.exit_code == 0, result.output
+    assert "told of 2" in result.stdout
+    assert [record.message for record in caplog.records] == [
+        f"the plugin 'fake-bad' is disabled by {by}; the run goes on without it"
+    ]
+    assert TRLConfig.load_yaml(work / "out" / "config.yaml").plugins == ["fake-watch"]
+    assert plugins.find_plugin("fake-watch").state == "ok"
+
+
+def test_hooks_of_a_config_work_while_other_plugins_are_broken(work: Path, install: Callable[..., Path]) -> None:
+    home = install(
+        "fake-broken", {"fake-bad": "fake_bad", "fake-odd": "fake_bad:f", "ppo": "fake_bad"}, "raise SystemExit"
+    )
+    install("fake-torn", {"fake-torn": "fake_torn"}, OBSERVES)
+    (home.parent / "fake-torn" / "fake_torn-1.0.dist-info" / "entry_points.txt").write_text("[trainkit]\ntorn")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+    result = call("train", "run.yaml", "plugins=[fake-watch]", "train.run_dir=out", "--task", "task_for_cli.py:online")
+    assert result.exit_code == 0, result.output
+    assert "told of 2" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["ppo", "trainkit-ppo"])
+def test_a_method_that_is_disabled_is_an_error_that_says_by_what(
+    work: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert "disabled by --no-plugin" in fails("train", "run.yaml", "--no-plugin", "sft", "--no-plugin", name)
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", name)
+    told = f"the plugin 'ppo' cannot be used: trainkit-ppo {metadata.version('trainkit-ppo')}: disabled by TRAINKIT_"
+    assert told in fails("config", "ppo")
+    assert not (work / "runs").exists()
+
+
+def test_a_flag_that_disables_nothing_is_an_error_unless_the_config_names_it(
+    work: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "--no-plugin names 'ilq', which is no installed plugin or distribution; did you mean 'ilql'?"
+    assert told in fails("train", "run.yaml", "--no-plugin", "ilq", "--task", "task_for_cli.py:online")
+    assert not (work / "runs").exists()
+    arguments = ["plugins=[gone]", "--no-plugin", "gone", "train.run_dir=out", "--task", "task_for_cli.py:online"]
+    assert call("train", "run.yaml", *arguments).exit_code == 0
+    assert TRLConfig.load_yaml(work / "out" / "config.yaml").plugins == []
+    assert [r.message for r in caplog.records] == [
+        "the plugin 'gone' is disabled by --no-plugin; the run goes on without it"
+    ]
+
+
+def test_a_variable_that_disables_nothing_is_a_warning(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "ilq")
+    assert call("train", "run.yaml", "train.run_dir=out", "--task", "task_for_cli.py:online").exit_code == 0
+    assert [r.message for r in caplog.records] == [
+        "TRAINKIT_DISABLE_PLUGINS names 'ilq', which is no installed plugin or distribution; did you mean 'ilql'?"
+    ]
 
 
 def test_a_config_cannot_name_code(work: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = {
     "trainkit.errors": 0, "trainkit.functional": 0, "trainkit.metrics": 0, "trainkit.data": 0, "trainkit.seeding": 0,
-    "trainkit.config": 1, "trainkit.files": 1, "trainkit.guard": 1, "trainkit.hookspecs": 1, "trainkit.plugins": 1,
-    "trainkit.registry": 1,
+    "trainkit.config": 1, "trainkit.files": 1, "trainkit.guard": 1, "trainkit.hookspecs": 1, "trainkit.inspection": 1,
+    "trainkit.plugins": 1, "trainkit.probe": 1, "trainkit.registry": 1,
     "trainkit.backend": 2,
     "trainkit.chat": 2, "trainkit.formats": 2,
     "trainkit.pipeline": 2, "trainkit.store": 2, "trainkit.sampling": 2, "trainkit.stepping": 2, "trainkit.rewards": 2,

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import textwrap
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from trainkit import registry
+import trainkit
+from trainkit import plugins, registry
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.errors import PluginError, RegistryError
 from trainkit.hookspecs import hookimpl
 from trainkit.plugins import PluginInfo, discover, find_plugin, hook_manager, is_imported, load_plugin
+from trainkit.probe import probe
 from trainkit.registry import available_trainers, get_trainer, register_trainer
+from trainkit.trainer import AccelerateRLTrainer
+from trainkit.trainer.loop import AcceleratedLoop
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,24 +40,11 @@ def _as_before(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """``install("dist", {"name": "module"}, "source of module")``: a distribution, as an installer leaves it."""
-
-    def install(distribution, entries, source=None, version="1.0"):
-        home = tmp_path / distribution
-        info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        lines = [f"{name} = {module}" for name, module in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[trainkit]", *lines, ""]))
-        if source is not None:
-            for module in {*entries.values()}:
-                (home / f"{module}.py").write_text(source)
-        monkeypatch.syspath_prepend(home)
-        importlib.invalidate_caches()
-
-    return install
+def call(code, *homes):
+    """What the code prints in a process of its own that sees the distributions in ``homes``."""
+    path = os.pathsep.join(map(str, [*homes, ROOT, *sys.path]))
+    script, env = textwrap.dedent(code), {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
 
 
 def trainer_source(name):
@@ -63,6 +59,10 @@ class FakeConfig(MethodConfig):
 @register_trainer({name!r})
 class FakeTrainer:
     method_class = FakeConfig
+
+    def get_arch(self, config): ...
+    def make_experience(self, rows): ...
+    def loss(self, batch): ...
 """
 
 
@@ -71,7 +71,8 @@ def method_named(default):
 
 
 def trainer_named(default, class_name="SomeTrainer", module="some_module"):
-    return type(class_name, (), {"method_class": method_named(default), "__module__": module})
+    arrows = dict.fromkeys(("get_arch", "make_experience", "loss"), lambda *_: None)
+    return type(class_name, (), {"method_class": method_named(default), "__module__": module, **arrows})
 
 
 # ------------------------------------------------------------------------------------------------ register_trainer
@@ -114,6 +115,47 @@ def test_a_class_without_a_method_config_is_refused_with_the_way_to_write_one():
     assert "fake-plain" not in available_trainers()
 
 
+@pytest.mark.parametrize("base", [AccelerateRLTrainer, AcceleratedLoop])
+@pytest.mark.parametrize("inputs", [("reward_fn", "prompts"), ("samples",)])
+@pytest.mark.parametrize("left_out", ["get_arch", "make_experience", "experience", "loss", "write_model", None])
+def test_a_trainer_that_misses_an_arrow_is_refused_with_its_name(base, inputs, left_out):
+    written = {"get_arch", "make_experience", "loss", "write_model"} - {left_out}
+    if base is AccelerateRLTrainer:
+        written -= {"get_arch", "write_model"}
+        if "prompts" in inputs:  # sampling and scoring are there
+            written = written - {"make_experience"} | {"experience"} - {left_out}
+    given = {"method_class": method_named("fake-arrows"), "inputs": inputs, "__module__": "some_module"}
+    cls = type(base)("Arrows", (base,), {**given, **dict.fromkeys(written, lambda *_: None)})
+    needed = {"loss", "experience" if base is AccelerateRLTrainer and "prompts" in inputs else "make_experience"}
+    needed |= {"get_arch", "write_model"} if base is AcceleratedLoop else set()
+    if left_out not in needed:
+        assert register_trainer("fake-arrows")(cls) is cls
+        return
+    with pytest.raises(RegistryError, match=rf"Arrows cannot be registered as 'fake-arrows': it misses {left_out}\b"):
+        register_trainer("fake-arrows")(cls)
+    assert "fake-arrows" not in available_trainers()
+
+
+def test_an_online_trainer_may_make_its_experience_whole():
+    given = {
+        "method_class": method_named("fake-whole"),
+        "inputs": ("reward_fn", "prompts"),
+        "__module__": "some_module",
+    }
+    arrows = dict.fromkeys(("make_experience", "loss"), lambda *_: None)
+    cls = type(AccelerateRLTrainer)("Whole", (AccelerateRLTrainer,), given | arrows)
+    assert register_trainer("fake-whole")(cls) is cls
+
+
+def test_all_arrows_that_a_class_misses_are_named_with_what_they_are_from_and_to():
+    told = (
+        r"Bare cannot be registered as 'fake-bare': it misses get_arch \(configuration → model\) and make_experience "
+        r"\(rows → experience\) and loss \(experience → loss and metrics\); write it in the class"
+    )
+    with pytest.raises(RegistryError, match=told):
+        register_trainer("fake-bare")(type("Bare", (), {"method_class": method_named("fake-bare")}))
+
+
 @pytest.mark.parametrize("wrong", ["fake-other", "FAKE-RIGHT"])
 def test_a_method_config_of_another_name_is_refused(wrong):
     told = rf"trainer 'fake-right' has a method config whose name is '{wrong}'; write name: str = 'fake-right' in"
@@ -131,9 +173,10 @@ def test_a_method_config_that_gives_its_name_no_default_is_refused():
 
 
 def test_an_installed_plugin_is_known_without_being_imported(install):
-    install("fake-grpo", {"Fake-GRPO": "fake_grpo"}, trainer_source("fake-grpo"), version="2.3")
+    requires = ["trainkit>=0.1,<1", "trainkit[examples]>=9; extra == 'more'", "trainkit-other>=5", "numpy"]
+    home = install("fake-grpo", {"Fake-GRPO": "fake_grpo"}, trainer_source("fake-grpo"), "2.3", requires)
     (plugin,) = [p for p in discover() if p.distribution == "fake-grpo"]
-    assert plugin == PluginInfo("fake-grpo", "fake_grpo", "fake-grpo", "2.3")
+    assert plugin == PluginInfo("fake-grpo", "fake_grpo", "fake-grpo", "2.3", "<1,>=0.1", str(home), "trainer")
     assert str(plugin) == "fake-grpo (fake-grpo 2.3, module fake_grpo)"
     assert "fake-grpo" in available_trainers()
     assert not is_imported(plugin)
@@ -160,7 +203,7 @@ def test_discovered_plugins_are_sorted_by_name(install):
         ("from os import nothing_of_that_name", ImportError),
         ("raise SystemExit(3)", SystemExit),
         ("{}['missing']", KeyError),
-        ("def broken(:", SyntaxError),
+        ("exec('def broken(:')", SyntaxError),
     ],
 )
 def test_a_plugin_that_fails_to_import_is_named_with_its_cause_and_others_stay_usable(install, line, cause):
@@ -170,7 +213,8 @@ def test_a_plugin_that_fails_to_import_is_named_with_its_cause_and_others_stay_u
     with pytest.raises(PluginError, match=told) as caught:
         get_trainer("fake-bad")
     assert type(caught.value.__cause__) is cause
-    assert "Repair or uninstall the distribution 'fake-broken'" in str(caught.value)
+    assert "Repair or uninstall the distribution 'fake-broken', or disable it" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert get_trainer("fake-good").__name__ == "FakeTrainer"
 
 
@@ -182,7 +226,9 @@ def test_a_config_that_names_a_broken_plugin_tells_of_the_plugin(install):
 
 def test_an_entry_point_without_its_module_is_an_error_of_its_distribution(install):
     install("fake-empty", {"fake-gone": "fake_gone"})
-    with pytest.raises(PluginError, match=r"fake-empty 1\.0.*No module named 'fake_gone'"):
+    with pytest.raises(
+        PluginError, match=r"'fake-gone' cannot be used: fake-empty 1\.0: there is no module 'fake_gone'"
+    ):
         load_plugin("fake-gone")
 
 
@@ -214,7 +260,7 @@ def test_a_name_claimed_by_two_distributions_is_an_error_that_names_both(install
     install("fake-yours", {"Fake-Shared": "fake_yours"}, trainer_source("fake-shared"), version="2.2")
     told = (
         r"'fake-shared' is claimed twice: fake-shared \(fake-mine 1\.1, module fake_mine\); "
-        r"fake-shared \(fake-yours 2\.2, module fake_yours\)\. Uninstall all but one"
+        r"fake-shared \(fake-yours 2\.2, module fake_yours\)\. Uninstall all but one, or disable it by its distribution"
     )
     with pytest.raises(RegistryError, match=told):
         get_trainer("fake-shared")
@@ -223,7 +269,7 @@ def test_a_name_claimed_by_two_distributions_is_an_error_that_names_both(install
 
 def test_a_plugin_that_registers_no_trainer_of_its_name_is_told_what_it_lacks(install):
     install("fake-hooks", {"fake-hooks": "fake_hooks"}, "")
-    told = r"'fake-hooks' \(module fake_hooks\) registers no trainer of that name; it needs @register_trainer\(\"fake-h"
+    told = r"fake-hooks \(fake-hooks 1\.0, module fake_hooks\) registers no trainer of that name; it needs @register_tr"
     with pytest.raises(RegistryError, match=told):
         get_trainer("fake-hooks")
 
@@ -244,6 +290,294 @@ def test_an_unknown_name_lists_what_is_installed_or_registered_and_suggests_the_
 def test_a_name_like_no_other_is_suggested_nothing():
     with pytest.raises(RegistryError, match=r"no plugin 'qqqqqqqq' is installed; available: "):
         find_plugin("qqqqqqqq")
+
+
+# ------------------------------------------------------------------------------------------- what is told of them
+
+
+def found(distribution):
+    return {plugin.name: plugin for plugin in discover() if plugin.distribution == distribution}
+
+
+def test_the_built_in_names_are_those_of_trainkits_own_distributions():
+    declared = {}
+    for path in (ROOT / "plugins").glob("*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        declared |= dict.fromkeys(project["entry-points"]["trainkit"], project["name"])
+    assert declared == plugins.BUILT_IN
+    installed = {plugin.name: plugin for plugin in discover()}
+    assert {name: installed[name].origin for name in declared} == dict.fromkeys(declared, "built-in")
+    assert {installed[name].kind.split(", ")[0] for name in declared} == {"trainer"}
+
+
+OBSERVES = "@trainkit.hookimpl\ndef on_step(step): ...\n"
+PROVIDES = "from trainkit import hookimpl as hook\n@hook(tryfirst=True)\ndef make_sampler(trainer): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("@register_trainer('Fake-Kind')\nclass A: ...", "trainer"),
+        ("@trainkit.register_trainer\nclass FAKE: ...", "?"),
+        ("@register_trainer('another')\nclass A: ...", "?"),
+        ("for name in names: register_trainer(name)(object)", "trainer"),
+        (OBSERVES, "tracker"),
+        (PROVIDES, "sampler"),
+        (OBSERVES + PROVIDES + "register_trainer('fake-kind')(A)", "trainer, sampler, tracker"),
+        ("def on_step(step): ...\nclass A:\n  @hookimpl\n  def on_step(self): ...", "?"),
+        ("pattern = '\\d'\n" + OBSERVES, "tracker"),
+    ],
+)
+def test_the_kind_of_a_plugin_is_read_from_its_source(install, source, kind):
+    install("fake-kind", {"fake-kind": "fake_kind"}, "raise RuntimeError('imported')\n" + source)
+    assert found("fake-kind")["fake-kind"].kind == kind
+    assert "fake_kind" not in sys.modules
+
+
+def test_a_bare_decorator_registers_the_name_of_its_class(install):
+    install("fake-kind", {"fakebare": "fake_kind"}, "@trainkit.register_trainer\nclass FakeBare: ...")
+    assert found("fake-kind")["fakebare"].kind == "trainer"
+
+
+def test_the_kind_of_a_package_is_read_from_what_it_imports_of_itself(install):
+    home = install("fake-pack", {"fake-pack": "fake_pack.entry"})
+    (home / "fake_pack" / "deep").mkdir(parents=True)
+    files = {
+        "__init__.py": "",
+        "entry.py": "import numpy\nfrom .hooks import on_step\nfrom fake_pack.deep import A\nfrom . import absent",
+        "hooks.py": "from trainkit import hookimpl\n" + OBSERVES,
+        "deep/__init__.py": "from .trainer import A",
+        "deep/trainer.py": "from .. import entry\n@register_trainer('fake-pack')\nclass A: ...",
+        "unused.py": PROVIDES + "def broken(:",
+    }
+    for name, source in files.items():
+        (home / "fake_pack" / name).write_text(source)
+    assert found("fake-pack")["fake-pack"].kind == "trainer, tracker"
+    assert not {name for name in sys.modules if name.startswith("fake_pack")}
+
+
+def test_an_editable_plugin_tells_where_its_source_is(install):
+    home = install("fake-edit", {"fake-edit": "fake_edit"}, OBSERVES)
+    url = {"url": "file:///home/me/my%20plugin", "dir_info": {"editable": True}}
+    (home / "fake_edit-1.0.dist-info" / "direct_url.json").write_text(json.dumps(url))
+    assert found("fake-edit")["fake-edit"].origin == "editable /home/me/my plugin"
+    (home / "fake_edit-1.0.dist-info" / "direct_url.json").write_text("{")
+    assert found("fake-edit")["fake-edit"].origin == "?"
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "why"),
+    [
+        ("fake_other", None, "there is no module 'fake_other'"),
+        ("fake_it.inside", "", "there is no module 'fake_it.inside'"),
+        ("fake_it", "x = 1\ndef broken(:", "fake_it does not parse: invalid syntax (line 2)"),
+        ("fake_it", "x = '\0'", "fake_it does not parse: "),
+        ("fake_it", "# coding: nonsense", "fake_it does not parse: unknown encoding"),
+        ("fake_it", "x = '\udcff'", "fake_it does not parse: invalid or missing encoding"),
+        ("fake_it:Trainer", "", "its entry point is fake-it = 'fake_it:Trainer'; the value is a module alone"),
+        ("fake_it [extra]", "", "its entry point is fake-it = 'fake_it [extra]'; the value is a module alone"),
+        ("fake_it.", "", "its entry point is fake-it = 'fake_it.'; the value is a module alone"),
+    ],
+)
+def test_what_cannot_be_imported_is_broken_before_anybody_tries(install, entry, source, why):
+    home = install("fake-it", {"fake-it": entry}, version="0.4")
+    if source is not None:
+        (home / "fake_it.py").write_bytes(source.encode(errors="surrogateescape"))
+    install("fake-sound", {"fake-good": "fake_good"}, trainer_source("fake-good"))
+    plugin = found("fake-it")["fake-it"]
+    assert plugin.state == "broken"
+    assert plugin.why.startswith(f"fake-it 0.4: {why}")
+    assert "\n" not in plugin.why
+    with pytest.raises(PluginError, match=re.escape(f"the plugin 'fake-it' cannot be used: {plugin.why}")):
+        get_trainer("fake-it")
+    assert {"fake-it", "fake-good"} & {*available_trainers()} == {"fake-good"}
+    assert get_trainer("fake-good").__name__ == "FakeTrainer"
+
+
+def test_metadata_that_cannot_be_read_break_their_own_distribution_alone(install):
+    for name in ("fake-lines", "fake-needs"):
+        install(name, {name: name.replace("-", "_")}, trainer_source(name), requires=["trainkit >> 1"])
+    lines = Path(sys.path[1]) / "fake_lines-1.0.dist-info" / "entry_points.txt"
+    lines.write_text("[trainkit]\nnot an entry\n")
+    (unread,) = found("fake-lines").values()
+    assert (unread.name, unread.state) == ("fake-lines", "broken")
+    assert unread.why.startswith("fake-lines 1.0: its entry points cannot be read (")
+    needs = found("fake-needs")["fake-needs"]
+    assert (needs.state, needs.api) == ("broken", "?")
+    assert needs.why.startswith("fake-needs 1.0: its requirement on trainkit cannot be read: ")
+    for name in ("fake-lines", "fake-needs"):
+        with pytest.raises(PluginError, match=f"{name} 1.0: its "):
+            load_plugin(name)
+    assert get_trainer("sft").method_class.model_fields["name"].default == "sft"
+
+
+def test_a_distribution_without_name_or_version_is_listed(install):
+    home = install("fake-bare", {"fake-bare": "fake_bare"}, OBSERVES)
+    (home / "fake_bare-1.0.dist-info" / "METADATA").unlink()
+    assert str(find_plugin("fake-bare")) == "fake-bare (? ?, module fake_bare)"
+
+
+def test_of_two_copies_of_a_distribution_the_first_on_the_path_counts(install, tmp_path):
+    home = install("fake-copy", {"fake-copy": "fake_copy"}, OBSERVES, version="1.0")
+    shutil.move(home, tmp_path / "elsewhere")
+    install("fake-copy", {"fake-copy": "fake_copy"}, OBSERVES, version="2.0")
+    sys.path.append(str(tmp_path / "elsewhere"))
+    assert find_plugin("fake-copy").version == "2.0"
+
+
+# ------------------------------------------------------------------------------------------------ versions and names
+
+
+@pytest.mark.parametrize(
+    ("requires", "api", "state"),
+    [
+        ([], "", "ok"),
+        (["trainkit"], "", "ok"),
+        (["Trainkit (>=0.3)"], ">=0.3", "ok"),
+        (["trainkit>=0.3", "trainkit<0.5"], "<0.5,>=0.3", "ok"),
+        (["trainkit~=0.3.0"], "~=0.3.0", "blocked"),
+        (["trainkit>=0.5 ; python_version >= '3'"], ">=0.5", "blocked"),
+        (["trainkit>=0.5 ; python_version < '3'"], "", "ok"),
+        (["trainkit>=0.4"], ">=0.4", "blocked"),
+    ],
+)
+def test_a_plugin_made_for_another_trainkit_is_blocked(install, monkeypatch, requires, api, state):
+    monkeypatch.setattr(trainkit, "__version__", "0.4.0.dev1")
+    install("fake-old", {"fake-old": "fake_old"}, trainer_source("fake-old"), "7", requires)
+    plugin = found("fake-old")["fake-old"]
+    assert (plugin.state, {*plugin.api.split(",")}) == (state, {*api.split(",")})
+    assert ("fake-old" in available_trainers()) == (state == "ok")
+    if state == "ok":
+        assert get_trainer("fake-old").__module__ == "fake_old"
+        return
+    told = f"fake-old 7: it is made for trainkit {api}, and this is trainkit 0.4.0.dev1; install another version"
+    assert plugin.why == told
+    with pytest.raises(PluginError, match=re.escape(told)):
+        get_trainer("fake-old")
+    assert "fake_old" not in sys.modules
+
+
+def test_a_stranger_that_claims_a_built_in_name_is_refused_and_the_built_in_works(install):
+    install("fake-thief", {"SFT": "fake_thief", "fake-own": "fake_thief"}, trainer_source("fake-own"), version="6.6")
+    stolen = found("fake-thief")["sft"]
+    assert stolen.state == "shadowed"
+    assert stolen.why == "fake-thief 6.6: the name 'sft' is that of trainkit's own trainkit-sft; it needs another"
+    assert find_plugin("sft").distribution == "trainkit-sft"
+    assert get_trainer("fake-own").__module__ == "fake_thief"
+
+
+def test_a_built_in_name_is_not_a_strangers_where_the_built_in_is_not_installed(install, monkeypatch):
+    monkeypatch.setitem(plugins.BUILT_IN, "fake-own", "trainkit-fake-own")
+    with pytest.raises(
+        RegistryError, match=r"no plugin 'fake-own' is installed.*It is in trainkit-fake-own: pip install"
+    ):
+        get_trainer("fake-own")
+    install("fake-thief", {"fake-own": "fake_thief"}, trainer_source("fake-own"))
+    told = (
+        r"'fake-own' cannot be used: fake-thief 1\.0: the name 'fake-own' is that of trainkit's own trainkit-fake-own"
+    )
+    with pytest.raises(RegistryError, match=told):
+        get_trainer("fake-own")
+    with pytest.raises(RegistryError, match="'fake-own' belongs to trainkit's own trainkit-fake-own"):
+        register_trainer("fake-own")(trainer_named("fake-own"))
+    assert "fake-own" not in available_trainers()
+
+
+def test_a_built_in_is_not_shadowed_by_a_decorator_that_runs_first(install):
+    home = install("fake-early", {"fake-early": "fake_early"}, trainer_source("ppo"), version="0.2")
+    code = """
+        import trainkit
+        try:
+            trainkit.get_trainer("fake-early")
+        except trainkit.errors.PluginError as error:
+            print(error)
+        print(trainkit.get_trainer("ppo").__module__)
+    """
+    told = call(code, home)
+    assert told.count("\n") == 2
+    assert "plugin fake-early (fake-early 0.2, module fake_early) failed to import: RegistryError: the trainer " in told
+    assert "name 'ppo' belongs to trainkit's own trainkit-ppo, whose module alone may register it" in told
+    assert told.endswith("\ntrainkit_ppo\n")
+
+
+def test_the_name_of_an_installed_plugin_may_be_registered_by_its_own_package_alone(install):
+    install("fake-mine", {"fake-mine": "fake_mine"}, trainer_source("fake-mine"), version="1.1")
+    told = r"'fake-mine' belongs to fake-mine \(fake-mine 1\.1, module fake_mine\), whose module alone may register it"
+    with pytest.raises(RegistryError, match=told):
+        register_trainer("fake-mine")(trainer_named("fake-mine"))
+    inner = trainer_named("fake-mine", module="fake_mine.trainers")
+    assert register_trainer("fake-mine")(inner) is inner
+
+
+def test_a_disabled_distribution_owns_no_name(install, monkeypatch):
+    install("fake-house", {"fake-mine": "fake_mine"}, trainer_source("fake-mine"))
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-house")
+    cls = trainer_named("fake-mine")
+    assert register_trainer("fake-mine")(cls) is get_trainer("fake-mine") is cls
+    assert "fake-mine" in available_trainers()
+
+
+def test_two_that_claim_one_name_name_each_other_until_one_is_disabled_by_its_distribution(install, monkeypatch):
+    install("fake-mine", {"fake-shared": "fake_mine"}, trainer_source("fake-shared"), version="1.1")
+    install("fake_Yours", {"fake-shared": "fake_yours"}, trainer_source("fake-shared"), version="2.2")
+    mine, yours = (found(name)["fake-shared"] for name in ("fake-mine", "fake_Yours"))
+    assert (mine.state, yours.state) == ("shadowed", "shadowed")
+    assert mine.why == (
+        "fake-mine 1.1: the name 'fake-shared' is claimed by fake_Yours 2.2 (module fake_yours) too; uninstall or "
+        "disable one of them"
+    )
+    assert "claimed by fake-mine 1.1 (module fake_mine) too" in yours.why
+    assert "fake-shared" not in available_trainers()
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", " FAKE-yours ,")
+    assert [found(name)["fake-shared"].state for name in ("fake-mine", "fake_Yours")] == ["ok", "blocked"]
+    assert get_trainer("fake-shared").__module__ == "fake_mine"
+
+
+# ------------------------------------------------------------------------------------------------------- disabled
+
+
+@pytest.mark.parametrize("given", ["fake-off", "FAKE-OFF", "fake.house", "other, fake_house"])
+def test_a_disabled_method_is_an_error_that_says_what_disabled_it(install, monkeypatch, given):
+    install("fake-house", {"fake-off": "fake_off"}, "1 / 0", version="0.9")
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", given)
+    told = "the plugin 'fake-off' cannot be used: fake-house 0.9: disabled by TRAINKIT_DISABLE_PLUGINS"
+    for ask in (get_trainer, find_plugin, lambda name: hook_manager([name], []), lambda name: TRLConfig(method=name)):
+        with pytest.raises(PluginError, match=told):
+            ask("fake-off")
+    assert "fake-off" not in available_trainers()
+
+
+def test_a_trainer_that_is_there_already_can_be_disabled(install, monkeypatch):
+    install("fake-house", {"fake-off": "fake_off"}, trainer_source("fake-off"))
+    get_trainer("fake-off")
+    with plugins.disabled(["Fake-House"], "--no-plugin"):
+        with pytest.raises(PluginError, match=r"'fake-off' cannot be used: fake-house 1\.0: disabled by --no-plugin"):
+            get_trainer("fake-off")
+        assert "fake-off" not in available_trainers()
+    register_trainer("fake-here")(trainer_named("fake-here"))
+    with plugins.disabled(["fake-here"], "--no-plugin"):
+        with pytest.raises(PluginError, match="the trainer 'fake-here' is disabled by --no-plugin"):
+            get_trainer("fake-here")
+        assert "fake-here" not in available_trainers()
+    assert get_trainer("fake-off").__module__ == "fake_off"
+
+
+def test_a_name_that_disables_nothing_is_told_with_the_nearest(install, monkeypatch):
+    install("fake-house", {"fake-off": "fake_off"}, OBSERVES)
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-of,fake-off,gone")
+    unknown = "which is no installed plugin or distribution"
+    told = [
+        f"TRAINKIT_DISABLE_PLUGINS names 'fake-of', {unknown}; did you mean 'fake-off'?",
+        f"TRAINKIT_DISABLE_PLUGINS names 'gone', {unknown}",
+    ]
+    assert plugins.without_disabled([]) == ([], told)
+    usable, messages = plugins.without_disabled(["fake-off", "gone", "sft"])
+    assert usable == ["sft"]
+    assert messages == [
+        told[0],
+        "the plugin 'fake-off' is disabled by TRAINKIT_DISABLE_PLUGINS; the run goes on without it",
+        "the plugin 'gone' is disabled by TRAINKIT_DISABLE_PLUGINS; the run goes on without it",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- hooks
@@ -297,8 +631,9 @@ def test_a_plugin_that_only_trains_needs_no_hooks(install):
 
 
 def test_a_misspelt_hook_of_a_plugin_is_an_error_that_names_both(install):
-    install("fake-typo", {"fake-typo": "fake_typo"}, HOOK_SOURCE.replace("def on_step", "def on_stepp"))
-    with pytest.raises(PluginError, match=r"hooks of fake_typo do not fit: unknown hook 'on_stepp'"):
+    install("fake-typo", {"fake-typo": "fake_typo"}, HOOK_SOURCE.replace("def on_step", "def on_stepp"), "0.3")
+    told = r"plugin fake-typo \(fake-typo 0\.3, module fake_typo\)"
+    with pytest.raises(PluginError, match=rf"hooks of {told} do not fit: unknown hook 'on_stepp'"):
         hook_manager(["fake-typo"], [])
 
 
@@ -320,6 +655,40 @@ def test_a_hook_that_asks_for_what_it_is_not_told_is_an_error():
 
     with pytest.raises(PluginError, match=r"(?s)hooks of Curious do not fit: .*on_step.*loss"):
         hook_manager([], [Curious()])
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        ("def on_step(step, loss): ...", "Argument(s) {'loss'} are declared in the hookimpl"),
+        ("def on_step(step=None): ...", "on_step takes 'step' with a default or by keyword alone, and would not be"),
+        ("def on_step(*, step): ...", "on_step takes 'step' with a default or by keyword alone, and would not be"),
+        ("def on_step(*, loss): ...", "on_step takes 'loss' with a default or by keyword alone, and would not be"),
+        ("def on_step(*args): ...", "on_step takes *args, and would be given nothing; name the arguments"),
+        ("def on_step(**all): ...", "on_step takes **all, and would be given nothing; name the arguments"),
+        ("async def on_step(step): ...", "on_step is async, and hooks are not awaited; write def"),
+        ("def on_step(step): yield", "on_step is a generator, whose body would never run; leave yield out"),
+    ],
+)
+def test_a_hook_whose_signature_does_not_fit_is_an_error_of_its_plugin(install, hook, told):
+    install("fake-sign", {"fake-sign": "fake_sign"}, f"import trainkit\n@trainkit.hookimpl\n{hook}", version="1.2")
+    with pytest.raises(PluginError) as caught:
+        hook_manager(["fake-sign"], [])
+    message = str(caught.value)
+    assert message.startswith("the hooks of plugin fake-sign (fake-sign 1.2, module fake_sign) do not fit: ")
+    assert told in message
+    assert "\n" not in message
+
+
+def test_a_hook_may_have_defaults_of_its_own():
+    class Bound(Steps):
+        @hookimpl
+        def on_evaluate(self, metrics, key="reward"):
+            self.seen.append(metrics[key])
+
+    callback = Bound()
+    hook_manager([], [callback]).hook.on_evaluate(trainer=None, step=1, metrics={"reward": 2.0}, samples=[])
+    assert callback.seen == [2.0]
 
 
 def test_a_callback_without_hooks_is_an_error_that_lists_them():
@@ -360,6 +729,58 @@ def test_the_first_sampler_offered_is_taken():
     hook = hook_manager([], [Offers("one"), Offers(None)]).hook
     assert hook.make_sampler(trainer=None) == "one"
     assert hook_manager([], [Steps()]).hook.make_sampler(trainer=None) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- probe
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise ImportError('two\\nlines')", "ImportError: two lines"),
+        ("{}['missing']", "KeyError: 'missing'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import os; os._exit(0)", "its import ended the process with exit code 0"),
+        ("import os; os.kill(os.getpid(), 11)", "its import ended the process by SIGSEGV"),
+        ("while True: pass", "its import did not end within 3 s"),
+        (
+            "x = 1",
+            "it registers no trainer 'fake-probe' and has no hooks; it needs @register_trainer(\"fake-probe\"), or",
+        ),
+        (OBSERVES.replace("on_step", "on_stepp"), "unknown hook 'on_stepp'"),
+        (OBSERVES.replace("step):", "loss):"), "Argument(s) {'loss'} are declared"),
+        (OBSERVES.replace("step):", "**all):"), "on_step takes **all, and would be given nothing"),
+        (
+            trainer_source("fake-probe").replace("def loss", "def lost"),
+            "it misses loss (experience → loss and metrics)",
+        ),
+    ],
+)
+def test_a_probe_tells_why_a_plugin_cannot_be_used_and_survives_it(install, source, why):
+    install("fake-probe", {"fake-probe": "fake_probe"}, "import trainkit\n" + source, version="0.5")
+    (plugin,) = found("fake-probe").values()
+    assert plugin.state == "ok"
+    (probed,) = probe([plugin], timeout=3 if "while" in source else 60)
+    assert probed.state == "broken"
+    assert probed.why.startswith("fake-probe 0.5: ")
+    assert why in probed.why
+    assert "\n" not in probed.why
+    assert "fake_probe" not in sys.modules
+
+
+def test_a_probe_finds_sound_plugins_sound_whatever_they_print_and_imports_no_other(install, tmp_path, capfd):
+    noise = "import os, threading, time\nos.write(1, b'noise')\nos.write(2, b'noise')\nprint('{}')\n"
+    thread = "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+    install("fake-loud", {"fake-loud": "fake_loud"}, noise + thread + trainer_source("fake-loud"))
+    install("fake-watch", {"fake-watch": "fake_watch"}, HOOK_SOURCE)
+    assert {"fake-loud", "fake-watch"} & {*available_trainers()} == {"fake-loud"}
+    trace = tmp_path / "imported"
+    touch = f"open({str(trace)!r}, 'w')\n"
+    install("fake-old", {"fake-old": "fake_old"}, touch + HOOK_SOURCE, requires=["trainkit>=99"])
+    given = [*found("fake-loud").values(), *found("fake-watch").values(), *found("fake-old").values()]
+    assert [plugin.state for plugin in probe(given)] == ["ok", "ok", "blocked"]
+    assert not trace.exists()
+    assert capfd.readouterr() == ("", "")
 
 
 # ------------------------------------------------------------------------------------------------------- lightness

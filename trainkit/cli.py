@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainkit.config import TRLConfig
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
+NO_PLUGIN = "--no-plugin"
 
 
 class _ExplainedErrors(TyperGroup):
@@ -42,10 +43,15 @@ class _ExplainedErrors(TyperGroup):
 
 
 def _message(error: TrainkitError) -> str:
-    """The error as the console may show it: text from data and user code can hold anything."""
-    lines = "".join(c if c == "\n" or c.isprintable() else " " for c in str(error))
+    """The error as the console may show it."""
+    lines = "\n".join(map(_printable, str(error).split("\n")))
     hint = f"\n({TRACEBACK}=1 shows the traceback)" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {lines}{hint}"
+
+
+def _printable(text: str) -> str:
+    """A line that does nothing to the console: text from data, metadata and user code can hold anything."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 app = typer.Typer(
@@ -59,6 +65,8 @@ app = typer.Typer(
 )
 examples_app = typer.Typer(help="List and run the examples that come with trainkit.", no_args_is_help=True)
 app.add_typer(examples_app, name="examples")
+plugins_app = typer.Typer(help="List the installed plugins (as `plugins list` does), and look into them.")
+app.add_typer(plugins_app, name="plugins")
 
 
 def main() -> None:
@@ -108,6 +116,13 @@ def train(
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Resume although settings differ that training depends on.")
     ] = False,
+    no_plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Do without this plugin, or this distribution's; repeatable. As TRAINKIT_DISABLE_PLUGINS=NAME,NAME.",
+        ),
+    ] = None,
 ) -> None:
     """Train as a configuration says.
 
@@ -116,16 +131,21 @@ def train(
     """
     from trainkit.api import train as run
     from trainkit.config import TRLConfig
+    from trainkit.plugins import disabled, unknown_disabled
 
-    settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
-    arguments = {} if task is None else _task_arguments(task, settled)
-    files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
-    arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
-    if reward_fn is not None:
-        arguments["reward_fn"] = load_function(reward_fn)
-    if allow_drift:
-        arguments["allow_drift"] = True
-    run(config=settled, **arguments)
+    with disabled(no_plugin or [], NO_PLUGIN):
+        settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
+        for by, message in unknown_disabled(settled.plugins):
+            if by == NO_PLUGIN:
+                raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
+        arguments = {} if task is None else _task_arguments(task, settled)
+        files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
+        arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
+        if reward_fn is not None:
+            arguments["reward_fn"] = load_function(reward_fn)
+        if allow_drift:
+            arguments["allow_drift"] = True
+        run(config=settled, **arguments)
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -260,27 +280,48 @@ def merge(
     typer.echo(f"{out}: load it with transformers, or give it as model.model_path")
 
 
-@app.command("plugins")
+@plugins_app.callback(invoke_without_command=True)
+def _plugins(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        list_plugins()
+
+
+@plugins_app.command(
+    "list", epilog="Exit code: 0, whatever the plugins' state; --json is for scripts that want to know."
+)
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    try_imports: Annotated[
+        bool, typer.Option("--probe", help="Import each in a process of its own, which may take two minutes.")
+    ] = False,
 ) -> None:
-    """Show the installed plugins; none is imported."""
+    """Show the installed plugins and what state they are in; none is imported here.
+
+    ok: can be used. broken: its import fails. blocked: disabled, or made for another version of trainkit. shadowed:
+    its name is trainkit's own, or another plugin's too. Without --probe, broken are those that show it in their source.
+    """
     from dataclasses import asdict
 
-    from trainkit.plugins import discover
+    from trainkit.plugins import discover, unknown_disabled
 
+    for _, message in unknown_disabled():
+        typer.echo(f"warning: {_printable(message)}", err=True)
     found = discover()
-    names = [plugin.name for plugin in found]
-    rows = [{**asdict(plugin), "duplicate": names.count(plugin.name) > 1} for plugin in found]
+    if try_imports:
+        from trainkit.probe import probe
+
+        found = probe(found)
+    rows = [{key: _printable(value) for key, value in asdict(plugin).items()} for plugin in found]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    marks = {True: "the name is taken twice; uninstall one", False: ""}
-    table = [("name", "distribution", "version", "module", "")]
-    table += [(r["name"], r["distribution"], r["version"], r["module"], marks[r["duplicate"]]) for r in rows]
-    widths = [max(len(line[column]) for line in table) for column in range(5)]
+    columns = ("name", "kind", "distribution", "version", "api", "state", "origin")
+    table = [columns, *(tuple(row[column] or "-" for column in columns) for row in rows)]
+    widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
     for line in table:
         typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    refused = [f"{row['name']} is {row['state']}: {row['why']}" for row in rows if row["why"]]
+    typer.echo("\n".join(["", *refused]) if refused else "", nl=bool(refused))
 
 
 @app.command("config")

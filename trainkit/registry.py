@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from trainkit.errors import PluginError, RegistryError
-from trainkit.plugins import discover, load_plugin
+from trainkit.plugins import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=type)
 
 _TRAINERS: dict[str, type] = {}
+
+ARROWS = {
+    "get_arch": "configuration → model",
+    "make_experience": "rows → experience",
+    "experience": "scored rollouts → experience",
+    "loss": "experience → loss and metrics",
+}
+"""The arrows of an algorithm, and what each is from and to."""
 
 
 @overload
@@ -26,7 +34,8 @@ def register_trainer(name: str | C) -> Callable[[C], C] | C:
     Names are case-insensitive. Running the same definition again (a notebook cell, a reload) replaces it.
 
     Raises:
-        RegistryError: the name belongs to another class, or the class is no trainer of that name.
+        RegistryError: the name belongs to another class or to an installed plugin, or the class is no trainer of that
+            name, or misses one of the arrows; says which.
     """
     if isinstance(name, str):
         return lambda cls: _register(cls, name.lower())
@@ -45,6 +54,16 @@ def _register(cls: C, name: str) -> C:
             f"trainer {name!r} has a method config whose name is {given!r}; write name: str = {name!r} "
             f"in {method.__qualname__}"
         )
+    if missing := _missing(cls):
+        raise RegistryError(
+            f"{cls.__qualname__} cannot be registered as {name!r}: it misses "
+            f"{' and '.join(f'{m} ({ARROWS[m]})' if m in ARROWS else m for m in missing)}; write it in the class"
+        )
+    if owner := owner_of(name, cls.__module__):
+        raise RegistryError(
+            f"the trainer name {name!r} belongs to {owner}, whose module alone may register it; "
+            f"give {cls.__module__}.{cls.__qualname__} another"
+        )
     taken = _TRAINERS.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise RegistryError(
@@ -55,30 +74,50 @@ def _register(cls: C, name: str) -> C:
     return cls
 
 
+def _missing(cls: type) -> list[str]:
+    """What a trainer must say and this one does not: arrows, and what else its base class leaves to it."""
+    told = getattr(cls, "unwritten", None)
+    if told is not None:
+        return list(told())
+    return [arrow for arrow in ("get_arch", "make_experience", "loss") if not callable(getattr(cls, arrow, None))]
+
+
 def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
     """The trainer class registered as ``name`` (case-insensitive), importing its plugin if need be.
 
     Raises:
         RegistryError: no such trainer; lists what is installed.
-        PluginError: its plugin fails to import; names the distribution.
+        PluginError: its plugin is disabled, or cannot be used; names the distribution.
     """
     key = name.lower()
+    if key in _TRAINERS and (by := why_disabled(key, _TRAINERS[key].__module__)):
+        if is_installed(key, _TRAINERS[key].__module__):
+            find_plugin(key)  # raises, with its distribution
+        raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
         before = dict(_TRAINERS)
         try:
-            module = load_plugin(key, registered=before)
+            load_plugin(key, registered=before)
         except PluginError:
             _TRAINERS.clear()  # what a module registered before it failed must not look usable afterwards
             _TRAINERS.update(before)
             raise
         if key not in _TRAINERS:
             raise RegistryError(
-                f"the plugin {key!r} (module {module.__name__}) registers no trainer of that name; "
-                f'it needs @register_trainer("{key}")'
+                f'plugin {find_plugin(key)} registers no trainer of that name; it needs @register_trainer("{key}")'
             )
     return cast("type[AccelerateRLTrainer[Any]]", _TRAINERS[key])
 
 
+def is_registered(name: str) -> bool:
+    """Whether a trainer of that name is there, without importing anything for it."""
+    return name.lower() in _TRAINERS
+
+
 def available_trainers() -> list[str]:
-    """Names that a config may use: registered ones and installed plugins (which are not imported)."""
-    return sorted({*_TRAINERS, *(plugin.name for plugin in discover())})
+    """Names that a config may use: registered ones and installed plugins that are usable (and are not imported).
+
+    What is disabled, broken, shadowed or made for another version of trainkit is left out, as far as that shows
+    without importing it; so are plugins whose source registers no trainer of their name.
+    """
+    return sorted({*trainers(), *(name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))})

@@ -81,6 +81,16 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     generates: ClassVar[bool] = True
     """Whether what is trained writes text; if it scores text, evaluations have no prompts."""
 
+    @classmethod
+    def unwritten(cls) -> list[str]:
+        """As for any trainer; offline `make_experience` too, online `experience` where that is what is called."""
+        left = super().unwritten()
+        if cls.make_experience is not AccelerateRLTrainer.make_experience:
+            return left
+        if "prompts" not in cls.inputs:
+            return sorted([*left, "make_experience"])
+        return left if cls.experience is not AcceleratedLoop.experience else sorted([*left, "experience"])
+
     def __init__(
         self,
         config: TRLConfig[M],

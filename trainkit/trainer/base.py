@@ -60,6 +60,11 @@ class BaseRLTrainer(ABC, Generic[M]):
                 if isinstance(argument, type) and issubclass(argument, MethodConfig):
                     cls.method_class = argument
 
+    @classmethod
+    def unwritten(cls) -> list[str]:
+        """What is left to write of what an algorithm must say; `trainkit.register_trainer` refuses a class with any."""
+        return sorted(getattr(cls, "__abstractmethods__", ()))
+
     def __init__(
         self,
         config: TRLConfig[M],

@@ -28,7 +28,7 @@ from trainkit.errors import ConfigError, DataError, NonFiniteError
 from trainkit.formats import Prompts, prompt_rows
 from trainkit.functional import exact
 from trainkit.pipeline import Pipeline, Stream, is_stream
-from trainkit.plugins import discover, hook_manager
+from trainkit.plugins import hook_manager, is_installed, without_disabled
 from trainkit.registry import get_trainer
 from trainkit.seeding import Seen, generator, global_rng
 from trainkit.trainer import optim, provenance, run
@@ -125,8 +125,9 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, **kwargs)
-        config = self.config
         self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
+        self._leave_out_disabled()
+        config = self.config
         use_fast_exact_matmul(self.accelerator.device)
         self._check_split()
         if config.train.save_best and not self.online:
@@ -177,9 +178,17 @@ class AcceleratedLoop(BaseRLTrainer[M]):
                 f"prompts in each of {world} processes; give a multiple of {world * k}"
             )
 
+    def _leave_out_disabled(self) -> None:
+        """The configuration, and so its record, without the plugins that the run goes on without."""
+        usable, told = without_disabled(self.config.plugins)
+        if usable != self.config.plugins:
+            self.config = self.config.model_copy(update={"plugins": usable})
+        for message in told if self.accelerator.is_main_process else ():
+            log.warning("%s", message)
+
     def _plugin_names(self) -> list[str]:
         name = self.config.method.name
-        own = [name] if get_trainer(name) is type(self) and _is_installed(name) else []
+        own = [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
         return [*own, *self.config.plugins]
 
     @cached_property
@@ -709,10 +718,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])
         self.progress = Progress(**state["progress"])
-
-
-def _is_installed(name: str) -> bool:
-    return any(plugin.name == name for plugin in discover())
 
 
 def _due(step: int, interval: int) -> bool:

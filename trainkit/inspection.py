@@ -1,0 +1,154 @@
+"""What a plugin's module holds, read from its source: nothing is imported, so nothing of it can run."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+
+TRAINER, SAMPLER, TRACKER, UNKNOWN = "trainer", "sampler", "tracker", "?"
+_MARKS = ("register_trainer", "hookimpl")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was found in a module, or why nothing was."""
+
+    kind: str = UNKNOWN
+    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several of them with commas."""
+    fault: str = ""
+    """Why importing it cannot succeed; empty where the source shows no reason."""
+
+
+def read_module(module: str, name: str) -> Reading:
+    """What the plugin called ``name`` is, by the source of ``module`` and of what it imports from its own package.
+
+    Only what stands in the source is seen: decorators and calls of ``register_trainer``, functions marked
+    ``hookimpl``. A module that is not there, or does not parse, is a fault.
+    """
+    found: set[str] = set()
+    waiting, seen = [module], {module}
+    while waiting:
+        current = waiting.pop()
+        try:
+            tree = _parse(current)
+        except ModuleNotFoundError as error:
+            if current == module:
+                return Reading(fault=str(error))
+            continue  # an attribute of a package, or made by an import hook
+        except SyntaxError as error:
+            where = f" (line {error.lineno})" if error.lineno else ""
+            return Reading(fault=f"{current} does not parse: {error.msg}{where}")
+        if tree is not None:
+            found.update(_kinds(tree, name))
+            inner = [target for target in _imports(tree, current) if target not in seen]
+            waiting += inner
+            seen |= {*inner}
+    return Reading(", ".join(kind for kind in (TRAINER, SAMPLER, TRACKER) if kind in found) or UNKNOWN)
+
+
+def _parse(module: str) -> ast.Module | None:
+    """The module's syntax tree; None where there is no source to read."""
+    spec = _find(module)
+    read = getattr(spec.loader, "get_source", None) if spec else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its author would be warned of is no concern of who lists it
+        try:
+            source: str | None = read(module) if read else None
+            return None if source is None else ast.parse(source)
+        except ImportError:
+            return None
+        except (ValueError, RecursionError, MemoryError) as error:  # not text, or nothing that Python can parse
+            raise SyntaxError(f"{type(error).__name__}: {error}") from error
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Where the module is; None where that cannot be told.
+
+    Raises:
+        ModuleNotFoundError: nowhere.
+    """
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top)
+    except ValueError:  # a module without a spec, made by hand
+        return None
+    path = top
+    for part in rest:
+        if spec is None:
+            break
+        path, places = f"{path}.{part}", spec.submodule_search_locations
+        spec = None if places is None else _find_inside(path, places)
+    if spec is None:
+        raise ModuleNotFoundError(f"there is no module {path!r}")
+    return spec
+
+
+def _find_inside(module: str, places: Sequence[str]) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        if found := finder.find_spec(module, places, None):
+            return found
+    return None
+
+
+def _kinds(tree: ast.Module, name: str) -> Iterator[str]:
+    """What the tree makes of the plugin called ``name``."""
+    marks = {mark: mark for mark in _MARKS} | {
+        alias.asname: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname and alias.name in _MARKS
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bare = [d for d in node.decorator_list if not isinstance(d, ast.Call)]
+            if any(_mark(d, marks) == "register_trainer" for d in bare) and node.name.lower() == name:
+                yield TRAINER
+        if isinstance(node, ast.Call) and _mark(node.func, marks) == "register_trainer" and _may_name(node, name):
+            yield TRAINER
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            called = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+            if any(_mark(d, marks) == "hookimpl" for d in called):
+                yield SAMPLER if node.name == "make_sampler" else TRACKER
+
+
+def _mark(node: ast.expr, marks: dict[str, str]) -> str | None:
+    """``register_trainer`` or ``hookimpl``, if that is what the expression names."""
+    last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return marks.get(last)
+
+
+def _may_name(call: ast.Call, name: str) -> bool:
+    """Whether the call's first argument is ``name``, or something that only running it would tell."""
+    first = call.args[0] if call.args else None
+    return not isinstance(first, ast.Constant) or str(first.value).lower() == name
+
+
+def _imports(tree: ast.Module, module: str) -> Iterator[str]:
+    """The modules of its own package that importing it imports first thing."""
+    top = module.split(".")[0]
+    package = module if _is_package(module) else module.rpartition(".")[0]
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            targets = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (target for target in targets if target.split(".")[0] == top)
+
+
+def _is_package(module: str) -> bool:
+    try:
+        spec = _find(module)
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.submodule_search_locations is not None

@@ -1,0 +1,92 @@
+"""Whether plugins can be imported, each tried in a process of its own: whatever one does there, it does it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trainkit import registry
+from trainkit.errors import PluginError, TrainkitError
+from trainkit.plugins import BROKEN, OK, PluginInfo, hook_manager, one_line
+
+TIMEOUT = 120.0
+"""Seconds that an import may take."""
+AT_ONCE = 2
+"""Processes at a time; one may take a gigabyte."""
+
+
+def probe(plugins: Iterable[PluginInfo], timeout: float = TIMEOUT) -> list[PluginInfo]:
+    """The plugins, those broken whose import fails, does not end, or yields hooks that do not fit, or nothing.
+
+    Only plugins in the state ``ok`` are imported.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda plugin: _probed(plugin, timeout) if plugin.state == OK else plugin, plugins))
+
+
+def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"  # what a plugin prints is its own
+        search = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        try:
+            code = subprocess.run(
+                [sys.executable, "-P", "-m", "trainkit.probe", plugin.name, str(result)],
+                env={**os.environ, "PYTHONPATH": search},
+                timeout=timeout,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return plugin.refused(BROKEN, f"its import did not end within {timeout:g} s")
+        if not result.is_file():
+            return plugin.refused(BROKEN, f"its import {_ended(code)}")
+        fault = json.loads(result.read_text(encoding="utf-8"))
+    return plugin.refused(BROKEN, fault) if fault else plugin
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended the process with exit code {code}"
+    try:
+        return f"ended the process by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended the process by signal {-code}"
+
+
+def examine(name: str) -> None:
+    """Import the plugin called ``name`` in this process and look at what it brings.
+
+    Raises:
+        RegistryError, PluginError: it cannot be used.
+    """
+    manager = hook_manager([name], [])
+    (module,) = manager.get_plugins()
+    if not registry.is_registered(name) and not manager.get_hookcallers(module):
+        raise PluginError(
+            f'it registers no trainer {name!r} and has no hooks; it needs @register_trainer("{name}"), or functions '
+            "marked @trainkit.hookimpl"
+        )
+
+
+def _main(name: str, result: str) -> None:
+    try:
+        examine(name)
+        fault = ""
+    except TrainkitError as error:
+        cause = error.__cause__
+        fault = one_line(f"{type(cause).__name__}: {cause}" if isinstance(error, PluginError) and cause else error)
+    Path(result).write_text(json.dumps(fault), encoding="utf-8")
+    os._exit(0)  # what the plugin has started ends with it
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
