@@ -76,7 +76,7 @@ def _register(cls: C, name: str) -> C:
 
 def _missing(cls: type) -> list[str]:
     """What a trainer must say and this one does not: arrows, and what else its base class leaves to it."""
-    told = getattr(cls, "unwritten", None)
+    told = getattr(cls, "_unwritten", None)
     if told is not None:
         return list(told())
     return [arrow for arrow in ("get_arch", "make_experience", "loss") if not callable(getattr(cls, arrow, None))]

@@ -82,9 +82,9 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     """Whether what is trained writes text; if it scores text, evaluations have no prompts."""
 
     @classmethod
-    def unwritten(cls) -> list[str]:
+    def _unwritten(cls) -> list[str]:
         """As for any trainer; offline `make_experience` too, online `experience` where that is what is called."""
-        left = super().unwritten()
+        left = super()._unwritten()
         if cls.make_experience is not AccelerateRLTrainer.make_experience:
             return left
         if "prompts" not in cls.inputs:

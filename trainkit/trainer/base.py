@@ -61,7 +61,7 @@ class BaseRLTrainer(ABC, Generic[M]):
                     cls.method_class = argument
 
     @classmethod
-    def unwritten(cls) -> list[str]:
+    def _unwritten(cls) -> list[str]:
         """What is left to write of what an algorithm must say; `trainkit.register_trainer` refuses a class with any."""
         return sorted(getattr(cls, "__abstractmethods__", ()))
 
