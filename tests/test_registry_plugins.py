@@ -412,6 +412,16 @@ def test_metadata_that_cannot_be_read_break_their_own_distribution_alone(install
     assert get_trainer("fake-good").__module__ == "fake_good"
 
 
+def test_a_disabled_plugin_is_blocked_whatever_else_stands_against_it(install, monkeypatch):
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-it")
+    install(
+        "fake-it", {"sft": "fake_it", "fake-a": "fake_it:f", "fake-b": "fake_gone"}, None, requires=["trainkit >> 1"]
+    )
+    assert [plugin.why for plugin in found("fake-it").values()] == [
+        "fake-it 1.0: disabled by TRAINKIT_DISABLE_PLUGINS"
+    ] * 3
+
+
 def test_a_distribution_without_name_or_version_is_listed(install):
     home = install("fake-bare", {"fake-bare": "fake_bare"}, OBSERVES)
     (home / "fake_bare-1.0.dist-info" / "METADATA").unlink()
