@@ -1,10 +1,16 @@
-"""What all tests share: one thread, reproducible property tests, processes played by threads, fake distributions."""
+"""What all tests share: one thread, reproducible property tests, processes played by threads, fake distributions, and
+fresh environments."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -71,3 +77,51 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         return home
 
     return install
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class FreshVenv:
+    """A virtual environment without network, in which trainkit is installed from this checkout.
+
+    What the tests themselves run on (torch and the like, the built-in plugins) is seen from it; what is installed into
+    it is seen by nobody else.
+    """
+
+    home: Path
+
+    def run(
+        self, *command: str | Path, cwd: Path | None = None, check: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A command of the environment, such as ``trainkit``, ``python`` or ``pip``, with further variables."""
+        program, *arguments = map(str, command)
+        done = subprocess.run(
+            [str(self.home / "bin" / program), *arguments],
+            cwd=cwd or self.home,
+            env={**os.environ, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", **variables},  # 0 means: none (pip)
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert not check or done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done
+
+    def install(self, *projects: str | Path) -> None:
+        """Install the projects at these paths, as a user does; those behind ``-e`` where they are."""
+        self.run("pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", *projects)
+
+
+@pytest.fixture(scope="module")
+def fresh_venv(tmp_path_factory: pytest.TempPathFactory) -> FreshVenv:
+    """A virtual environment for the tests of one module."""
+    home = tmp_path_factory.mktemp("fresh") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=300)
+    (packages,) = home.glob("lib/python*/site-packages")
+    outer = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "of_the_tests.pth").write_text(outer, encoding="utf-8")
+    venv = FreshVenv(home)
+    venv.install("-e", ROOT)
+    return venv
