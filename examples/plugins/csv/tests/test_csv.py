@@ -1,0 +1,94 @@
+"""The file holds what was logged, once: in several runs of a process, and after a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trainkit_csv
+from trainkit import hookimpl
+from trainkit.testing.trainers import tiny_trainer
+
+Row = tuple[int, str, float]
+
+
+def rows(run_dir: Path) -> list[Row]:
+    """What the file says, without times."""
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        first, *others = csv.reader(file)
+    assert first == ["step", "metric", "value"]
+    return [(int(step), name, float(value)) for step, name, value in others if "time" not in name]
+
+
+def logged(run_dir: Path) -> list[Row]:
+    """The same of trainkit's own file."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(x["step"], k, v) for x in lines for k, v in x.items() if k != "step" and "time" not in k]
+
+
+def tiny(run_dir: Path, **changes: Any) -> Any:
+    return tiny_trainer("sft", run_dir, plugins=["csv"], **{"train__eval_interval": 2, **changes})
+
+
+def test_it_holds_every_number_of_training_and_evaluations(tmp_path: Path) -> None:
+    tiny(tmp_path / "run").learn()
+    found = rows(tmp_path / "run")
+    assert found == logged(tmp_path / "run")
+    assert {step for step, name, _ in found if name.startswith("eval/")} == {0, 2, 4, 6}
+    assert [step for step, name, _ in found if name == "loss/total"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_runs_of_one_process_have_a_file_each(tmp_path: Path) -> None:
+    trainers = [tiny(tmp_path / name, train__seed=seed) for seed, name in enumerate("ab")]
+    for trainer in trainers:
+        trainer.learn()
+    for trainer in trainers:
+        trainer.evaluate()  # the first again, after the second
+    assert rows(tmp_path / "a") == logged(tmp_path / "a") != rows(tmp_path / "b") == logged(tmp_path / "b")
+
+
+class Killed(BaseException):
+    """As SIGKILL, but for `on_train_end`."""
+
+
+class Kill:
+    """Ends a run after a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    @hookimpl
+    def on_step(self, step: int) -> None:
+        if step == self.at:
+            raise Killed
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_killed_and_resumed_run_has_the_lines_of_one_that_never_stopped(tmp_path: Path, at: int) -> None:
+    """Killed at step 5 it goes on from step 4, killed at step 1 from the beginning; a line is cut off in between."""
+    tiny(tmp_path / "straight", train__save_interval=2).learn()
+    with pytest.raises(Killed):
+        tiny(tmp_path / "killed", train__save_interval=2, callbacks=[Kill(at)]).learn()
+    with (tmp_path / "killed" / "metrics.csv").open("a", encoding="utf-8") as file:
+        file.write(f"{at},loss/to")
+    tiny(tmp_path / "killed", train__save_interval=2, train__resume="auto").learn()
+    assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
+    assert [path.name for path in (tmp_path / "killed").glob("*metrics.csv")] == ["metrics.csv"]
+
+
+def test_resuming_a_finished_run_leaves_the_file_alone(tmp_path: Path) -> None:
+    tiny(tmp_path / "run", train__save_interval=2).learn()
+    before = (tmp_path / "run" / "metrics.csv").stat()
+    tiny(tmp_path / "run", train__save_interval=2, train__resume="auto").learn()
+    after = (tmp_path / "run" / "metrics.csv").stat()
+    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+
+
+def test_other_processes_than_the_main_one_write_nothing(tmp_path: Path) -> None:
+    trainkit_csv.on_train_begin(SimpleNamespace(accelerator=SimpleNamespace(is_main_process=False), run_dir=tmp_path))
+    assert list(tmp_path.iterdir()) == []
