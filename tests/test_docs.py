@@ -39,6 +39,7 @@ DOCUMENTS = [
     *PAGES,
     *PLUGIN_READMES,
     ROOT / "examples/README.md",
+    *sorted((ROOT / "examples/plugins").rglob("README.md")),
 ]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PLUGINS = (ROOT / "plugins", ROOT / "examples/plugins")
 FLOORS = {
     "trainkit.errors": 0, "trainkit.functional": 0, "trainkit.metrics": 0, "trainkit.data": 0, "trainkit.seeding": 0,
     "trainkit.config": 1, "trainkit.files": 1, "trainkit.guard": 1, "trainkit.hookspecs": 1, "trainkit.inspection": 1,
@@ -103,10 +104,10 @@ def test_heavy_packages_stay_on_their_floors() -> None:
 
 
 def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
-    plugins = {path.stem for path in (ROOT / "plugins").glob("*/trainkit_*")}
-    assert {"trainkit_ppo", "trainkit_sft", "trainkit_ddpo"} <= plugins
+    plugins = {path.stem for place in PLUGINS for path in place.glob("*/trainkit_*")}
+    assert {"trainkit_ppo", "trainkit_sft", "trainkit_ddpo", "trainkit_grpo"} <= plugins
     wrong = []
-    for path in [*sources(ROOT / "trainkit"), *sources(ROOT / "plugins")]:
+    for path in [path for place in (ROOT / "trainkit", *PLUGINS) for path in sources(place)]:
         for line, target in imports(path):
             if target.split(".")[0] in plugins - {path.stem, path.parent.name}:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
@@ -115,11 +116,18 @@ def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
 
 def test_plugins_use_public_names_only() -> None:
     wrong = []
-    for path in sources(ROOT / "plugins"):
+    for path in [path for place in PLUGINS for path in sources(place)]:
         for line, target in imports(path):
             if target.split(".")[0] == "trainkit" and target not in PUBLIC:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
     assert wrong == []
+
+
+def test_tests_of_strangers_use_public_names_only() -> None:
+    tests = sorted((ROOT / "examples/plugins").glob("*/tests/*.py"))
+    assert len(tests) >= 3
+    named = {target for path in tests for _, target in imports(path) if target.split(".")[0] == "trainkit"}
+    assert named <= {*PUBLIC, "trainkit.testing.bandit", "trainkit.testing.trainers"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,3 @@
+"""Imports what is not installed."""
+
+import nothing_of_this_name  # noqa: F401

@@ -1,0 +1,5 @@
+"""Needs an environment variable that is not set."""
+
+import os
+
+os.environ["NOTHING_OF_THIS_NAME"]

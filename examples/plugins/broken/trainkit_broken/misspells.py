@@ -1,0 +1,8 @@
+"""Implements a hook that does not exist."""
+
+from trainkit import hookimpl
+
+
+@hookimpl
+def on_stepp(step: int) -> None:
+    """Is never called."""
