@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
     "rollout": {"max_new_tokens": 1, "num_rollouts": 8, "batch_size": 8},
     "train": {"batch_size": 8, "total_steps": 2, "eval_interval": 1, "save_interval": 1, "trackers": []},
 }
+GRPO = {"name": "grpo", "group_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_its_own_tests_pass_where_it_is_installed(strangers: FreshVenv, name: st
 def test_a_run_with_two_strangers_is_resumed_and_loses_and_repeats_no_line(
     strangers: FreshVenv, tmp_path: Path
 ) -> None:
-    config = {"method": {"name": "grpo", "group_size": 4}, "plugins": ["csv"]}
+    config = {"method": GRPO, "plugins": ["csv"]}
     train(strangers, tmp_path, config=config)
     train(strangers, tmp_path, "train.total_steps=4", "train.resume=auto", config=config)
     rows = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]]
@@ -144,11 +145,11 @@ from task import bandit
 config, told = json.loads(Path("config.json").read_text()), {}
 for name in sys.argv[1:]:
     try:
-        trainkit.train(config={**config, "method": "grpo", "plugins": [name]}, **bandit())
+        trainkit.train(config={**config, "plugins": [name]}, **bandit())
     except trainkit.errors.TrainkitError as error:
         told[name] = [type(error).__name__, str(error)]
 assert not Path("run").exists()
-trainer = trainkit.train(config={**config, "method": {"name": "grpo", "group_size": 4}, "plugins": ["csv"]}, **bandit())
+trainer = trainkit.train(config={**config, "plugins": ["csv"]}, **bandit())
 print(json.dumps([told, trainer.progress.step]))
 """
 
@@ -157,9 +158,8 @@ def test_a_run_that_names_a_broken_one_is_told_whose_it_is_and_the_next_one_work
     strangers: FreshVenv, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
-    (tmp_path / "config.json").write_text(
-        json.dumps({**CONFIG, "train": {**CONFIG["train"], "run_dir": "run"}}), encoding="utf-8"
-    )
+    config = {**CONFIG, "method": GRPO, "train": {**CONFIG["train"], "run_dir": "run"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     done = strangers.run("python", "-c", NAMED, *BROKEN, cwd=tmp_path)
     told, steps = json.loads(done.stdout.splitlines()[-1])
     for name, cause in BROKEN.items():
