@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
-from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_sum, per_response, zero_masked
+from trainkit.functional import clipped_surrogate, exact, kl_k1, kl_k3, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics
 
 
@@ -65,8 +65,10 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
     def experience(self, rollouts: Rollouts, scores: Tensor) -> GRPOBatch:
         """What the policy and the reference say about scored rollouts, before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
-        self.record({"policy/entropy": Mean.of(policy.entropy, sequences.response_mask)})
-        return GRPOBatch(sequences, policy.logprobs, self.reference(sequences).logprobs, per_response(scores))
+        reference, mask = self.reference(sequences).logprobs, sequences.response_mask
+        divergence = zero_masked(kl_k1(policy.logprobs, reference), mask).sum(1)
+        self.record({"policy/kl": Mean.of(divergence), "policy/entropy": Mean.of(policy.entropy, mask)})
+        return GRPOBatch(sequences, policy.logprobs, reference, per_response(scores))
 
     def prepare_experience(self, experience: GRPOBatch) -> GRPOBatch:
         """A = (r − mean) / std over the responses to a prompt; 0 where all of them got the same (section 4.1.2)."""
@@ -84,7 +86,7 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, of the policy as it is now
         tokens = masked_sum(surrogate + self.method.kl_coef * k3, mask, dim=1)
         return (tokens / mask.sum(1).clamp(min=1)).mean(), {
-            "policy/kl": Mean.of(masked_sum(k3, mask, dim=1)),
+            "policy/kl_per_token": Mean.of(k3, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "policy/clipfrac": Mean.of(surrogate > -advantages * ratio, mask),
         }

@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_equation_21(tmp_path: Path) -> None:
     loss, found = trainer.loss(batch)
     for a, b in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
-    assert found["policy/kl"].compute() > 0
+    assert found["policy/kl_per_token"].compute() > 0
 
 
 def test_a_response_weighs_the_same_whatever_its_length(tmp_path: Path) -> None:
