@@ -186,7 +186,8 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
     def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
         """Shaped rewards, returns, and advantages whitened over the collection; β is steered once (F-06, F-10)."""
         x, mask = experience, experience.sequences.response_mask
-        rewards = kl_shaped_rewards(self.scaled(x.scores), x.logprobs, x.ref_logprobs, mask, self.kl.coef)
+        scores = self.scaled(zero_masked(x.scores, mask))
+        rewards = kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef)
         gamma, lam = self.method.gamma, self.method.lam
         advantages, returns = gae(x.values, rewards, mask, gamma=gamma, lam=lam, bootstrap=x.bootstrap)
         kl = Mean.of(masked_sum(kl_k1(x.logprobs, x.ref_logprobs), mask, dim=1))

@@ -13,7 +13,16 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
-from trainkit.functional import clipped_surrogate, kl_k1, kl_k3, leave_one_out, masked_mean, place_scores, zero_masked
+from trainkit.functional import (
+    clipped_surrogate,
+    kl_k1,
+    kl_k3,
+    leave_one_out,
+    masked_mean,
+    masked_sum,
+    place_scores,
+    zero_masked,
+)
 from trainkit.metrics import Mean, Metrics
 
 
@@ -98,7 +107,7 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         x, mask = experience, experience.sequences.response_mask
         k1 = zero_masked(kl_k1(x.logprobs, x.ref_logprobs), mask)
         penalty = -self.method.kl_coef * k1
-        advantages = leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)
+        advantages = leave_one_out(masked_sum(x.scores + penalty, mask, dim=1), self.method.rloo_k)
         self.record(
             {
                 "policy/kl": Mean.of(k1.sum(1)),

@@ -28,9 +28,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, suggest
+from trainkit.models.loading import load_model_config
+from trainkit.plugins import discover
 from trainkit.registry import get_trainer
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import tiny_arguments, tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 Kind = Literal["trainer", "observer", "sampler"]
@@ -75,6 +78,24 @@ class Subject:
     def language(self) -> bool:
         """Whether it trains language models."""
         return issubclass(self.trainer_class, AccelerateRLTrainer)
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether it trains language models, and its tiny one reads prompt and response as one text."""
+        if not self.language:
+            return False
+        path = tiny_arguments(self.trainer_class)["model_path"]
+        return not load_model_config(ModelConfig(model_path=path)).is_encoder_decoder
+
+    @property
+    def installed(self) -> bool:
+        """Whether a process of its own finds it: it is a plugin of an installed distribution."""
+        return any(plugin.name == self.name for plugin in discover())
+
+    @property
+    def method_fields(self) -> set[str]:
+        """Names of its settings."""
+        return set(self.trainer_class.method_class.model_fields)
 
     @property
     def samples_text(self) -> bool:

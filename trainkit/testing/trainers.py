@@ -54,8 +54,7 @@ def tiny_trainer(
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
     cls = get_trainer(name)
-    usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
-    given = {**usual, **cls.tiny_arguments()}
+    given = tiny_arguments(cls)
     path, sections = given.pop("model_path"), given.pop("config", {})
     defaults: dict[str, dict[str, Any]] = {
         "method": {
@@ -64,7 +63,9 @@ def tiny_trainer(
         },
         "model": {"model_path": dict(model or path)},
         "optimizer": {"lr": 1e-3},
-        "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
+        "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8}
+        if issubclass(cls, AccelerateRLTrainer)
+        else {},
         "train": {"batch_size": 8, **SHORT},
     }
     config: TRLConfig[Any] = TRLConfig.from_dict(
@@ -83,9 +84,10 @@ def tiny_trainer(
     return trainer
 
 
-def _few(cls: type[AcceleratedLoop[Any]]) -> dict[str, int]:
-    """At most four responses to a prompt."""
-    return {cls.group: min(cls.method_class.model_fields[cls.group].default, 4)} if cls.group else {}
+def tiny_arguments(cls: type[AcceleratedLoop[Any]]) -> dict[str, Any]:
+    """Arguments of `trainkit.train` of which a tiny trainer is made: what it says itself, and what is usual."""
+    usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
+    return {**usual, **cls.tiny_arguments()}
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.data import Batch, Sequences, TokenBatch
-from trainkit.testing.conformance import require
+from trainkit.metrics import Metrics
+from trainkit.testing.conformance import Bench, require
+from trainkit.trainer.base import Verdict
+
+# ---------------------------------------------------------------------------------------------------------- comparing
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
@@ -25,49 +30,171 @@ def require_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], what:
 
 
 def require_close(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Fail unless two tensors agree; ``what`` says which two, the message by how much they do not."""
+    """Fail unless two tensors agree, NaN with NaN; ``what`` says which two, the message by how much they do not."""
     require(one.shape == other.shape, f"{what} have the shapes {tuple(one.shape)} and {tuple(other.shape)}")
+    if not one.is_floating_point():
+        require(torch.equal(one, other), f"{what} differ in {int((one != other).sum())} of {one.numel()} places")
+        return
     off, largest = (float(x.abs().max()) if x.numel() else 0.0 for x in (one - other, one))
     require(
-        torch.allclose(one, other, rtol=rtol, atol=atol),
+        torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True),
         f"{what} differ by up to {off:.3g}, where {largest:.3g} is the largest",
     )
 
 
-def gradient(trainer: Any, batch: Batch) -> Tensor:
-    """The gradient of the loss's mean over a whole batch, flat; parameters it does not reach count as zero."""
+def require_same_gradient(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4) -> None:
+    """Fail unless two gradients agree, up to rounding, and are there at all; ``what`` says which two."""
+    require(one.isfinite().all() and one.any(), f"of {what} the first is {'zero' if one.isfinite().all() else 'NaN'}")
+    require_close(one, other, what, rtol=rtol, atol=1e-5 * float(one.abs().max()))
+
+
+def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], what: str) -> None:
+    """Fail unless two records of metrics have the same names and values, up to rounding; ``what`` says which two."""
+    odd = sorted(one.keys() ^ other.keys())
+    require(not odd, f"{what} do not have the same names: {', '.join(odd)}")
+    for name, value in one.items():
+        pair = torch.tensor([value, other[name]], dtype=torch.float64)
+        alike = torch.allclose(pair[:1], pair[1:], rtol=1e-4, atol=1e-5, equal_nan=True)
+        require(alike, f"{what} differ: {name} is {value:.6g} and {other[name]:.6g}")
+
+
+def require_same_experience(one: Batch, other: Batch, what: str) -> None:
+    """Fail unless two batches say the same under their masks, up to rounding; ``what`` says which two."""
+    require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
+    left, right = under_masks(one).flatten(), under_masks(other).flatten()
+    odd = sorted(left.keys() ^ right.keys())
+    require(not odd, f"{what} do not have the same fields: {', '.join(odd)}")
+    for name, value in left.items():
+        require_close(value, right[name], f"{what} ({name})", rtol=1e-4, atol=1e-5)
+
+
+def floats(metrics: Metrics) -> dict[str, float]:
+    """Metrics as numbers, without what the clock says."""
+    return {name: metric.compute() for name, metric in metrics.items() if not name.startswith("time/")}
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def nudged(trainer: Any, size: float = 0.02) -> Any:
+    """The trainer with weights a little elsewhere, so that the policy is no longer the one that sampled."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.unwrapped.parameters():
+            if parameter.requires_grad:
+                noise = size * torch.randn(parameter.shape, generator=draws)
+                parameter += noise.to(parameter.device, parameter.dtype)
+    return trainer
+
+
+def flat_gradient(trainer: Any) -> Tensor:
+    """A copy of the gradient as it is; parameters without one count as zero."""
+    trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).clone()
+
+
+def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """The gradient of the loss's mean over a whole batch, flat, and the metrics with the loss among them."""
     trainer.optimizer.zero_grad()
     with torch.no_grad():
         prepared = trainer.prepare_step(batch)
-    loss, _ = trainer.loss(prepared)
+    loss, found = trainer.measure(prepared.to(trainer.accelerator.device))
     loss.backward()
-    trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    flat = flat_gradient(trainer)
     trainer.optimizer.zero_grad()
-    return flat.clone()
+    return flat, floats(found)
+
+
+def gradient(trainer: Any, batch: Batch) -> Tensor:
+    """The gradient of the loss's mean over a whole batch, flat; parameters it does not reach count as zero."""
+    return measured(trainer, batch)[0]
+
+
+def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+    """The gradient that the loop steps by on ``batch``, flat, and the step's metrics; `judge` is not asked."""
+    trainer.judge = lambda metrics: Verdict.STEP
+    seen: list[Tensor] = []
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper is no torch optimizer
+    hook = optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(trainer)))
+    found: Metrics = trainer.update(batch)
+    hook.remove()
+    require(len(seen) == 1, f"update() made {len(seen)} optimizer steps on a batch")
+    return seen[0], found
+
+
+def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
+    """A tiny trainer whose `prepare_experience` was given ``change`` of what `make_experience` had made."""
+    trainer = bench.trainer(**changes)
+    honest = trainer.prepare_experience
+    trainer.prepare_experience = lambda experience: honest(change(experience))
+    trainer.collect()
+    return trainer
+
+
+# ----------------------------------------------------------------------------------------------- what stands in batches
+
+
+def aligned(batch: Any, change: Callable[[Tensor, Sequences], Tensor]) -> Any:
+    """The batch with ``change(tensor, its sequences)`` for every tensor [B, T, *] in it that speaks about tokens."""
+    if isinstance(batch, Sequences):
+        return batch.map(lambda x: change(x, batch))
+    own = batch.sequences if isinstance(batch, TokenBatch) else None
+    parts: dict[str, Any] = {}
+    for name, value in batch.parts().items():
+        if isinstance(value, Batch):
+            parts[name] = aligned(value, change)
+        else:
+            parts[name] = value if own is None or value.dim() < 2 else change(value, own)
+    return type(batch)(**parts)
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.reshape(*mask.shape, *[1] * (x.dim() - 2)).expand_as(x)
+
+
+def _is_field(x: Tensor, sequences: Sequences) -> bool:
+    return any(x is part for part in sequences.parts().values())
 
 
 def with_garbage(batch: Any, seed: int = 0) -> Any:
-    """The batch with random ids and NaN wherever its masks say that nothing is there."""
-    parts: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Sequences):
-            parts[field.name] = _with_other_ids(value, seed)
-        elif isinstance(batch, TokenBatch) and isinstance(value, Tensor) and value.dim() == 2:
-            off = batch.sequences.response_mask.logical_not()
-            parts[field.name] = value.masked_fill(off, torch.nan) if value.is_floating_point() else value
-        else:
-            parts[field.name] = value
-    return _with_other_ids(batch, seed) if isinstance(batch, Sequences) else replace(batch, **parts)
+    """The batch with random ids where its attention mask says that nothing is there, NaN off its response mask."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def spoil(x: Tensor, sequences: Sequences) -> Tensor:
+        if x.dtype == torch.bool or (_is_field(x, sequences) and x is not sequences.input_ids):
+            return x
+        if x.is_floating_point():
+            return x.masked_fill(~_like(sequences.response_mask, x), torch.nan)
+        junk = torch.randint(0, 8, x.shape, generator=draws).to(x.device, x.dtype)
+        return torch.where(_like(sequences.attention_mask, x), x, junk)
+
+    return aligned(batch, spoil)
 
 
-def _with_other_ids(sequences: Any, seed: int) -> Any:
-    junk = torch.randint(0, 8, sequences.input_ids.shape, generator=torch.Generator().manual_seed(seed))
-    junk = junk.to(sequences.input_ids.device)
-    return replace(sequences, input_ids=torch.where(sequences.attention_mask, sequences.input_ids, junk))
+def under_masks(batch: Any) -> Any:
+    """The batch with 0 wherever its masks say that nothing is there, and no more columns than it needs."""
+
+    def clear(x: Tensor, sequences: Sequences) -> Tensor:
+        own = x.is_floating_point() and not _is_field(x, sequences)
+        mask = sequences.response_mask if own else sequences.attention_mask | sequences.response_mask
+        return x.masked_fill(~_like(mask, x), 0)
+
+    return aligned(batch.trim(), clear)
 
 
 def widened(batch: Batch, columns: int) -> Any:
     """The batch with more columns of padding on the right."""
-    return batch.map(lambda x: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x)
+    return aligned(batch, lambda x, _: F.pad(x, (0, 0) * (x.dim() - 2) + (0, columns)))
+
+
+def left_padded(batch: Any) -> Any:
+    """The batch with every row at the right end of its columns."""
+
+    def roll(x: Tensor, sequences: Sequences) -> Tensor:
+        mask = sequences.attention_mask | sequences.response_mask
+        columns = torch.arange(mask.size(1), device=mask.device)
+        ends = (mask * (columns + 1)).amax(1, keepdim=True)  # [B, 1]
+        places = (columns + ends) % mask.size(1)  # [B, T] where what stands in each column then stood before
+        return x.gather(1, _like(places, x))
+
+    return aligned(batch, roll)

@@ -1,0 +1,151 @@
+"""Checks about exact means: how the rows of a step are divided changes neither its gradient nor its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit import metrics as m
+from trainkit.data import Batch, Sequences
+from trainkit.testing.checks.tools import (
+    flat_gradient,
+    floats,
+    gradient,
+    nudged,
+    require_close,
+    require_same_gradient,
+    require_same_metrics,
+    stepped,
+)
+from trainkit.testing.conformance import Bench, Subject, check, require
+
+SIZES = (1, 2, 3, 5)
+"""Rows of a micro-batch; most do not divide a batch, so that the last one is shorter."""
+
+
+@check()
+def micro_batches(bench: Bench) -> None:
+    """A step has one gradient, however its rows are divided into micro-batches.
+
+    Where the means of micro-batches are averaged, short rows and the last rows weigh more (S-62); where they are added,
+    the gradient grows with their number, of the whole loss or of the critic alone (S-11). Losses that set every row
+    against every other one instead of its own (S-37) change with them too.
+    """
+    whole = nudged(bench.collected())
+    exact = gradient(whole, whole.store.experience)
+    for size in SIZES:
+        trainer = nudged(bench.collected(train__microbatch_size=size, train__max_grad_norm=None))
+        found, _ = stepped(trainer, trainer.store.experience)
+        require_same_gradient(exact, found, f"gradients of a step as a whole and in micro-batches of {size}")
+
+
+@check()
+def accumulation(bench: Bench) -> None:
+    """Two unequal parts of a step, each weighted by its `weight`, have together the gradient of the whole.
+
+    `weight` must count what the mean in `loss` is taken over, and what must be known of a whole step, as a mean in the
+    loss's denominator, belongs into `prepare_step`; otherwise accumulating gradients trains another loss (S-11, S-62).
+    """
+    trainer = nudged(bench.collected())
+    batch = trainer.store.experience
+    whole = gradient(trainer, batch)
+    with torch.no_grad():
+        prepared = trainer.prepare_step(batch)
+    require(len(prepared) == len(batch), f"prepare_step made {len(prepared)} rows of {len(batch)}")
+    for part in _unequal(prepared):
+        share = part.weight / prepared.weight
+        (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
+    found = flat_gradient(trainer)
+    require_same_gradient(whole, found, "gradients of a whole step and of two parts of it, weighted by batch.weight")
+
+
+def _unequal(batch: Any) -> list[Any]:
+    """Three eighths of the rows, and the others."""
+    cut = max(3 * len(batch) // 8, 1)
+    return [batch.select(rows) for rows in torch.arange(len(batch)).tensor_split([cut])]
+
+
+@check()
+def weight_counts(bench: Bench) -> None:
+    """`weight` counts over rows: it is what `unit` says, that of parts adds up, and the loop goes by it.
+
+    It is the denominator of every mean over micro-batches and processes: a weight of rows under a loss that averages
+    over tokens gives short responses too much of the gradient (S-62).
+    """
+    trainer = bench.collected()
+    batch = trainer.store.experience
+    whole, each = batch.weight.cpu(), torch.stack([row.weight.cpu() for row in _rows(batch)])
+    require(whole.shape == (), f"the weight of a batch has the shape {tuple(whole.shape)}; it is one number")
+    require(whole > 0, "the weight of a whole collection is 0, so that no step would be made on it")
+    require(bool((each >= 0).all()), f"the weight of a row is {float(each.min())}")
+    require_close(each.sum(), whole, "the weights of a batch's rows together, and of the batch")
+    _require_unit(batch, each)
+    with torch.no_grad():
+        prepared = trainer.prepare_step(batch)
+    require_close(prepared.weight.cpu(), whole, "the weights of a step's rows after prepare_step and before")
+    counted = trainer.measure(prepared.to(trainer.accelerator.device))[1]["loss/total"].count
+    require_close(counted.cpu().float(), whole.float(), "what the metric loss/total counts, and the batch's weight")
+    before = trainer.progress.tokens
+    trainer.update(batch)
+    seen = trainer.progress.tokens - before
+    require(seen == int(whole), f"a step counted {seen} {batch.unit}, and its weight is {float(whole):g}")
+
+
+def _rows(batch: Any) -> list[Any]:
+    return [batch.select(torch.tensor([row])) for row in range(len(batch))]
+
+
+def _require_unit(batch: Any, each: Tensor) -> None:
+    if batch.unit in ("rows", "pairs"):
+        require(bool((each <= 1).all()), f"the unit is {batch.unit}, and a row weighs {float(each.max()):g}")
+    tokens = [_response_tokens(row) for row in _rows(batch)] if batch.unit == "tokens" else []
+    if any(tokens):
+        counts = torch.tensor(tokens, dtype=each.dtype)
+        require(bool((each <= counts).all()), f"the unit is tokens, and a row of {tokens} weighs {each.tolist()}")
+        alike = len(set(tokens)) > 1 and len(set(each.tolist())) == 1
+        require(not alike, f"the unit is tokens, and rows of {min(tokens)} to {max(tokens)} weigh {float(each[0]):g}")
+
+
+def _response_tokens(batch: Batch) -> int:
+    if isinstance(batch, Sequences):
+        return int(batch.response_mask.sum())
+    return sum(_response_tokens(part) for part in batch.parts().values() if isinstance(part, Batch))
+
+
+@check()
+def metric_totals(bench: Bench) -> None:
+    """Every metric of the loss, put together from micro-batches of any size, is that of the whole batch.
+
+    A mean of means gives a micro-batch of two tokens the say of one of a thousand (S-56). Metrics are totals and
+    counts, `Mean.of(values, mask)` of what they are means of; and every micro-batch has the same ones.
+    """
+    trainer = nudged(bench.collected())
+    with torch.no_grad():
+        prepared = trainer.prepare_step(trainer.store.experience)
+        whole = floats(trainer.measure(prepared.to(trainer.accelerator.device))[1])
+        for size in SIZES:
+            parts = [trainer.measure(part.to(trainer.accelerator.device))[1] for part in prepared.split(size)]
+            for part in parts:
+                odd = sorted(part.keys() ^ whole.keys())
+                require(not odd, f"only some micro-batches of {size} have the metric {', '.join(odd)}")
+            together = floats(m.merge(*parts))
+            require_same_metrics(whole, together, f"metrics of a batch as a whole and in micro-batches of {size}")
+
+
+@check(where=lambda subject: "packing" in subject.method_fields)
+def packing(bench: Bench) -> None:
+    """Samples that are packed into one row have the loss and the gradient that they have in rows of their own.
+
+    A packed sample that attends to the one before it, or whose positions go on from there, is learnt as another text;
+    and the first token behind a boundary must not be predicted from what stands before it.
+    """
+    trainers = [nudged(bench.collected(method__packing=packed)) for packed in (False, True)]
+    apart, together = (trainer.store.experience for trainer in trainers)
+    require(len(together) < len(apart), f"{len(apart)} samples are packed into {len(together)} rows")
+    require_close(together.weight, apart.weight, "weights of packed samples and of samples in rows of their own")
+    losses = [trainer.measure(trainer.store.experience.to(trainer.accelerator.device))[0] for trainer in trainers]
+    require_close(losses[0].detach(), losses[1].detach(), "losses of samples in rows of their own and packed")
+    found = [gradient(trainer, trainer.store.experience) for trainer in trainers]
+    require_same_gradient(found[0], found[1], "gradients of samples in rows of their own and packed")
