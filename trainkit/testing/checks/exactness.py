@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,15 @@ from trainkit.testing.checks.tools import (
     require_close,
     require_same_gradient,
     require_same_metrics,
+    require_same_rows,
+    require_same_state,
+    require_same_weights,
     stepped,
+    under_masks,
+    weights,
 )
-from trainkit.testing.conformance import Bench, Subject, check, require
+from trainkit.testing.conformance import Bench, check, require
+from trainkit.testing.two_processes import launch
 
 SIZES = (1, 2, 3, 5)
 """Rows of a micro-batch; most do not divide a batch, so that the last one is shorter."""
@@ -132,6 +140,64 @@ def metric_totals(bench: Bench) -> None:
                 require(not odd, f"only some micro-batches of {size} have the metric {', '.join(odd)}")
             together = floats(m.merge(*parts))
             require_same_metrics(whole, together, f"metrics of a batch as a whole and in micro-batches of {size}")
+
+
+@check(where=lambda subject: subject.installed)
+def two_processes(bench: Bench) -> None:
+    """Two processes train as one does: one gradient, one set of metrics, one set of weights, and samples of their own.
+
+    Gradients are exchanged only if `loss` calls `policy`, and not what is inside it (S-48). Moments of one process's
+    rows whiten by other numbers than those of all (S-10), a mean over means of processes is another mean (S-38, S-62),
+    and processes that sample with one seed sample the same twice (S-55).
+    """
+    trainer = nudged(bench.collected(train__max_grad_norm=None))
+    batch = trainer.store.experience
+    given = {"weights": weights(trainer), "state": trainer.state_dict(), "batch": batch}
+    folder = bench.place()
+    said = launch(bench.subject.name, folder, given)
+    alone, found = stepped(trainer, batch)
+    _require_one_step(alone, floats(found), [each["step"] for each in said])
+    if bench.subject.language:
+        _require_one_collection(bench.trainer(), [each["run"]["collection"] for each in said])
+    if bench.subject.online:
+        _require_other_samples(*[each["drawn"] for each in said])
+    _require_one_run(folder / "run", [each["run"] for each in said])
+
+
+def _require_one_step(alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
+    one, other = (each["gradient"] for each in said)
+    require(torch.equal(one, other), "two processes do not exchange their gradients; loss must call self.policy")
+    require_same_gradient(alone.cpu(), one, "gradients of a step by one process and by two that share its rows")
+    require_same_metrics(found, said[0]["metrics"], "metrics of a step by one process and by two")
+
+
+def _require_one_collection(trainer: Any, said: list[dict[str, Any]]) -> None:
+    made, prepared = (type(said[0][key]).cat([each[key] for each in said]) for key in ("made", "prepared"))
+    with torch.no_grad():
+        alone = trainer.prepare_experience(made)
+    require_same_rows(alone, prepared, "experience that one process prepares and two do, of the same rows")
+    found, both = floats(trainer._pending), said[0]["metrics"]
+    require_same_metrics(
+        {name: found[name] for name in both}, both, "metrics of a collection that one process prepares and two do"
+    )
+
+
+def _require_other_samples(one: Batch, other: Batch) -> None:
+    left, right = under_masks(one).flatten(), under_masks(other).flatten()
+    same = all(torch.equal(left[name], right[name]) for name in left)
+    require(not same, "two processes draw the same samples; seed what is drawn by the process's rank, too")
+
+
+def _require_one_run(run_dir: Path, said: list[dict[str, Any]]) -> None:
+    one, other = said
+    require_same_weights(one["weights"], other["weights"], "the weights that two processes end with")
+    require_same_state(one["state"], other["state"], "the state_dicts that two processes end with")
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    logged = [line["step"] for line in lines if "train/lr" in line]
+    require(logged == list(range(1, one["steps"] + 1)), f"a run of {one['steps']} steps logged the steps {logged}")
+    saved = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    due = [f"step_{step:08d}" for step in range(1, one["steps"] + 1) if step % 3 == 0 or step == one["steps"]]
+    require(saved == due, f"two processes saved {', '.join(saved)}; due were {', '.join(due)}")
 
 
 @check(where=lambda subject: "packing" in subject.method_fields)

@@ -82,7 +82,7 @@ def padding_side(bench: Bench) -> None:
 
 @check()
 def batch_mates(bench: Bench) -> None:
-    """A row's experience does not depend on the rows that go through with it: a collection is made in parts of any size.
+    """A row's experience does not depend on the rows that go through with it: parts of a collection have any size.
 
     `rollout.batch_size` is set by what fits into memory, and may cut the responses to one prompt apart. Statistics that
     are taken while a part is made change with it (S-10); what compares rows belongs into `prepare_experience`.

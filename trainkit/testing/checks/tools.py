@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,43 @@ def require_same_experience(one: Batch, other: Batch, what: str) -> None:
         require_close(value, right[name], f"{what} ({name})", rtol=1e-4, atol=1e-5)
 
 
+def require_same_rows(one: Batch, other: Batch, what: str) -> None:
+    """Fail unless two batches hold the same rows, up to rounding, in whatever order; ``what`` says which two."""
+    require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
+    fields = under_masks(type(one).cat([one, other])).flatten()
+    table = torch.cat([column.double().reshape(len(column), -1) for column in fields.values()], dim=1)
+    left, right = table[: len(one)].unsqueeze(1), table[len(one) :].unsqueeze(0)
+    same = torch.isclose(left, right, rtol=1e-4, atol=1e-5).all(-1)  # [rows of one, rows of the other]
+    missing = [int((~same.any(dim)).sum()) for dim in (1, 0)]
+    require(
+        missing == [0, 0],
+        f"{what} do not hold the same rows: {missing[0]} of {len(one)} are not among the others, "
+        f"{missing[1]} of {len(other)} not among the first",
+    )
+
+
+def require_same_state(one: Any, other: Any, what: str) -> None:
+    """Fail unless two `state_dict`s are equal to the bit; ``what`` says of which two."""
+    left, right = dict(_leaves(one)), dict(_leaves(other))
+    differ = [key for key in left | right if key not in left or key not in right or not _equal(left[key], right[key])]
+    require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(item, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
 def floats(metrics: Metrics) -> dict[str, float]:
     """Metrics as numbers, without what the clock says."""
     return {name: metric.compute() for name, metric in metrics.items() if not name.startswith("time/")}
@@ -112,7 +149,7 @@ def gradient(trainer: Any, batch: Batch) -> Tensor:
 
 def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
     """The gradient that the loop steps by on ``batch``, flat, and the step's metrics; `judge` is not asked."""
-    trainer.judge = lambda metrics: Verdict.STEP
+    trainer.judge = lambda _: Verdict.STEP
     seen: list[Tensor] = []
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper is no torch optimizer
     hook = optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(trainer)))
