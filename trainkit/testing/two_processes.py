@@ -1,14 +1,14 @@
-"""Two real processes that train a plugin together, for the check of that name.
+"""What two real processes do that train a plugin together, for the check of that name.
 
-`launch` starts them, as ``python -m trainkit.testing.two_processes NAME DIRECTORY``. Each reads from the directory what
-it is given, trains, and leaves there what it has to say.
+`trainkit.testing.launching` runs this module once, as ``python -m trainkit.testing.two_processes``. It reads jobs, a
+line each, has two new processes do each of them, and answers with their exit codes.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,13 +19,7 @@ import torch
 from trainkit.metrics import compute
 from trainkit.registry import get_trainer
 from trainkit.testing.checks.tools import stepped, weights
-from trainkit.testing.conformance import require
 from trainkit.testing.trainers import tiny_trainer
-
-LIMIT = 60.0
-"""Seconds that both have, start included."""
-FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""How variables begin by which launchers speak to their processes."""
 
 Said = dict[str, Any]
 
@@ -33,59 +27,42 @@ Said = dict[str, Any]
 # --------------------------------------------------------------------------------------------------- who starts them
 
 
-def launch(name: str, folder: Path, given: Said) -> list[Said]:
-    """What each of two processes says that train the plugin ``name``; both have ended.
-
-    Raises:
-        CheckError: one failed, or did not end in time; says what it wrote.
-    """
-    folder.mkdir(parents=True)
-    torch.save(given, folder / "given.pt")
-    port, started = _free_port(), []
-    try:
-        for rank in (0, 1):
-            with (folder / f"errors-{rank}").open("wb") as errors:
-                command = [sys.executable, "-m", __name__, name, str(folder)]
-                environment = _environment(rank, port)
-                started.append(subprocess.Popen(command, env=environment, stdout=errors, stderr=errors))
-        _wait(started, folder)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"said-{rank}.pt", weights_only=False) for rank in (0, 1)]
+def serve() -> None:
+    """Do jobs until there are no more."""
+    forked = sys.platform == "linux"  # what is imported already is theirs, too; elsewhere forks are not safe
+    context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+    for line in sys.stdin:
+        job = json.loads(line)
+        pair = [context.Process(target=one_of_two, args=(job, rank)) for rank in (0, 1)]
+        for process in pair:
+            process.start()
+        print(json.dumps(_ends(pair, job["limit"])), flush=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _environment(rank: int, port: int) -> dict[str, str]:
-    """As a launcher would set it; plugins that are only on this process's path are found on theirs."""
-    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    return {
-        **{key: value for key, value in os.environ.items() if not key.startswith(FROM_LAUNCHERS)},
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path,
-        "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-    }
-
-
-def _wait(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    end = time.monotonic() + LIMIT
-    while any(process.poll() is None for process in started) and time.monotonic() < end:
-        if any(process.poll() for process in started):
+def _ends(pair: list[Any], limit: float) -> list[int | None]:
+    """The exit codes of two processes, None where one had to be killed."""
+    end = time.monotonic() + limit
+    while any(process.is_alive() for process in pair) and time.monotonic() < end:
+        if any(process.exitcode for process in pair):
             end = min(end, time.monotonic() + 1)  # the other one may have to say why, or waits for ever
         time.sleep(0.02)
-    codes = [process.poll() for process in started]
-    if codes == [0, 0]:
-        return
-    ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
-    wrote = [(folder / f"errors-{rank}").read_text(encoding="utf-8", errors="replace")[-1500:] for rank in (0, 1)]
-    told = [f"process {rank} {ends[rank]}:\n{wrote[rank]}" for rank in (0, 1)]
-    require(False, f"two processes, within {LIMIT:g} s:\n" + "\n".join(told))
+    codes = [process.exitcode for process in pair]
+    for process in pair:
+        process.kill()
+        process.join()
+    return codes
+
+
+def one_of_two(job: Said, rank: int) -> None:
+    """What a process does: the job, with what it writes in a file of its own."""
+    folder = Path(job["folder"])
+    with (folder / f"written-{rank}").open("wb") as written, open(os.devnull, "rb") as nothing:
+        for own, number in ((nothing, 0), (written, 1), (written, 2)):
+            os.dup2(own.fileno(), number)
+    os.environ.clear()
+    os.environ.update(job["environments"][rank])
+    sys.path[:] = job["path"]
+    train(job["name"], folder, rank)
 
 
 # --------------------------------------------------------------------------------------------------- what each does
@@ -144,15 +121,14 @@ def _step(name: str, folder: Path, rank: int) -> Said:
     return {"gradient": gradient, "metrics": compute(found, trainer.reduce)}
 
 
-def main(name: str, folder: Path) -> None:
-    """What one of the two processes does."""
+def train(name: str, folder: Path, rank: int) -> None:
+    """Train in each way, and leave there what is to be said of it."""
     torch.set_num_threads(1)
     get_trainer(name)  # what is given are batches of its own classes
-    rank = int(os.environ["RANK"])
     said = {"step": _step(name, folder, rank), "drawn": _draw(name, folder), "run": _learn(name, folder)}
     torch.save(said, folder / f"said-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    serve()

@@ -27,7 +27,7 @@ from trainkit.testing.checks.tools import (
     weights,
 )
 from trainkit.testing.conformance import Bench, check, require
-from trainkit.testing.two_processes import launch
+from trainkit.testing.launching import launch
 
 SIZES = (1, 2, 3, 5)
 """Rows of a micro-batch; most do not divide a batch, so that the last one is shorter."""

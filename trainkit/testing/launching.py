@@ -1,0 +1,114 @@
+"""Starting two processes that train a plugin together: `trainkit.testing.two_processes` does the rest.
+
+One process runs that module and stays; with everything imported, it makes two new ones of itself for each plugin.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from trainkit.testing.conformance import require
+
+LIMIT = 120.0
+"""Seconds that two processes have."""
+FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+"""How variables begin by which launchers speak to their processes."""
+
+
+def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each of two processes says that train the plugin ``name`` from what is ``given``; both have ended.
+
+    Raises:
+        CheckError: one failed, or did not end in time; says what it wrote.
+    """
+    folder.mkdir(parents=True)
+    torch.save(given, folder / "given.pt")
+    path = [place or os.getcwd() for place in sys.path]  # so that they find what only this process finds
+    job = {"name": name, "folder": str(folder), "limit": LIMIT, "path": path, "environments": _environments()}
+    codes = _server().ask(job)
+    ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
+    told = [f"process {rank} {end}: {_written(folder, rank)}" for rank, end in enumerate(ends)]
+    require(codes == [0, 0], f"two processes, within {LIMIT:g} s:\n" + "\n".join(told))
+    return [torch.load(folder / f"said-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def _written(folder: Path, rank: int) -> str:
+    return (folder / f"written-{rank}").read_text(encoding="utf-8", errors="replace")[-1500:]
+
+
+def _environments() -> list[dict[str, str]]:
+    """As a launcher would set them."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    both = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(FROM_LAUNCHERS)},
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    return [{**both, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+
+
+class _Server:
+    """The process that makes others; it ends with this one."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainkit.testing.two_processes"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
+        )
+        atexit.register(self.end)
+
+    def ask(self, job: dict[str, Any]) -> list[int | None]:
+        """The exit codes of two processes, None where one had to be killed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(OSError):  # it has ended, which is said below
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            _server.cache_clear()
+            self.errors.seek(0)
+            written = self.errors.read().decode(errors="replace")[-1500:]
+            require(False, f"no processes can be started with {sys.executable}: {written}")
+        codes: list[int | None] = json.loads(answer)
+        return codes
+
+    def end(self) -> None:
+        """End it, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.process.kill()
+        self.process.communicate()
+        self.errors.close()
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
