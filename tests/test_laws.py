@@ -1,9 +1,10 @@
-"""The laws of the house, over every registered trainer: a new algorithm gets these tests for nothing."""
+"""The laws of the house over every registered trainer, where they go beyond the kit's checks (test_conformance.py):
+other models, and what the loop promises of itself."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 import trainkit
 from trainkit import Verdict
-from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.data import Sequences
 from trainkit.errors import NonFiniteError
 from trainkit.models import CausalPolicy, load_model
 from trainkit.models.trunk import tiny_input
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.checks.tools import gradient, stepped, widened, with_garbage
 from trainkit.testing.trainers import language_trainers, tiny_trainer
 
 TRAINERS = trainkit.available_trainers()
@@ -68,45 +70,10 @@ def collected(name: str, run_dir: Path, **changes: Any) -> Any:
     return trainer
 
 
-def gradient(trainer: Any, batch: Batch) -> Tensor:
-    """The gradient of the loss's mean over a whole batch, flat."""
-    trainer.optimizer.zero_grad()
-    with torch.no_grad():
-        prepared = trainer.prepare_step(batch)
-    loss, _ = trainer.loss(prepared)
-    loss.backward()
-    flat = torch.cat([p.grad.flatten() for p in trainer.unwrapped.parameters() if p.grad is not None])
-    trainer.optimizer.zero_grad()
-    return flat.clone()
-
-
-def with_garbage(batch: Any, seed: int = 0) -> Any:
-    """The batch with random ids and NaN wherever its masks say that nothing is there."""
-    parts: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Sequences):
-            junk = torch.randint(0, 8, value.input_ids.shape, generator=torch.Generator().manual_seed(seed))
-            parts[field.name] = replace(value, input_ids=torch.where(value.attention_mask, value.input_ids, junk))
-        elif isinstance(batch, TokenBatch) and value.dim() == 2 and value.is_floating_point():
-            parts[field.name] = torch.where(batch.sequences.response_mask, value, torch.nan)
-        else:
-            parts[field.name] = value
-    if isinstance(batch, Sequences):
-        junk = torch.randint(0, 8, batch.input_ids.shape, generator=torch.Generator().manual_seed(seed))
-        parts["input_ids"] = torch.where(batch.attention_mask, batch.input_ids, junk)
-    return replace(batch, **parts)
-
-
-def widened(batch: Batch, columns: int) -> Batch:
-    """The batch with more columns of padding on the right."""
-    return batch.map(lambda x: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x)
-
-
 # --------------------------------------------------------------------------------------------- law 1: masks
 
 
-@on_models(LANGUAGE, tiny_gpt2, tiny_llama, tiny_t5, tiny_bart)
+@on_models(LANGUAGE, tiny_llama, tiny_t5, tiny_bart)
 def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
@@ -115,19 +82,11 @@ def test_values_under_the_mask_change_neither_loss_nor_gradient(name: str, model
     torch.testing.assert_close(clean, dirty, rtol=0, atol=1e-7)
 
 
-@on_models(LANGUAGE, tiny_gpt2, tiny_t5)
+@on_models(LANGUAGE, tiny_t5)
 def test_the_amount_of_padding_changes_nothing(name: str, model: Any, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, model=model(10))
     batch = trainer.store.experience
     torch.testing.assert_close(gradient(trainer, batch), gradient(trainer, widened(batch, 5)), rtol=1e-4, atol=1e-6)
-
-
-@all_trainers
-def test_the_order_of_rows_changes_nothing(name: str, tmp_path: Path) -> None:
-    trainer = collected(name, tmp_path)
-    batch = trainer.store.experience
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(gradient(trainer, batch), gradient(trainer, batch.select(order)), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", [tiny_gpt2, tiny_llama])
@@ -150,19 +109,14 @@ def test_logprobs_depend_neither_on_padding_side_nor_on_batch_mates(model: Any) 
 # ------------------------------------------------------------------------------ law 3: exact normalisation
 
 
-@on_models(TRAINERS, tiny_gpt2, tiny_t5)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@on_models(LANGUAGE, tiny_t5)
+@pytest.mark.parametrize("size", [1, 3])
 def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, size: int, tmp_path: Path) -> None:
     """S-11, S-62: rows of different length, sizes that do not divide the batch."""
     trainer = collected(name, tmp_path, model=model(10), train__microbatch_size=size, train__max_grad_norm=None)
     batch = trainer.store.experience
     whole = gradient(trainer, batch)
-    seen: list[Tensor] = []
-    trainer.optimizer.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in trainer.unwrapped.parameters()]))
-    )
-    trainer.update(batch)
-    torch.testing.assert_close(seen[0], whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(stepped(trainer, batch)[0], whole, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------- law 5 and 6: on policy

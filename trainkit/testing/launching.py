@@ -22,8 +22,8 @@ import torch
 
 from trainkit.testing.conformance import require
 
-LIMIT = 120.0
-"""Seconds that two processes have."""
+LIMIT = 60.0
+"""Seconds that two processes have, once everything is imported."""
 FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 """How variables begin by which launchers speak to their processes."""
 

@@ -24,6 +24,7 @@ from trainkit.testing.checks.tools import (
     require_same_weights,
     stepped,
     under_masks,
+    unequal,
     weights,
 )
 from trainkit.testing.conformance import Bench, check, require
@@ -62,17 +63,11 @@ def accumulation(bench: Bench) -> None:
     with torch.no_grad():
         prepared = trainer.prepare_step(batch)
     require(len(prepared) == len(batch), f"prepare_step made {len(prepared)} rows of {len(batch)}")
-    for part in _unequal(prepared):
+    for part in map(prepared.select, unequal(prepared)):
         share = part.weight / prepared.weight
         (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
     found = flat_gradient(trainer)
     require_same_gradient(whole, found, "gradients of a whole step and of two parts of it, weighted by batch.weight")
-
-
-def _unequal(batch: Any) -> list[Any]:
-    """Three eighths of the rows, and the others."""
-    cut = max(3 * len(batch) // 8, 1)
-    return [batch.select(rows) for rows in torch.arange(len(batch)).tensor_split([cut])]
 
 
 @check()

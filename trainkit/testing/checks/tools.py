@@ -159,6 +159,12 @@ def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
     return seen[0], found
 
 
+def unequal(batch: Batch) -> list[Tensor]:
+    """The rows of two parts of a batch: three eighths of them, the shorter ones, and the others."""
+    order = batch.lengths.argsort(stable=True).cpu()
+    return list(order.tensor_split([max(3 * len(batch) // 8, 1)]))
+
+
 def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
     """A tiny trainer whose `prepare_experience` was given ``change`` of what `make_experience` had made."""
     trainer = bench.trainer(**changes)
