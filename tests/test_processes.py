@@ -1,5 +1,4 @@
-"""Two processes, started by accelerate, beyond the kit's check of that name: other settings, frozen layers and adapters,
-failing together, resuming."""
+"""Two processes, started by accelerate, beyond the kit's check of that name: settings, adapters, failing, resuming."""
 
 from __future__ import annotations
 
