@@ -33,7 +33,8 @@ from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
 from trainkit.plugins import discover
 from trainkit.registry import get_trainer
-from trainkit.testing.trainers import tiny_arguments, tiny_trainer
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 Kind = Literal["trainer", "observer", "sampler"]
@@ -84,7 +85,7 @@ class Subject:
         """Whether it trains language models, and its tiny one reads prompt and response as one text."""
         if not self.language:
             return False
-        path = tiny_arguments(self.trainer_class)["model_path"]
+        path = self.trainer_class.tiny_arguments().get("model_path", tiny_gpt2(8))
         return not load_model_config(ModelConfig(model_path=path)).is_encoder_decoder
 
     @property

@@ -10,7 +10,6 @@ from trainkit.config import TRLConfig
 from trainkit.registry import available_trainers, get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.loop import AcceleratedLoop
 
 LETTERS = "abcdefgh"
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
@@ -54,7 +53,8 @@ def tiny_trainer(
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
     cls = get_trainer(name)
-    given = tiny_arguments(cls)
+    usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
+    given = {**usual, **cls.tiny_arguments()}
     path, sections = given.pop("model_path"), given.pop("config", {})
     defaults: dict[str, dict[str, Any]] = {
         "method": {
@@ -63,9 +63,7 @@ def tiny_trainer(
         },
         "model": {"model_path": dict(model or path)},
         "optimizer": {"lr": 1e-3},
-        "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8}
-        if issubclass(cls, AccelerateRLTrainer)
-        else {},
+        "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
         "train": {"batch_size": 8, **SHORT},
     }
     config: TRLConfig[Any] = TRLConfig.from_dict(
@@ -82,12 +80,6 @@ def tiny_trainer(
     else:
         trainer.add_eval_samples(samples)
     return trainer
-
-
-def tiny_arguments(cls: type[AcceleratedLoop[Any]]) -> dict[str, Any]:
-    """Arguments of `trainkit.train` of which a tiny trainer is made: what it says itself, and what is usual."""
-    usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
-    return {**usual, **cls.tiny_arguments()}
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
