@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -180,6 +181,46 @@ def test_plugins_list_says_what_states_and_exit_codes_mean() -> None:
     text = " ".join(call("plugins", "list", "--help").stdout.split())
     assert all(f"{state}: " in text for state in ("ok", "broken", "blocked", "shadowed"))
     assert "Exit code: 0, whatever the plugins' state" in text
+
+
+def test_plugins_check_tells_of_each_check_how_it_ended_and_what_it_proves() -> None:
+    result = call("plugins", "check", "sft", "--only", "schedule", "--only", "docstrings")
+    assert result.exit_code == 0, result.output
+    first, second, _, summary = result.stdout.splitlines()
+    assert re.fullmatch(r"✓ docstrings +\d+\.\d s  Whoever reads the plugin learns what it computes.*", first)
+    assert re.fullmatch(r"✓ schedule +\d+\.\d s  Learning rates follow the schedule from its first value on\.", second)
+    assert re.fullmatch(r"sft: 2 passed in \d+\.\d s", summary)
+
+
+def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails(install: Callable[..., Path]) -> None:
+    source = "import torch, trainkit\n@trainkit.hookimpl\ndef on_step(): torch.rand(1)\n"
+    install("fake-drawing", {"fake_drawing": "fake_drawing"}, source)
+    result = call("plugins", "check", "fake_drawing", "--only", "observer_draws_nothing")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("✗ observer_draws_nothing")
+    assert "observer_draws_nothing: the observer draws from the global generators of torch" in result.stdout
+    assert "  to prove: The global generators of torch, numpy and Python are as they were" in result.stdout
+    assert "  matters:  The user's program draws from them too" in result.stdout
+
+
+def test_plugins_check_lists_the_checks_that_apply_and_runs_none() -> None:
+    result = call("plugins", "check", "sft", "--list")
+    names = [line.split()[0] for line in result.stdout.splitlines()]
+    assert {"mask_law", "resume_every_step", "export"} <= {*names}
+    assert "sampler_seeds" not in names
+    assert "✓" not in result.stdout
+
+
+def test_plugins_check_refuses_what_does_not_exist() -> None:
+    assert "the check 'mask_low' is no check; did you mean 'mask_law'?" in fails(
+        "plugins", "check", "sft", "--only", "mask_low"
+    )
+    assert "no plugin 'stf' is installed; did you mean 'sft'?" in fails("plugins", "check", "stf")
+
+
+def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert [cli._mark(True), cli._mark(False)] == ["+", "-"]
 
 
 # -------------------------------------------------------------------------------------------------------- config

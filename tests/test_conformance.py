@@ -1,15 +1,37 @@
-"""The kit over every registered trainer, and the kit itself."""
+"""The kit over every registered trainer, over plugins of other kinds, and the kit itself."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 import trainkit
-from trainkit.errors import ConfigError
-from trainkit.testing import check_trainer, conformance
-from trainkit.testing.conformance import Case, Subject, checks_for
+from trainkit.errors import ConfigError, RegistryError
+from trainkit.testing import check_plugin, check_trainer, conformance
+from trainkit.testing.conformance import (
+    Bench,
+    Case,
+    Check,
+    ConformanceError,
+    Report,
+    Result,
+    Subject,
+    checks_for,
+    require,
+    subjects_of,
+)
 
-CASES = [Case(each, Subject(name)) for name in trainkit.available_trainers() for each in checks_for(Subject(name))]
+CASES = [
+    Case(each, subject)
+    for name in trainkit.available_trainers()
+    for subject in subjects_of(name)
+    for each in checks_for(subject)
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.subject.name}-{case.check.name}")
@@ -18,11 +40,287 @@ def test_every_trainer_conforms(case: Case) -> None:
 
 
 @pytest.mark.parametrize("check", conformance.all_checks().values(), ids=lambda check: check.name)
-def test_every_check_says_what_it_proves_and_why_it_matters(check: conformance.Check) -> None:
+def test_every_check_says_what_it_proves_and_why_it_matters(check: Check) -> None:
     assert check.proves.endswith((".", "?"))
     assert len(check.matters) > 20
+
+
+# -------------------------------------------------------------------------------------------- observers and samplers
+
+
+@pytest.fixture
+def plugin(install: Callable[..., Path]) -> Iterator[Callable[[str], str]]:
+    """``plugin("source of hooks")``: the name of an installed plugin that is gone after the test."""
+
+    def made(source: str) -> str:
+        install("kit-toy", {"kit_toy": "kit_toy_module"}, "from trainkit import hookimpl\n" + dedent(source))
+        return "kit_toy"
+
+    yield made
+    sys.modules.pop("kit_toy_module", None)
+
+
+WRITER = """
+    import json
+
+    @hookimpl
+    def on_train_begin(trainer):
+        trainer.numbers = open(trainer.run_dir / "numbers.txt", "a")
+
+    @hookimpl
+    def log_metrics(trainer, step, metrics):
+        trainer.numbers.write(json.dumps(metrics) + "\\n")
+
+    @hookimpl
+    def on_train_end(trainer):
+        trainer.numbers.close()
+"""
+SAMPLER = """
+    from trainkit.sampling import make_sampler as core
+
+    @hookimpl
+    def make_sampler(trainer):
+        made = core(trainer.unwrapped.model, trainer.tokenizer, logit_mask=trainer.logit_mask)
+
+        def sampler(rows, queries, settings, generator):
+            return made(rows, queries, settings, generator)
+
+        return sampler
+"""
+
+
+def of(kind: str) -> list[str]:
+    return [check.name for check in conformance.all_checks().values() if check.kind == kind]
+
+
+def test_a_sound_observer_conforms(plugin: Callable[[str], str]) -> None:
+    report = check_plugin(plugin(WRITER))
+    assert [result.check.name for result in report.results] == of("observer")
+
+
+def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
+    report = check_plugin(plugin(SAMPLER))
+    assert [result.check.name for result in report.results] == of("sampler")
+    assert "_trainkit_testing" not in trainkit.available_trainers()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "check", "seen"),
+    [
+        ("@hookimpl\ndef on_stepp(step): ...", "observer_hooks_fit", "on_stepp"),
+        (
+            "import torch\n@hookimpl\ndef on_step(trainer):\n"
+            "    with torch.no_grad(): next(trainer.unwrapped.parameters()).mul_(1.001)",
+            "observer_changes_nothing",
+            "the weights with the observer and without it differ in model.",
+        ),
+        (
+            "@hookimpl\ndef log_metrics(metrics): metrics.clear()",
+            "observer_changes_nothing",
+            "it changes what others are told: metrics of log_metrics",
+        ),
+        (
+            "import torch\n@hookimpl\ndef on_step(): torch.rand(1)",
+            "observer_draws_nothing",
+            "draws from the global generators of torch",
+        ),
+        (
+            "import random\n@hookimpl\ndef on_train_begin(): random.seed(0)",
+            "observer_draws_nothing",
+            "draws from the global generators of random",
+        ),
+        (
+            "@hookimpl\ndef on_train_begin(trainer): (trainer.run_dir / 'mine').mkdir()",
+            "observer_resumes",
+            "FileExistsError",
+        ),
+        (
+            "@hookimpl\ndef on_train_begin(trainer): (trainer.run_dir / 'mine').mkdir()",
+            "observer_ends_with_the_run",
+            "FileExistsError",
+        ),
+        (
+            "place = []\n@hookimpl\ndef on_train_begin(trainer):\n    place.append(trainer.run_dir / 'mine')\n"
+            "@hookimpl\ndef on_step(): place[0].write_text('here')",
+            "observer_runs_twice",
+            "leaves",
+        ),
+        (
+            "opened = {}\n@hookimpl\ndef log_metrics(trainer): opened[id(trainer)] = 1\n"
+            "@hookimpl\ndef on_train_end(trainer): del opened[id(trainer)]",
+            "observer_on_other_processes",
+            "KeyError",
+        ),
+    ],
+)
+def test_an_observer_that_does_wrong_fails(plugin: Callable[[str], str], hooks: str, check: str, seen: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_plugin(plugin(hooks), only=[check])
+    assert f"{check}: " in str(caught.value)
+    assert seen in str(caught.value)
+
+
+BENT = "            return made(rows, queries, settings, generator)"
+
+
+@pytest.mark.parametrize(
+    ("instead", "check", "seen"),
+    [
+        (
+            "return made(rows, queries, settings, __import__('torch').Generator())",
+            "sampler_generator",
+            "same responses",
+        ),
+        (
+            "return made(rows, queries, settings, __import__('torch').default_generator)",
+            "sampler_generator",
+            "global generators of torch",
+        ),
+        (
+            "settings = settings.model_copy(update={'temperature': 1.0}); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_distribution",
+            "first tokens",
+        ),
+        (
+            "settings = settings.model_copy(update={'temperature': 1.0}); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_logprobs",
+            "at temperature 0.5",
+        ),
+        (
+            "settings = settings.model_copy(update={'temperature': settings.temperature or 1.0}); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_greedy",
+            "below the likeliest",
+        ),
+        (
+            "settings = settings.model_copy(update={'max_new_tokens': 6}); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_rollouts",
+            "where max_new_tokens is 1",
+        ),
+        (
+            "settings = settings.model_copy(update={'stop_sequences': []}); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_stops",
+            "holds the stop string",
+        ),
+        (
+            "rows = [{k: v for k, v in row.items() if k != 'seed'} for row in rows]; "
+            "return made(rows, queries, settings, generator)",
+            "sampler_seeds",
+            "from another generator",
+        ),
+        (
+            "made.calls = getattr(made, 'calls', 0) + 1; generator.manual_seed(made.calls); "
+            "return made(rows, queries, settings, generator)",
+            "sampler_resumes",
+            "differ",
+        ),
+    ],
+)
+def test_a_sampler_that_does_wrong_fails(plugin: Callable[[str], str], instead: str, check: str, seen: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_plugin(plugin(SAMPLER.replace(BENT.strip(), instead)), only=[check])
+    assert f"{check}: " in str(caught.value)
+    assert seen in str(caught.value)
+
+
+def test_a_sampler_with_an_old_copy_of_the_weights_fails(plugin: Callable[[str], str]) -> None:
+    copied = SAMPLER.replace("trainer.unwrapped.model,", "__import__('copy').deepcopy(trainer.unwrapped.model),")
+    with pytest.raises(ConformanceError, match="2 failed"):
+        check_plugin(plugin(copied), only=["sampler_distribution", "sampler_logprobs"])
+
+
+def test_a_sampler_without_the_logit_mask_fails(plugin: Callable[[str], str]) -> None:
+    with pytest.raises(ConformanceError, match="which the mask forbids"):
+        check_plugin(plugin(SAMPLER.replace(", logit_mask=trainer.logit_mask", "")), only=["sampler_mask"])
+
+
+def test_a_module_may_hold_a_trainer_and_hooks() -> None:
+    assert [subject.kind for subject in subjects_of("ddpo")] == ["trainer", "observer"]
+    assert [subject.kind for subject in subjects_of("SFT")] == ["trainer"]
+
+
+# ---------------------------------------------------------------------------------------------------------- the frame
+
+
+def outcome(function: Callable[[Bench], None], reason: str | None = None) -> Result:
+    check = Check("toy", "It holds.", "It matters.", "trainer", function, lambda _: True)
+    return conformance._run(check, Subject("sft"), reason)
+
+
+def passing(bench: Bench) -> None:
+    require(True, "never seen")
+
+
+def failing(bench: Bench) -> None:
+    require(False, "3 where 2 is allowed")
+
+
+def raising(bench: Bench) -> None:
+    {}["missing"]
+
+
+def test_a_check_passes_or_fails_with_what_was_seen() -> None:
+    assert outcome(passing).outcome == "passed"
+    assert (outcome(failing).outcome, outcome(failing).seen) == ("failed", "3 where 2 is allowed")
+
+
+def test_what_a_plugin_raises_is_its_failure_and_says_where() -> None:
+    found = outcome(raising)
+    assert found.outcome == "failed"
+    assert found.seen.startswith("KeyError: 'missing' (test_conformance.py, line ")
+
+
+def test_an_expected_failure_is_none_and_one_that_passes_is_a_failure() -> None:
+    assert (outcome(failing, "known").outcome, outcome(failing, "known").seen) == ("expected", "known")
+    assert outcome(passing, "known").outcome == "failed"
+    assert outcome(passing, "known").seen == "it passes now; take it out of expected_failures (known)"
+
+
+def test_a_report_counts_and_says_of_each_failure_what_it_proves_and_why_it_matters() -> None:
+    report = Report("toy", [outcome(passing), outcome(failing), outcome(failing, "known")])
+    first, *rest = str(report).split("\n")
+    assert first.startswith("toy: 1 passed, 1 failed, 1 expected in ")
+    assert rest == ["", "toy: 3 where 2 is allowed", "  to prove: It holds.", "  matters:  It matters."]
+    assert str(Report("toy")) == "toy: no checks in 0.0 s"
 
 
 def test_a_check_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the check 'mask_low' is no check; did you mean 'mask_law'\?"):
         check_trainer("sft", expected_failures={"mask_low": "a slip"})
+    with pytest.raises(ConfigError, match="the check 'sampler_seeds' does not apply to 'sft'"):
+        check_trainer("sft", only=["sampler_seeds"])
+
+
+def test_a_plugin_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(RegistryError, match=r"no plugin 'stf' is installed; did you mean 'sft'\?"):
+        check_plugin("stf")
+
+
+def test_every_result_is_told_as_it_comes() -> None:
+    told: list[Result] = []
+    report = check_trainer("sft", only=["schedule", "docstrings"], tell=told.append)
+    assert told == report.results
+    assert {result.check.name for result in told} == {"schedule", "docstrings"}
+
+
+PARAMETRIZED = """
+from trainkit.testing import parametrize_checks
+
+@parametrize_checks("sft", expected_failures={"schedule": "it never does"})
+def test_sft(check):
+    if check.check.name in ("schedule", "docstrings"):
+        check()
+"""
+
+
+def test_as_cases_of_pytest_an_expected_failure_that_passes_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_plugin.py").write_text(PARAMETRIZED, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "-k", "schedule or docstrings"]
+    found = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "PASSED test_plugin.py::test_sft[docstrings]" in found.stdout
+    assert "[XPASS(strict)] it never does" in found.stdout
+    assert found.returncode == 1

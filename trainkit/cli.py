@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainkit.files import load_file, load_function
 
 if TYPE_CHECKING:
     from trainkit.config import TRLConfig
+    from trainkit.testing.conformance import Result
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
 NO_PLUGIN = "--no-plugin"
@@ -322,6 +324,44 @@ def list_plugins(
         typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
     refused = [f"{row['name']} is {row['state']}: {row['why']}" for row in rows if row["why"]]
     typer.echo("\n".join(["", *refused]) if refused else "", nl=bool(refused))
+
+
+@plugins_app.command("check", epilog="Exit code: 0 if all checks pass, 1 if one fails.")
+def check_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm, or another plugin's name.")],
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run this check alone; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show the checks that apply, and run none.")] = False,
+) -> None:
+    """Check a plugin in tiny real runs: an algorithm, its hooks, or the sampler that it provides.
+
+    What each check proves stands beside it; where one fails, what was seen and why it matters.
+    """
+    from trainkit.testing.conformance import ConformanceError, checks_for, subjects_of
+    from trainkit.testing.conformance import check_plugin as run
+
+    checks = [each for subject in subjects_of(name) for each in checks_for(subject)]
+    width = max(len(each.name) for each in checks)
+    if show:
+        for each in checks:
+            typer.echo(f"{each.name:<{width}}  {each.proves}")
+        return
+
+    def tell(result: Result) -> None:
+        mark = _mark(result.outcome != "failed")
+        typer.echo(f"{mark} {result.check.name:<{width}}  {result.seconds:5.1f} s  {result.check.proves}")
+
+    try:
+        report = run(name, only=only or None, tell=tell)
+    except ConformanceError as error:
+        typer.echo(f"\n{error}")
+        raise typer.Exit(1) from None
+    typer.echo(f"\n{report}")
+
+
+def _mark(good: bool) -> str:
+    """A tick or a cross, or signs where the console has neither."""
+    marks = "✓✗".encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
+    return (marks if "?" not in marks else "+-")[0 if good else 1]
 
 
 @app.command("config")

@@ -118,6 +118,8 @@ def available_trainers() -> list[str]:
     """Names that a config may use: registered ones and installed plugins that are usable (and are not imported).
 
     What is disabled, broken, shadowed or made for another version of trainkit is left out, as far as that shows
-    without importing it; so are plugins whose source registers no trainer of their name.
+    without importing it; so are plugins whose source registers no trainer of their name, and names that begin with an
+    underscore, which are somebody's own, such as the kit's.
     """
-    return sorted({*trainers(), *(name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))})
+    here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
+    return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))

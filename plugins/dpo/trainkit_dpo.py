@@ -195,6 +195,11 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Not for a loss without one."""
         return not self.method.reference_free
 
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Lengths count in the loss that may leave them out."""
+        return {"ipo_length_normalize": {"method.loss_type": "ipo"}}
+
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
         """log π of whole responses, EOS included; for IPO the mean over their tokens. [B, T] ×2 -> [B]."""
         sums = masked_sum(logprobs, mask, dim=1)

@@ -296,3 +296,9 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         """log π(a|s) + β(Q̂(s, a) − V(s)), π at the sampling temperature, which β does not share (S-42). -> [b, V]."""
         beta = cast(ILQLSampling, settings).beta
         return logits if beta == 0 else logits + beta * self.unwrapped.head.advantages(states)
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Weights are bounded where advantages weigh."""
+        weighty = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
+        return {"awac_weight_max": {**weighty, "method.awac_weight_max": 4.0}}

@@ -260,6 +260,11 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         self.ref_std = state["ref_std"]
         self.moments.load_state_dict(state["moments"])
 
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """What only counts beside another setting."""
+        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
+
 
 def followed(sequences: Sequences) -> Sequences:
     """One more token after each row for the policy to speak about: its value is V of the row's end.

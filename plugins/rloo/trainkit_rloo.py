@@ -133,3 +133,8 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
             "policy/clipfrac": Mean.of(loss > -batch.advantages * ratio, mask),
         }
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Where a token answers for itself, it may answer for what follows only."""
+        return {"kl_level": {"method.ratio_level": "token"}}

@@ -1,4 +1,7 @@
-"""SFT: supervised fine-tuning, the likelihood of the outputs of samples."""
+"""SFT: supervised fine-tuning, the likelihood of the outputs of samples.
+
+Ouyang et al. 2022, the first of their three steps.
+"""
 
 from __future__ import annotations
 

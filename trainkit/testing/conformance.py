@@ -26,13 +26,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
+from trainkit import hookspecs
 from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
-from trainkit.plugins import discover
-from trainkit.registry import get_trainer
+from trainkit.plugins import discover, load_plugin
+from trainkit.registry import get_trainer, is_registered
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -66,9 +68,28 @@ class Subject:
     kind: Kind = "trainer"
 
     @cached_property
+    def module(self) -> ModuleType | None:
+        """The installed plugin's module; None for a trainer that was registered otherwise."""
+        return load_plugin(self.name) if self.installed else None
+
+    @property
+    def hooks(self) -> list[str]:
+        """The hooks that its module implements."""
+        return [name for name, value in vars(self.module).items() if hasattr(value, f"{hookspecs.GROUP}_impl")]
+
+    @cached_property
+    def trainer_name(self) -> str:
+        """The trainer that the checks run: the plugin's own; for hooks alone, the kit's."""
+        if self.kind == "trainer" or is_registered(self.name):
+            return self.name
+        from trainkit.testing import reinforce
+
+        return reinforce.registered()
+
+    @cached_property
     def trainer_class(self) -> Any:
         """The trainer's class."""
-        return get_trainer(self.name)
+        return get_trainer(self.trainer_name)
 
     @property
     def online(self) -> bool:
@@ -116,8 +137,10 @@ class Bench:
         return self.folder / f"run-{next(self._places)}"
 
     def trainer(self, run_dir: Path | None = None, **changes: Any) -> Any:
-        """A tiny trainer of the subject; ``changes`` are those of `tiny_trainer`."""
-        return tiny_trainer(self.subject.name, run_dir or self.place(), **changes)
+        """A tiny trainer of the subject, its hooks with it; ``changes`` are those of `tiny_trainer`."""
+        name = self.subject.trainer_name
+        hooked: dict[str, Any] = {} if name == self.subject.name else {"plugins": [self.subject.name]}
+        return tiny_trainer(name, run_dir or self.place(), **hooked, **changes)
 
     def collected(self, **changes: Any) -> Any:
         """A tiny trainer that has made one collection of experience, and no step."""
@@ -190,8 +213,14 @@ def subjects_of(name: str) -> list[Subject]:
     Raises:
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
-    get_trainer(name)
-    return [Subject(name.lower())]
+    found = Subject(name.lower())
+    hooks = [] if found.module is None else found.hooks
+    kinds: list[Kind] = [] if hooks and not is_registered(name) else ["trainer"]
+    kinds += ["observer"] if {*hooks} - {"make_sampler"} else []
+    kinds += ["sampler"] if "make_sampler" in hooks else []
+    if "trainer" in kinds:
+        get_trainer(name)
+    return [Subject(found.name, kind) for kind in kinds]
 
 
 def checks_for(subject: Subject) -> list[Check]:
@@ -270,11 +299,15 @@ def check_plugin(
 
 
 def check_trainer(
-    name: str, *, expected_failures: Mapping[str, str] | None = None, only: Iterable[str] | None = None
+    name: str,
+    *,
+    expected_failures: Mapping[str, str] | None = None,
+    only: Iterable[str] | None = None,
+    tell: Callable[[Result], object] = lambda _: None,
 ) -> Report:
     """As `check_plugin`, of a plugin that must hold a trainer."""
     get_trainer(name)
-    return check_plugin(name, expected_failures=expected_failures, only=only)
+    return check_plugin(name, expected_failures=expected_failures, only=only, tell=tell)
 
 
 def _chosen(name: str, expected: Mapping[str, str], only: Iterable[str] | None = None) -> list[tuple[Subject, Check]]:

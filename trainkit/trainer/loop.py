@@ -115,6 +115,15 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         """
         return {}
 
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Settings, by field of the method, under which the field matters in a tiny run; most fields need none.
+
+        They are dotted: ``{"horizon": {"method.target": 0.01}}``. The field's own value there is the one that the kit
+        compares with the usual one.
+        """
+        return {}
+
     def __init__(
         self,
         config: TRLConfig[M],

@@ -1,0 +1,277 @@
+"""Checks about the door: settings, words and errors, where a user meets a plugin."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from trainkit.config import TRLConfig, default_config
+from trainkit.data import BATCH_CLASSES
+from trainkit.errors import ConfigError, DataError, NonFiniteError, RewardError, TrainkitError
+from trainkit.testing.checks.fields import (
+    Settings,
+    bounds,
+    contexts,
+    is_number,
+    kinds_of,
+    method_fields,
+    other_values,
+    trainer_with,
+)
+from trainkit.testing.checks.tools import require_same_weights, weights
+from trainkit.testing.checks.traces import Course
+from trainkit.testing.conformance import Bench, Subject, check, require
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+@check()
+def config_round_trip(bench: Bench) -> None:
+    """Settings survive YAML, plain data, pickle and `evolve`; every field has a default, a description and bounds.
+
+    A run is continued, shared and compared by its config.yaml; what that file loses or nobody explains cannot be set.
+    """
+    config = default_config(bench.subject.name)
+    for each in (config, *_changed(bench, config)):
+        _require_round_trips(bench, each)
+    for name, field in config.method.__class__.model_fields.items():
+        require(field.description, f"method.{name} has no docstring below it, which is its help")
+        require(not field.is_required(), f"method.{name} has no default")
+        if is_number(field):
+            require(bounds(field), f"method.{name} is a number without bounds; write Field({field.default!r}, ge=...)")
+    for section, values in config.method.section_defaults.items():
+        for name, value in values.items():
+            found = getattr(getattr(config, section), name)
+            require(found == value, f"section_defaults say {section}.{name} = {value!r}, and it is {found!r}")
+    try:
+        config.method.name = "other"
+    except ValidationError:
+        return
+    require(False, "the method's settings can be assigned to; they are frozen in MethodConfig")
+
+
+def _changed(bench: Bench, config: TRLConfig[Any]) -> Iterator[TRLConfig[Any]]:
+    """The configuration with each field of the method at another allowed value."""
+    for name, field in method_fields(bench.subject).items():
+        for value in other_values(field, getattr(config.method, name)):
+            try:
+                yield config.update({f"method.{name}": value})
+            except ConfigError:
+                continue  # not every value of the type is allowed
+            break
+
+
+def _require_round_trips(bench: Bench, config: TRLConfig[Any]) -> None:
+    path = bench.place().with_suffix(".yaml")
+    config.save_yaml(path)
+    for way, again in (
+        ("YAML", TRLConfig.load_yaml(path)),
+        ("plain data", TRLConfig.from_dict(config.to_dict())),
+        ("pickle", pickle.loads(pickle.dumps(config))),
+        ("evolve()", config.evolve()),
+    ):
+        require(
+            again == config, f"the config comes back from {way} as another: {again.method!r}, was {config.method!r}"
+        )
+        require(type(again.method) is type(config.method), f"{way} gives the method the class {type(again.method)}")
+
+
+@check()
+def fields_have_effects(bench: Bench) -> None:
+    """Changing any field of the method changes a run.
+
+    A setting that reaches nothing is tuned in vain; most have been disconnected by a change that nobody noticed.
+    """
+    courses: dict[str, Course] = {}
+    for name, field in method_fields(bench.subject).items():
+        known = contexts(bench.subject).get(name)
+        tried = [known] if known is not None else [{"optimizer.lr": 0.03}, {}]
+        require(
+            any(_has_effect(bench, name, field, settings, courses) for settings in tried),
+            f"the field {name!r} changes nothing in a run of twelve steps, whatever it is set to"
+            f"{f' under {known}' if known else ''}; if it matters under other settings, name these in tiny_contexts",
+        )
+
+
+def _has_effect(bench: Bench, name: str, field: Any, settings: Settings, courses: dict[str, Course]) -> bool:
+    key, settings = f"method.{name}", {"train.total_steps": 12, "train.eval_interval": 3, **settings}
+    values = [settings.pop(key)] if key in settings else None
+    if repr(settings) not in courses:
+        courses[repr(settings)] = Course(bench.trainer(**settings)).learn()
+    usual = courses[repr(settings)]
+    tried = other_values(field, getattr(usual.trainer.method, name)) if values is None else values
+    changed = (trainer_with(bench, {**settings, key: value}) for value in tried)
+    return any(Course(trainer, usual).learn().differs for trainer in changed if trainer is not None)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@check()
+def errors_at_the_door(bench: Bench) -> None:
+    """What cannot be run is refused before anything is trained, and the message names what is wrong.
+
+    A misspelt setting that is swallowed, a NaN that passes every comparison, or a missing reward function is found
+    hours later, or never.
+    """
+    _unknown_field(bench.subject)
+    for name, field in method_fields(bench.subject).items():
+        for value in _wrong(field):
+            _refused(bench.subject, name, value)
+    _missing_inputs(bench)
+    _scores_that_are_none(bench)
+    _loss_that_is_none(bench)
+
+
+def _message(kind: type[TrainkitError], call: Callable[[], object], what: str) -> str:
+    """The message of the error that ``call`` must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    require(False, f"{what} is not refused; a {kind.__name__} should say what is wrong")
+    return ""
+
+
+def _unknown_field(subject: Subject) -> None:
+    known = next(iter(method_fields(subject)), "name")
+    given = f"{known}x"
+    text = _message(ConfigError, lambda: _configured(subject, given, 1), f"the unknown setting method.{given}")
+    require(f"method.{given}" in text, f"the error about the unknown setting {given!r} does not name it: {text}")
+    require(f"did you mean '{known}'" in text, f"the error about {given!r} does not suggest {known!r}: {text}")
+
+
+def _configured(subject: Subject, field: str, value: Any) -> TRLConfig[Any]:
+    return TRLConfig.from_dict({"method": {"name": subject.name, field: value}})
+
+
+def _wrong(field: Any) -> list[Any]:
+    """Values that a field must refuse, as far as its type and its bounds say."""
+    kinds, limits = kinds_of(field), bounds(field)
+    found: list[Any] = []
+    if kinds <= {int, float, bool, str, Literal, type(None)}:
+        found.append({"no": "setting"})
+    if kinds & {int, float, bool, Literal} and str not in kinds:
+        found.append("no such value")
+    if is_number(field):
+        found += [math.nan]
+        found += [limits[name] - 1 for name in ("ge", "gt") if name in limits]
+        found += [limits[name] for name in ("gt", "lt") if name in limits]
+        found += [limits[name] + 1 for name in ("le", "lt") if name in limits]
+    return found
+
+
+def _refused(subject: Subject, name: str, value: Any) -> None:
+    text = _message(ConfigError, lambda: _configured(subject, name, value), f"method.{name} = {value!r}")
+    require(name in text, f"the error about method.{name} = {value!r} does not name the field: {text}")
+
+
+def _missing_inputs(bench: Bench) -> None:
+    inputs = bench.subject.trainer_class.inputs
+    trainer = bench.trainer()
+    trainer.pipeline = None
+    text = _message(DataError, trainer.learn, f"learn() without {inputs[-1]}")
+    require(inputs[-1] in text, f"the error about missing {inputs[-1]} does not name them: {text}")
+    if bench.subject.online:
+        trainer = bench.trainer()
+        trainer.reward_fn = None
+        text = _message(DataError, trainer.learn, "learn() without a reward_fn")
+        require("reward_fn" in text, f"the error about a missing reward_fn does not name it: {text}")
+
+
+def _scores_that_are_none(bench: Bench) -> None:
+    """Online: a NaN among the scores, and one score too few, are errors while experience is made."""
+    if not bench.subject.online:
+        return
+    for given, scores in (
+        ("a score that is NaN", lambda prompts, **_: [math.nan] * len(prompts)),
+        ("one score too few", lambda prompts, **_: [1.0] * (len(prompts) - 1)),
+    ):
+        trainer = bench.trainer()
+        trainer.reward_fn = scores
+        _message(RewardError, trainer.collect, given)
+
+
+def _loss_that_is_none(bench: Bench) -> None:
+    trainer = bench.collected()
+    honest = trainer.loss
+
+    def infinite(batch: Any) -> Any:
+        loss, found = honest(batch)
+        return loss * math.inf, found
+
+    trainer.loss = infinite
+    before = weights(trainer)
+    _message(NonFiniteError, lambda: trainer.update(trainer.store.experience), "a loss that is not finite")
+    require_same_weights(before, weights(trainer), "the weights before and after a loss that is not finite")
+    require(not trainer.optimizer.state, "the optimizer has moved on a loss that is not finite")
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+SHAPE = re.compile(r"\[(?:\]|[A-Z*][\w*]*(?: ?[+/·-] ?\w+)*(?:, ?[\w*+ ]+)*\])")
+SOURCE = re.compile(r"\b(19|20)\d\d\b|\b\d{4}\.\d{4,5}\b|[Ee]quations? \(?\d")
+
+
+@check()
+def docstrings(bench: Bench) -> None:
+    """Whoever reads the plugin learns what it computes, of which shapes, and from which source.
+
+    A loss is checked against its paper, and a tensor against its shape; without them a reader can only believe.
+    """
+    cls = bench.subject.trainer_class
+    for what, owner in _documented(bench.subject):
+        require(_own_doc(owner), f"{what} has no docstring")
+    described = [field.description for field in method_fields(bench.subject).values()]
+    require(all(described), "a field of the method's config has no docstring below it")
+    texts = [_own_doc(owner) for what, owner in _documented(bench.subject) if what.startswith(("loss", "the batch"))]
+    require(
+        any(SHAPE.search(text) for text in texts) or any(map(_says_shapes, _batches(bench.subject))),
+        "no docstring of the loss or of a batch says a shape; write it in brackets, as [B, T], and [] for a scalar",
+    )
+    package = sys.modules[cls.__module__.split(".")[0]]
+    sources = [_own_doc(owner) for owner in (package, sys.modules[cls.__module__], cls, cls.method_class)]
+    require(
+        any(SOURCE.search(text) for text in sources),
+        "neither the module nor the trainer nor its config names a source: a paper with its year, an arXiv id, or the "
+        "number of an equation",
+    )
+
+
+def _documented(subject: Subject) -> Iterator[tuple[str, Any]]:
+    cls = subject.trainer_class
+    yield f"the module {cls.__module__}", sys.modules[cls.__module__]
+    yield f"the trainer {cls.__name__}", cls
+    yield f"the config {cls.method_class.__name__}", cls.method_class
+    for batch in _batches(subject):
+        yield f"the batch {batch.__name__}", batch
+    home = cls.__module__.split(".")[0]
+    for name in ("loss", "make_experience", "experience"):
+        function = getattr(cls, name)
+        if function.__module__.split(".")[0] == home:
+            yield f"{name} of {cls.__name__}", function
+
+
+def _batches(subject: Subject) -> list[type]:
+    """Batch classes of the plugin's own."""
+    home = subject.trainer_class.__module__.split(".")[0]
+    return [cls for cls in BATCH_CLASSES.values() if cls.__module__.split(".")[0] == home and is_dataclass(cls)]
+
+
+def _own_doc(owner: Any) -> str:
+    """The docstring that was written for this very thing; dataclasses make up one of their own."""
+    text = inspect.cleandoc(vars(owner).get("__doc__") or "" if isinstance(owner, type) else owner.__doc__ or "")
+    return "" if isinstance(owner, type) and text.startswith(f"{owner.__name__}(") else text
+
+
+def _says_shapes(batch: type) -> bool:
+    """Whether a docstring below a field does."""
+    return bool(SHAPE.search(inspect.getsource(batch)))
