@@ -108,6 +108,7 @@ def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
     ("hooks", "check", "seen"),
     [
         ("@hookimpl\ndef on_stepp(step): ...", "observer_hooks_fit", "on_stepp"),
+        ("optional = True\n@hookimpl\ndef on_step(): 1 / 0", "observer_hooks_fit", "ZeroDivisionError"),
         (
             "import torch\n@hookimpl\ndef on_step(trainer):\n"
             "    with torch.no_grad(): next(trainer.unwrapped.parameters()).mul_(1.001)",
