@@ -211,6 +211,11 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "rewards")
 
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Targets that follow within a run of a few steps."""
+        return {"config": {"method": {"alpha": 0.1}}}
+
     def get_arch(self, config: TRLConfig[ILQLConfig]) -> Policy:
         """The language model with ILQL's heads; trained at temperature 1 whatever the sampling's is."""
         model = load_model(config.model, self.live_model)

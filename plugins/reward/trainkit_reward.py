@@ -59,6 +59,7 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
     sample_format: ClassVar[Literal["completion", "preference"]] = "preference"
     generates: ClassVar[bool] = False
+    encoder_decoders: ClassVar[bool] = False
 
     def get_arch(self, config: TRLConfig[RewardConfig]) -> Scorer:
         """A language model with a head for scores, or a classifier with its own."""

@@ -124,6 +124,16 @@ class Subject:
         """Whether it learns from text that it samples."""
         return self.online and self.language
 
+    @property
+    def writes_text(self) -> bool:
+        """Whether what it trains is a policy over tokens."""
+        return self.language and self.trainer_class.generates
+
+    @cached_property
+    def needs_reference(self) -> bool:
+        """Whether it compares with a reference, at its default settings."""
+        return bool(tiny_trainer(self.name, Path("unused")).needs_reference)
+
 
 class Bench:
     """Where a check works: tiny real trainers of the subject, each with a run directory of its own."""

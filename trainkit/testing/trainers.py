@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainkit.config import TRLConfig
@@ -39,6 +40,7 @@ def tiny_trainer(
     *,
     callbacks: Iterable[object] = (),
     model: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Any:
     """A trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
@@ -50,11 +52,12 @@ def tiny_trainer(
         run_dir: where its run goes.
         callbacks: hooks.
         model: fields of the model's config instead of a tiny GPT-2's.
+        arguments: those of `trainkit.train` that should differ: ``prompts``, ``reward_fn``, ``tokenizer``.
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
     cls = get_trainer(name)
     usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
-    given = {**usual, **cls.tiny_arguments()}
+    given = {**usual, **cls.tiny_arguments(), **arguments}
     path, sections = given.pop("model_path"), given.pop("config", {})
     defaults: dict[str, dict[str, Any]] = {
         "method": {

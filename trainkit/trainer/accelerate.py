@@ -80,6 +80,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     """What offline samples are: outputs to prompts, or pairs ``{"prompt", "chosen", "rejected"}``."""
     generates: ClassVar[bool] = True
     """Whether what is trained writes text; if it scores text, evaluations have no prompts."""
+    encoder_decoders: ClassVar[bool] = True
+    """Whether encoder-decoders are trained too; if not, one is refused at the door."""
 
     @classmethod
     def _unwritten(cls) -> list[str]:
@@ -116,6 +118,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         check_trainable(config.model, self.model_config, live=model is not None)
         self.apart = bool(self.model_config.is_encoder_decoder)
         """Whether the model reads prompt and response apart, each with its own budget."""
+        if self.apart and not self.encoder_decoders:
+            raise ConfigError(
+                f"a model of type {self.model_config.model_type!r} is an encoder-decoder, and {config.method.name!r} "
+                "trains none; give a model that reads prompt and response as one text"
+            )
         self.limit = self._length_limit()
         budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
         self.encode = PromptEncoder(self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.apart)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import trainkit
 from trainkit.errors import ConfigError, DataError
-from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit_reward import RewardModel, preference_loss
 
@@ -191,6 +191,14 @@ def test_a_run_that_leaves_the_head_for_scores_out_says_so(
     said = [record.message for record in caplog.records if "its head for scores is left out" in record.message]
     assert len(said) == (method != "reward")
     assert all(f"{export} is a reward model, of which {method} takes the language model alone" in text for text in said)
+
+
+def test_an_encoder_decoder_is_refused_at_the_door(tmp_path: Path) -> None:
+    said = (
+        r"of type 't5' is an encoder-decoder, and 'reward' trains none; give a model that reads prompt and response as"
+    )
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("reward", tmp_path, model=tiny_t5(10))
 
 
 def test_nothing_is_generated(tmp_path: Path) -> None:

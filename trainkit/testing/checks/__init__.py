@@ -1,5 +1,5 @@
 """The checks of the kit, by what they are about; importing this registers them, in the order in which they run."""
 
-from trainkit.testing.checks import door, exactness, observing, resume, rows, runs, samplers
+from trainkit.testing.checks import credit, door, exactness, observing, policy, resume, rows, runs, samplers
 
-__all__ = ["door", "exactness", "observing", "resume", "rows", "runs", "samplers"]
+__all__ = ["credit", "door", "exactness", "observing", "policy", "resume", "rows", "runs", "samplers"]

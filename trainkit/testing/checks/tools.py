@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.hookspecs import hookimpl
 from trainkit.metrics import Metrics
 from trainkit.testing.conformance import Bench, require
 from trainkit.trainer.base import Verdict
@@ -241,3 +244,97 @@ def left_padded(batch: Any) -> Any:
         return x.gather(1, _like(places, x))
 
     return aligned(batch, roll)
+
+
+# ------------------------------------------------------------------------------------------- what the policy is asked
+
+Ids = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and response of a row."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a loss has asked the policy, and how it depends on the answers."""
+
+    sequences: Sequences
+    slopes: Tensor | None
+    """The loss's derivative by the log-probability of each token [B, T]; None where none was asked for."""
+
+    def rows(self) -> list[tuple[Ids, Tensor]]:
+        """Each row's ids, and its credit: how much the loss wants each of its response tokens to be likelier."""
+        mask = self.sequences.response_mask
+        slopes = torch.zeros(mask.shape) if self.slopes is None else self.slopes
+        return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
+
+
+def ids_of(sequences: Sequences) -> list[Ids]:
+    """Prompt and response ids of each row."""
+    pairs = zip(sequences.queries, sequences.responses, strict=True)
+    return [(tuple(query.tolist()), tuple(response.tolist())) for query, response in pairs]
+
+
+def readings(trainer: Any, batch: Batch) -> list[Reading]:
+    """What the loss on a whole batch asks of the policy."""
+    asked: list[tuple[Sequences, Tensor | None]] = []
+
+    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> None:
+        logprobs = getattr(outputs, "logprobs", None)
+        if logprobs is not None and logprobs.requires_grad:
+            logprobs.retain_grad()
+        asked.append((positional[0] if positional else named["sequences"], logprobs))
+
+    with torch.no_grad():
+        prepared = trainer.prepare_step(batch)
+    handle = trainer.policy.register_forward_hook(note, with_kwargs=True)
+    try:
+        loss, _ = trainer.loss(prepared)
+    finally:
+        handle.remove()
+    require(asked, "the loss does not ask trainer.policy")
+    loss.backward()
+    trainer.optimizer.zero_grad()
+    return [Reading(sequences, None if told is None else told.grad) for sequences, told in asked]
+
+
+def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
+    """The credit of the response tokens of every row that the loss reads."""
+    found: dict[Ids, Tensor] = {}
+    for reading in readings(trainer, batch):
+        for ids, credit in reading.rows():
+            found[ids] = found.get(ids, 0) + credit
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- runs and their parts
+
+
+class Logged:
+    """Keeps the metrics that are logged, by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    @hookimpl
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep them."""
+        self.steps.setdefault(step, {}).update(metrics)
+
+
+def rewarding(values: Iterable[Any]) -> Callable[..., list[Any]]:
+    """A reward function that gives these to the responses in their order, and begins again when they are used up."""
+    left = cycle(values)
+
+    def reward(prompts: list[Any], **_: Any) -> list[Any]:
+        return [next(left) for _ in prompts]
+
+    return reward
+
+
+@torch.no_grad()
+def push_away(model: torch.nn.Module, by: float) -> None:
+    """Add noise of this standard deviation to all parameters that are trained."""
+    draws = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.add_(by * noise.to(parameter.device, parameter.dtype))

@@ -1,0 +1,480 @@
+"""Checks about credit: what a score changes, where a gradient reaches, and that all of it leads where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from trainkit.data import Batch, Sequences
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.bandit import Bandit
+from trainkit.testing.checks.policy import LORA, SHARP, VOCABULARY, compares, samples_text
+from trainkit.testing.checks.tools import (
+    Ids,
+    credits_of,
+    gradient,
+    ids_of,
+    push_away,
+    require_close,
+    require_same_weights,
+    rewarding,
+    weights,
+)
+from trainkit.testing.conformance import Bench, Subject, check, require
+from trainkit.testing.trainers import PROMPTS, SAMPLES
+from trainkit.trainer.base import BaseRLTrainer
+
+
+def rated(subject: Subject) -> bool:
+    """It learns from numbers that somebody gives responses or samples."""
+    return subject.online or "rewards" in subject.trainer_class.inputs
+
+
+def scored(bench: Bench, scores: Sequence[Any]) -> Any:
+    """A trainer with one collection, whose responses or samples have these scores, and again from the first on."""
+    if bench.subject.online:
+        return bench.collected(arguments={"reward_fn": rewarding(scores)})
+    samples = bench.subject.trainer_class.tiny_arguments().get("samples", SAMPLES)
+    return bench.collected(arguments={"rewards": list(islice(cycle(scores), len(samples)))})
+
+
+# -------------------------------------------------------------------------------------------------- where scores go
+
+
+@check(where=samples_text)
+def credit_of_scores(bench: Bench) -> None:
+    """A higher score of a response gives its last token more credit, wherever the response stands in its group.
+
+    Credit is how much the loss wants a token to be likelier. A score that lands one token early or late, is cut to an
+    integer, or is given to a row that is not trained, leaves the last token's credit as it was (S-02, S-27, S-52,
+    S-58, S-66).
+    """
+    sampled = _sampled(bench)
+    base = _fractions(len(sampled))
+    for index in _chosen(bench, sampled):
+        credits_: list[float] = []
+        for score in (0.05, 0.95):
+            trainer = scored(bench, [*base[:index], score, *base[index + 1 :]])
+            found = credits_of(trainer, trainer.store.experience)
+            credits_.append(float(found[sampled[index]][-1]) if sampled[index] in found else 0.0)
+        _require_rise(credits_, "last", index, sampled[index])
+
+
+@check(where=samples_text)
+def credit_of_dense_rewards(bench: Bench) -> None:
+    """A score and the same reward for the last token are one; a higher reward for a token gives that token more credit.
+
+    A reward function may give a list of numbers per response, and an algorithm that does not expect it reads numbers
+    of tokens as numbers of responses (S-15).
+    """
+    sampled = _sampled(bench)
+    base = _fractions(len(sampled))
+
+    def dense(extra: dict[int, float]) -> list[list[float]]:
+        rows = [[0.0] * (len(response) - 1) + [score] for (_, response), score in zip(sampled, base, strict=True)]
+        for index, reward in extra.items():
+            rows[index][0] += reward
+        return rows
+
+    one, other = (scored(bench, scores).store.experience.flatten() for scores in (base, dense({})))
+    require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
+    for name, tensor in one.items():
+        require_close(tensor.float(), other[name].float(), f"{name} of scores, and of rewards for the last tokens,")
+    for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
+        credits_: list[float] = []
+        for reward in (-1.0, 1.0):
+            trainer = scored(bench, dense({index: reward}))
+            found = credits_of(trainer, trainer.store.experience)
+            credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
+        _require_rise(credits_, "first", index, sampled[index])
+
+
+def _sampled(bench: Bench) -> list[Ids]:
+    """The responses of the first collection, which are the same whatever scores they get."""
+    return [ids for rollouts in bench.collected()._rollouts for ids in ids_of(rollouts.sequences)]
+
+
+def _fractions(count: int) -> list[float]:
+    """Scores between 0.1 and 0.9, of which no two that are close are equal."""
+    return [0.1 + 0.8 * (7 * index % 16) / 15 for index in range(count)]
+
+
+def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
+    """Responses that are told apart by their ids: at every place of a group one, the shortest and the longest."""
+    size = bench.trainer().samples_per_prompt
+    alone = [index for index, ids in enumerate(sampled) if sampled.count(ids) == 1]
+    by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
+    places = [next((index for index in alone if index % size == place), None) for place in range(size)]
+    require(None not in places, f"too few of the {len(sampled)} responses to {len(PROMPTS)} prompts differ")
+    return sorted({*(index for index in places if index is not None), by_length[0], by_length[-1], alone[-1]})
+
+
+def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
+    low, high = found
+    require(
+        high - low > 1e-3 * max(abs(low), abs(high)),
+        f"the {which} token of response {index}, {len(ids[1])} tokens long, has the credit {high:.4g} when the "
+        f"response is scored best, and {low:.4g} when it is scored worst",
+    )
+
+
+@check(where=rated)
+def integer_scores(bench: Bench) -> None:
+    """Scores given as integers, booleans or NumPy's numbers make the experience that floats make.
+
+    Statistics in the type of the scores round advantages to integers (S-58).
+    """
+    for floats, others in (
+        ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
+        ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], (bool, np.bool_)),
+    ):
+        plain = scored(bench, floats * 2).store.experience.flatten()
+        for kind in others:
+            given = scored(bench, [kind(score) for score in floats * 2]).store.experience.flatten()
+            for name, tensor in plain.items():
+                require_close(
+                    tensor.float(), given[name].float(), f"{name} of float and {kind.__name__} scores", rtol=0, atol=0
+                )
+
+
+# ------------------------------------------------------------------------------------------------- where gradients go
+
+
+def draws_and_compares(subject: Subject) -> bool:
+    """It samples, and compares what it samples with a reference."""
+    return samples_text(subject) and compares(subject)
+
+
+@check(where=draws_and_compares)
+def kl_pulls_back(bench: Bench) -> None:
+    """Where all responses are equally good, a step brings the policy back towards its reference, or none is made.
+
+    A penalty without gradient, one that is an estimate whose gradient is 0 on average, or one of the wrong sign is
+    seen in no metric of a short run (S-06).
+    """
+    trainer, sequences = _moved(bench, by=0.1)
+    batch = trainer.store.experience
+    if batch.weight == 0:
+        _require_no_step(trainer, batch)
+        return
+    back = _gradient_of_kl(trainer, sequences)
+    step = _gradient_by_policy(trainer, batch)
+    require(step.any(), "the loss has no gradient where all responses are equally good and the policy has moved")
+    cosine = float(cosine_similarity(step, back, dim=0))
+    require(cosine > 0.5, f"the step's direction and the one back to the reference have the cosine {cosine:.3f}")
+
+
+@check(where=draws_and_compares)
+def reported_kl(bench: Bench) -> None:
+    """What is reported as the divergence from the reference is that divergence, but for the error of sampling.
+
+    ``policy/kl_per_token`` is compared with the exact one over the vocabulary, ``policy/kl`` with that or its sum over
+    a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one of a
+    reference that keeps its adapter is 0, and controllers steer by it (S-06, S-26).
+    """
+    adapted: dict[str, Any] = {"model": tiny_gpt2(VOCABULARY, **SHARP), "model__peft_config": LORA}
+    for changes in ({}, adapted):
+        trainer, sequences = _moved(bench, by=0.3, **changes)
+        with torch.no_grad():
+            exact = trainer.policy(sequences, reference=trainer.reference).kl
+            _, found = trainer.loss(trainer.prepare_step(trainer.store.experience))
+        per_token = float(exact.sum() / sequences.response_mask.sum())
+        require(per_token > 0, "the policy has moved, and the reference with it")
+        allowed = {"policy/kl_per_token": [per_token], "policy/kl": [per_token, float(exact.sum(1).mean())]}
+        told = {name: value.compute() for name, value in {**trainer._pending, **found}.items() if name in allowed}
+        for name, value in told.items():
+            off = min(abs(value / true - 1) for true in allowed[name])
+            under = " of a policy with an adapter" if changes else ""
+            require(off < 0.15, f"{name}{under} is {value:.4g}, and the divergence {allowed[name][-1]:.4g}")
+
+
+def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
+    """A trainer whose policy has moved, with many responses that are equally good, and these."""
+    size = bench.trainer().samples_per_prompt
+    count = 1024 // size * size
+    trainer = bench.trainer(
+        arguments={"reward_fn": rewarding([0.0])}, rollout__num_rollouts=count, rollout__batch_size=count, **changes
+    )
+    trainer.policy  # noqa: B018  (the reference is made with it)
+    push_away(trainer.unwrapped.model, by)
+    trainer.collect()
+    return trainer, Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
+
+
+def _require_no_step(trainer: Any, batch: Batch) -> None:
+    before = weights(trainer)
+    trainer.update(batch)
+    require_same_weights(before, weights(trainer), "weights before and after a step on nothing that counts")
+
+
+def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
+    trainer.optimizer.zero_grad()
+    trainer.policy(sequences, reference=trainer.reference).kl.sum().backward()
+    return _taken(trainer)
+
+
+def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
+    """As far as it comes from what the policy says of tokens, and not of the value of states."""
+
+    def without_values(_: Any, __: Any, outputs: Any) -> Any:
+        return outputs if outputs.values is None else outputs._replace(values=outputs.values.detach())
+
+    handle = trainer.policy.register_forward_hook(without_values)
+    try:
+        with torch.no_grad():
+            prepared = trainer.prepare_step(batch)
+        trainer.loss(prepared)[0].backward()
+    finally:
+        handle.remove()
+    return _taken(trainer)
+
+
+def _taken(trainer: Any) -> Tensor:
+    """The gradient of the language model, flat."""
+    trained = [p for p in trainer.unwrapped.model.parameters() if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+    trainer.optimizer.zero_grad()
+    return flat
+
+
+@check()
+def gradient_reaches(bench: Bench) -> None:
+    """In a short run every parameter that is trained gets a gradient, and what is frozen does not move.
+
+    A head that no loss reads, or a part of the model behind a detach, stays as it was made without anybody seeing it;
+    layers that are frozen to save memory, and to be shared with the reference, must stay as they are (S-25, S-59).
+    """
+    trainer = bench.trainer()
+    missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
+    require(missing, "nothing of the model is trained")
+    trainer.policy  # noqa: B018  (puts the parameters where they are trained)
+    for name, parameter in trainer.unwrapped.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad, name=name: missing.discard(name) if grad.any() else None)
+    trainer.learn()
+    require(not missing, f"in a run no gradient reaches {', '.join(sorted(missing)[:3])}")
+    if bench.subject.language:
+        _require_frozen_stays(bench)
+
+
+def _require_frozen_stays(bench: Bench) -> None:
+    trainer = bench.trainer(model__num_layers_unfrozen=1)
+    before = weights(trainer)
+    trainer.learn()
+    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
+    below = [name for name in moved if ".h.0." in name or ".wte." in name or ".wpe." in name]
+    require(not below, f"with num_layers_unfrozen 1 of 2 a run moves {', '.join(below[:3])}")
+    require(
+        any(".h.1." in name for name in moved), "with num_layers_unfrozen 1 of 2 a run does not move the upper layer"
+    )
+
+
+def keeps_state(subject: Subject) -> bool:
+    """It says that it remembers something, or does something after each step."""
+    cls = subject.trainer_class
+    return bool(cls.remembers) or cls.after_step is not BaseRLTrainer.after_step
+
+
+@check(where=keeps_state)
+def kept_state_moves(bench: Bench) -> None:
+    """What an algorithm keeps beside trained weights, target networks and statistics, changes in a run.
+
+    A target that is never synchronised keeps an algorithm learning from where it began (S-14).
+    """
+    trainer = bench.trainer()
+    before = _kept(trainer)
+    require(
+        before, "after_step is written, and there is neither a buffer nor anything in state_dict() that it could change"
+    )
+    trainer.learn()
+    still = [name for name, value in _kept(trainer).items() if repr(value) == repr(before[name])]
+    require(not still, f"after a run {', '.join(still[:3])} is what it was before")
+
+
+def _kept(trainer: Any) -> dict[str, Any]:
+    """Copies of what is remembered, and of saved buffers outside the model itself."""
+    own = {name for name, _ in trainer.unwrapped.named_buffers() if not name.startswith("model.")}
+    state = trainer.unwrapped.state_dict()
+    buffers = {name: state[name].tolist() for name in own & state.keys() if state[name].is_floating_point()}
+    return buffers | {name: repr(getattr(trainer, name)) for name in type(trainer).remembers}
+
+
+# --------------------------------------------------------------------------------------------------------- precision
+
+
+@check()
+def finite_at_extremes(bench: Bench) -> None:
+    """Loss and gradient stay finite at the edges: equal or huge scores, one token, one response, a policy far away.
+
+    A standard deviation of 0 or of one number, an exponential of an advantage or of a log-ratio: a single infinity
+    ends a run, hours after it began (S-16, S-43).
+    """
+    for what, trainer in _extremes(bench):
+        batch = trainer.store.experience
+        require(len(batch) > 0, f"with {what} there is no experience")
+        for name, tensor in batch.flatten().items():
+            require(not tensor.is_floating_point() or tensor.isfinite().all(), f"with {what} {name} is not finite")
+        with torch.no_grad():
+            loss = float(trainer.loss(trainer.prepare_step(batch))[0])
+        require(np.isfinite(loss), f"with {what} the loss is {loss}")
+        require(gradient(trainer, batch).isfinite().all(), f"with {what} the gradient is not finite")
+
+
+def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
+    subject = bench.subject
+    if rated(subject):
+        yield "equal scores", scored(bench, [1.0])
+        yield "scores of ±1e6", scored(bench, [1e6, -1e6, -1e6])
+    if subject.online:
+        few = {"rollout__num_rollouts": bench.trainer().samples_per_prompt}
+        yield "the smallest collection", bench.collected(**few)
+        if subject.language:
+            yield "responses of one token", bench.collected(rollout__max_new_tokens=1)
+            yield "a collection of one token per response", bench.collected(**few, rollout__max_new_tokens=1)
+    far = bench.collected()
+    push_away(far.unwrapped, by=1.0)
+    yield "a policy far from the one that sampled", far
+
+
+@check(where=lambda subject: subject.language)
+def bf16_autocast(bench: Bench) -> None:
+    """Under bf16 autocast the loss and the direction of its gradient are those of float32, within rounding.
+
+    Heads whose types do not fit, and sums, ratios or log-probabilities that are computed in 16 bits, show only where
+    a run is made with mixed precision.
+    """
+    exact, rounded = bench.collected(), bench.trainer(train__mixed_precision="bf16")
+    batch = exact.store.experience
+    one, other = (_measured(trainer, batch) for trainer in (exact, rounded))
+    require(abs(one[0] - other[0]) <= 2e-3 * (abs(one[0]) + 1), f"the loss is {one[0]:.5g}, under bf16 {other[0]:.5g}")
+    cosine = float(cosine_similarity(one[1], other[1], dim=0))
+    require(cosine > 0.98, f"the gradients in float32 and under bf16 have the cosine {cosine:.3f}")
+
+
+def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
+    policy = trainer.policy
+    with torch.no_grad(), trainer.accelerator.autocast():
+        prepared = trainer.prepare_step(batch)
+    loss, _ = trainer.measure(prepared)
+    loss.backward()
+    flat = torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    return float(loss.detach()), flat
+
+
+# ---------------------------------------------------------------------------------------------------------- learning
+
+
+@check()
+def learns(bench: Bench) -> None:
+    """It learns something small whose answer is known.
+
+    Every part can be right by itself and the whole still go nowhere, or the wrong way: a sign, a step that is not
+    made, a comparison with the wrong row.
+    """
+    subject = bench.subject
+    if subject.samples_text:
+        _finds_rewards(bench)
+    elif subject.language and subject.trainer_class.sample_format == "preference":
+        _prefers_the_chosen(bench)
+    elif not subject.writes_text:
+        _improves(bench)
+    elif rated(subject):
+        _samples_the_better(bench)
+    else:
+        _imitates(bench)
+
+
+RUN: dict[str, Any] = {
+    "optimizer__lr": 1e-2,
+    "train__batch_size": 32,
+    "rollout__num_rollouts": 64,
+    "rollout__batch_size": 64,
+}
+
+
+def _finds_rewards(bench: Bench) -> None:
+    bandit = Bandit()
+    changes = {**RUN, "rollout__max_new_tokens": 1, "train__total_steps": 60}
+    trainer = bench.trainer(arguments=bandit.arguments, **changes)
+    before = _expected(bandit, trainer)
+    trainer.learn()
+    after, best = _expected(bandit, trainer), float(bandit.rewards.max(1).values.mean())
+    seen = f"the expected reward goes from {before:.3f} to {after:.3f} in {trainer.progress.step} steps; "
+    require(after - before > 0.4 * (best - before), f"{seen}the best is {best:.3f}")
+
+
+def _expected(bandit: Bandit, trainer: Any) -> float:
+    """The exact mean reward of the policy."""
+    return float((bandit.logprobs(trainer.unwrapped.model).exp() * bandit.rewards).sum(1).mean())
+
+
+def _samples_the_better(bench: Bench) -> None:
+    bandit = Bandit()
+    samples = [(prompt, response) for prompt in bandit.prompts for response in bandit.responses]
+    good = (bandit.rewards > bandit.rewards.median(1, keepdim=True).values).flatten().double()
+    arguments = {
+        "tokenizer": bandit.tokenizer,
+        "samples": samples,
+        "rewards": good.tolist(),
+        "prompts": list(bandit.prompts),
+    }
+    trainer = bench.trainer(arguments=arguments, **RUN, train__total_steps=100)
+    trainer.learn()
+    share = _share_of_good(bandit, trainer, good.view(bandit.rewards.shape))
+    usual = float(good.mean())
+    require(share > usual + 0.1, f"of samples {usual:.0%} are good, and of what is then generated {share:.0%}")
+
+
+def _share_of_good(bandit: Bandit, trainer: Any, good: Tensor) -> float:
+    """Of what is generated and is a response of the bandit."""
+    rollouts = trainer.generate(list(bandit.prompts) * 64, max_new_tokens=1)
+    pairs = [(p, o) for p, o in zip(rollouts.prompts, rollouts.outputs, strict=True) if o in bandit.responses]
+    require(pairs, "nothing that is generated is among the samples")
+    return sum(float(good[bandit.prompts.index(p), bandit.responses.index(o)]) for p, o in pairs) / len(pairs)
+
+
+def _prefers_the_chosen(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    before = _margins(trainer)
+    trainer.learn()
+    share = float((_margins(trainer) > before).float().mean())
+    require(share >= 0.9, f"after a run {share:.0%} of the pairs it was made on are told apart better than before")
+
+
+@torch.no_grad()
+def _margins(trainer: Any) -> Tensor:
+    """Of each pair: log-likelihoods, or scores of a model that gives scores."""
+    answer = trainer.policy(trainer.encode_preferences(trainer.pipeline.rows).both)
+    chosen, rejected = (answer if isinstance(answer, Tensor) else answer.logprobs.sum(1)).chunk(2)
+    return chosen - rejected
+
+
+def _imitates(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    before = _likelihood(trainer)
+    trainer.learn()
+    after = _likelihood(trainer)
+    require(after > 0.7 * before, f"the mean log-likelihood of what is learnt goes from {before:.4g} to {after:.4g}")
+
+
+@torch.no_grad()
+def _likelihood(trainer: Any) -> float:
+    sequences = trainer.encode_samples(trainer.read_samples(SAMPLES))
+    return float(trainer.policy(sequences).logprobs.sum(1).mean())
+
+
+def _improves(bench: Bench) -> None:
+    trainer = bench.trainer(optimizer__lr=1e-2, train__total_steps=40)
+    measure = "eval/reward" if bench.subject.online else "eval/loss/total"
+    before = trainer.evaluate()[measure]
+    trainer.learn()
+    after = trainer.evaluate()[measure]
+    better = after > before if bench.subject.online else after < before
+    require(better, f"{measure} goes from {before:.4g} to {after:.4g}")

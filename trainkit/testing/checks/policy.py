@@ -1,0 +1,287 @@
+"""Checks about the policy: which distribution is sampled, compared and trained, and which tokens of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from trainkit.data import Sequences
+from trainkit.models.trunk import tiny_input
+from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_t5
+from trainkit.testing.checks.tools import (
+    Logged,
+    gradient,
+    ids_of,
+    readings,
+    require_close,
+    require_same_weights,
+    weights,
+)
+from trainkit.testing.conformance import Bench, Subject, check, require
+from trainkit.testing.trainers import LETTERS
+
+VOCABULARY = len(LETTERS) + 2
+DROPOUT = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+SHARP = {"initializer_range": 0.2}
+"""Weights by which some tokens are much likelier than others, so that distributions can be told apart."""
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+def samples_text(subject: Subject) -> bool:
+    """It learns from what it samples."""
+    return subject.samples_text
+
+
+def compares(subject: Subject) -> bool:
+    """It compares a policy over tokens with a reference."""
+    return subject.writes_text and subject.needs_reference
+
+
+def has_a_first_ratio(subject: Subject) -> bool:
+    """It compares its policy with the one that sampled, or with a reference."""
+    return subject.samples_text or compares(subject)
+
+
+# ------------------------------------------------------------------------------------------------- one distribution
+
+
+@check(where=has_a_first_ratio)
+def first_update(bench: Bench) -> None:
+    """Until the first update the divergence from the reference is 0 and the ratio to the sampling policy 1.
+
+    Also with dropout configured and at a temperature other than 1. Whatever differs between the policy that samples,
+    the one that is trained and the reference, a temperature, dropout, a layer too few, is otherwise learnt from as if
+    the policy had moved (S-05, S-08, S-17).
+    """
+    require_one_policy(bench, model=tiny_gpt2(VOCABULARY, **SHARP, **DROPOUT), rollout__temperature=0.7)
+
+
+def require_one_policy(bench: Bench, **changes: Any) -> None:
+    """Fail unless policy, behaviour and reference agree before the first update, and what is logged says so."""
+    trainer = bench.collected(**changes)
+    if bench.subject.needs_reference:
+        trainer.policy.train()
+        for reading in readings(trainer, trainer.store.experience):
+            with torch.no_grad():
+                own, other = (each(reading.sequences).logprobs for each in (trainer.policy, trainer.reference))
+            require_close(own, other, "log-probabilities of policy and reference", rtol=0, atol=0)
+    logged = Logged()
+    bench.learnt(callbacks=[logged], **changes, train__total_steps=1)
+    _require_unmoved(logged.steps[1])
+    sampling = bench.collected(**changes, model__disable_dropout=False)  # which is without dropout all the same
+    recorded = {name: value for name, value in sampling._pending.items() if name.startswith("policy/kl")}
+    _require_unmoved({name: float(value.compute()) for name, value in recorded.items()})
+
+
+def _require_unmoved(metrics: dict[str, float]) -> None:
+    still = {"policy/kl": 0.0, "policy/kl_per_token": 0.0, "policy/approx_kl": 0.0, "policy/ratio": 1.0}
+    for name in still.keys() & metrics.keys():
+        off = abs(metrics[name] - still[name])
+        require(off <= 1e-6, f"{name} is {metrics[name]:.7g} before the first update, and should be {still[name]:g}")
+
+
+@check(where=samples_text)
+def sampling_distribution(bench: Bench) -> None:
+    """Sampler, policy and reference speak of one distribution: at the sampling temperature, under the logit mask.
+
+    Importance ratios between two temperatures, or with tokens that sampling could not give, are learnt from as if
+    the policy had moved (S-08, F-02). What top-k and top-p cut does not count.
+    """
+    letters = torch.arange(VOCABULARY) < len(LETTERS)
+    no_repeats = letters.unsqueeze(0) & ~torch.eye(VOCABULARY, dtype=torch.bool)
+    for mask in (None, letters, no_repeats):
+        trainer = bench.trainer(
+            model=tiny_gpt2(VOCABULARY, **SHARP),
+            arguments={"logit_mask": mask},
+            rollout__temperature=0.7,
+            rollout__top_k=4,
+            rollout__top_p=0.9,
+        )
+        rollouts = trainer.sample([{"prompt": prompt} for prompt in ("a", "bcd", "ef", "gh")])
+        _require_allowed(rollouts.sequences, mask)
+        under = "" if mask is None else f" under a logit mask {tuple(mask.shape)}"
+        with torch.no_grad():
+            told = {"policy": trainer.policy(rollouts.sequences).logprobs}
+            if bench.subject.needs_reference:
+                told["reference"] = trainer.reference(rollouts.sequences).logprobs
+        for who, logprobs in told.items():
+            what = f"log-probabilities of the sampler and of the {who} at temperature 0.7{under}"
+            require_close(rollouts.logprobs, logprobs, what, rtol=0, atol=1e-5)
+
+
+def _require_allowed(sequences: Sequences, mask: Tensor | None) -> None:
+    if mask is None:
+        return
+    for query, response in ids_of(sequences):
+        pairs = zip((*query[-1:], *response), response, strict=False)
+        allowed = all(mask[token] if mask.dim() == 1 else mask[previous, token] for previous, token in pairs)
+        require(allowed, f"the response {response} to {query} holds tokens that the logit mask forbids")
+
+
+@check(where=compares)
+def reference_is_frozen(bench: Bench) -> None:
+    """The reference takes no gradient, does not move in a run, and has no dropout whatever the policy has.
+
+    A reference in training mode says something else each time it is asked, one that shares weights with the policy
+    follows it, and the divergence then means nothing (S-05, S-17, S-25).
+    """
+    changes = {"model": tiny_gpt2(VOCABULARY, **DROPOUT), "model__disable_dropout": False}
+    trainer = bench.collected(**changes)
+    reading, *_ = readings(trainer, trainer.store.experience)
+    trainer.loss(trainer.prepare_step(trainer.store.experience))[0].backward()
+    frozen = dict(trainer.reference.policy.named_parameters())
+    taking = [name for name, p in frozen.items() if p.requires_grad or p.grad is not None]
+    require(not taking, f"{', '.join(taking[:3])} of the reference can be trained")
+    trained = {p.data_ptr() for p in trainer.unwrapped.parameters() if p.requires_grad}
+    shared = [name for name, p in frozen.items() if p.data_ptr() in trained]
+    require(not shared, f"the reference shares {', '.join(shared[:3])} with the policy, where they are trained")
+    trainer.policy.train()
+    first, before = trainer.reference(reading.sequences).logprobs, _copied(trainer.reference.policy)
+    require_close(first, trainer.reference(reading.sequences).logprobs, "two answers of the reference", rtol=0, atol=0)
+    trainer.optimizer.zero_grad()
+    trainer.learn()
+    require_same_weights(before, _copied(trainer.reference.policy), "weights of the reference before and after a run")
+    after = trainer.reference(reading.sequences).logprobs
+    require_close(first, after, "answers of the reference before and after a run", rtol=0, atol=0)
+
+
+def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+# --------------------------------------------------------------------------------------------------- the trained tokens
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that writes nearly all that is sampled from it with other ids: it merges any two letters."""
+    pairs = [(one, other) for one in "ab" for other in "ab"]
+    names = ["a", "b", *(one + other for one, other in pairs), EOS, PAD]
+    tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=pairs))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+
+
+@check(where=samples_text)
+def sampled_ids(bench: Bench) -> None:
+    """The ids that were sampled are the ids that are trained.
+
+    Text that is tokenised again may give other ids, to which the policy has never given the probability that is
+    reinforced (S-09).
+    """
+    tokenizer = merging_tokenizer()
+    arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
+    trainer = bench.collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
+    sampled = {ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)}
+    changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
+    require(len(changed) > len(sampled) // 2, "too few responses would change if they were tokenised again")
+    for reading in readings(trainer, trainer.store.experience):
+        for query, response in ids_of(reading.sequences):
+            require((query, response) in sampled, f"{query} → {response} is trained, and was never sampled")
+
+
+@check(where=lambda subject: subject.language)
+def eos_is_trained(bench: Bench) -> None:
+    """The token that ends a response is trained like its other tokens, and once, also where padding has its id.
+
+    A mask made of ids that are not padding leaves it out with tokenizers that pad with EOS, as GPT-2's users do, and
+    the model never learns to stop (S-01, S-35).
+    """
+    tokenizer = character_tokenizer(LETTERS, pad_token=EOS)
+    trainer = bench.collected(arguments={"tokenizer": tokenizer})
+    rollouts = [
+        part for part in trainer._rollouts for part in zip(ids_of(part.sequences), part.terminated, strict=True)
+    ]
+    ended = {ids: bool(terminated) for ids, terminated in rollouts}
+    require(not bench.subject.online or len(set(ended.values())) == 2, "no response was cut, or none has ended")
+    for reading in readings(trainer, trainer.store.experience):
+        segments = reading.sequences.segments
+        many = [1] * len(reading.sequences) if segments is None else segments.amax(1).tolist()
+        real = [
+            ids[keep] for ids, keep in zip(reading.sequences.input_ids, reading.sequences.attention_mask, strict=True)
+        ]
+        for (ids, credit), row, count in zip(reading.rows(), real, many, strict=True):
+            due = count if not bench.subject.online else int(ended.get(ids, True))
+            _require_eos(tokenizer, ids, credit, row, due)
+
+
+def _require_eos(tokenizer: Any, ids: tuple[Any, Any], credit: Tensor, row: Tensor, due: int) -> None:
+    text, response = tokenizer.decode(row), ids[1]
+    ends = [index for index, token in enumerate(response) if token == tokenizer.eos_token_id]
+    counted = int((row == tokenizer.eos_token_id).sum())
+    require(
+        len(ends) == counted == due, f"{text!r} has {counted} EOS, of which {len(ends)} are trained; it should be {due}"
+    )
+    require(not due or ends[-1] == len(response) - 1, f"the EOS of {text!r} is not the last token of its response")
+    if credit.any():
+        require(
+            bool(credit[ends].all()), f"the loss on {text!r} does not depend on its EOS, and on other tokens it does"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- other models
+
+
+@check(where=lambda subject: subject.language and subject.trainer_class.encoder_decoders)
+def encoder_decoder(bench: Bench) -> None:
+    """An encoder-decoder is trained as a causal model is: exact means, one policy before the first update, a run.
+
+    Where prompt and response are read apart, what counts from the prompt's end is off by its length (S-03, S-23).
+    A trainer for which that is not so says ``encoder_decoders = False``, and is not given one.
+    """
+    model = tiny_t5(VOCABULARY)
+    trainer = bench.collected(model=model)
+    batch = trainer.store.experience
+    whole, share = gradient(trainer, batch), batch.weight
+    parts = [gradient(trainer, micro) * (micro.weight / share) for micro in batch.split(3)]
+    require_close(torch.stack(parts).sum(0), whole, "gradients of an encoder-decoder in micro-batches of 3 and whole")
+    if has_a_first_ratio(bench.subject):
+        require_one_policy(bench, model=tiny_t5(VOCABULARY, dropout_rate=0.5), rollout__temperature=0.7)
+    before = weights(trainer)
+    trainer.learn()
+    moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
+    require(moved, "a run on an encoder-decoder moves nothing")
+
+
+@check(where=lambda subject: subject.language)
+def adapter(bench: Bench) -> None:
+    """With an adapter only the adapter and the algorithm's heads move; resuming and exporting hold as without.
+
+    The reference is then the model without its adapter, and one that forgets to switch it off compares the policy
+    with itself (S-26).
+    """
+    changes: dict[str, Any] = {"model__peft_config": LORA, "optimizer__lr": 1e-2}
+    if has_a_first_ratio(bench.subject):
+        require_one_policy(bench, **changes)
+    trainer = bench.trainer(**changes, train__save_interval=3)
+    before = weights(trainer)
+    probe = Sequences.from_lists([[0, 1], [2]], [[3, 4], [5, 6, 7]])
+    told = _asked(trainer, probe) if compares(bench.subject) else None
+    trainer.learn()
+    moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
+    astray = [name for name in moved if name.startswith("model.") and "lora_" not in name]
+    require(any("lora_B" in name for name in moved), "a run moves nothing of the adapter")
+    require(not astray, f"a run with an adapter moves {', '.join(astray[:3])} of the model below it")
+    if told is not None:
+        require_close(told, _asked(trainer, probe), "answers of the reference before and after a run", rtol=0, atol=0)
+    _require_adapter_is_kept(bench, trainer, changes)
+
+
+def _asked(trainer: Any, probe: Sequences) -> Tensor:
+    answer: Tensor = trainer.reference(probe.to(trainer.accelerator.device)).logprobs
+    return answer
+
+
+def _require_adapter_is_kept(bench: Bench, trainer: Any, changes: dict[str, Any]) -> None:
+    place = bench.place()
+    bench.learnt(place, **changes, train__save_interval=3, train__total_steps=3)
+    resumed = bench.learnt(place, **changes, train__save_interval=3, train__resume="auto")
+    require_same_weights(weights(trainer), weights(resumed), "weights of a run with an adapter, straight and resumed,")
+    loaded = AutoModelForCausalLM.from_pretrained(trainer.save_pretrained(bench.place()))
+    inputs = tiny_input(loaded)
+    with torch.no_grad():
+        own, other = trainer.unwrapped.model(**inputs).logits, loaded(**inputs).logits
+    require_close(own, other, "logits of the adapted model and of its export", rtol=0, atol=1e-5)
