@@ -21,7 +21,7 @@ FLOORS = {
     "trainkit.pipeline": 2, "trainkit.store": 2, "trainkit.sampling": 2, "trainkit.stepping": 2, "trainkit.rewards": 2,
     "trainkit.models": 2,
     "trainkit.trainer": 3, "trainkit.trackers": 3,
-    "trainkit.api": 4, "trainkit.cli": 4, "trainkit.examples": 4, "trainkit.testing": 4, "trainkit.__main__": 4,
+    "trainkit.api": 4, "trainkit.cli": 4, "trainkit.examples": 4, "trainkit.templates": 4, "trainkit.testing": 4, "trainkit.__main__": 4,
     "trainkit": 5,  # the public names; loaded lazily, so importable from anywhere
 }  # fmt: skip
 HEAVY = {"torch": 0, "transformers": 2, "safetensors": 2, "accelerate": 3, "typer": 4}

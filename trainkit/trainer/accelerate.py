@@ -203,8 +203,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 f"{self.config.method.name!r} steers its samples, and the sampler of a make_sampler hook knows nothing "
                 "of that; leave the hook out"
             )
-        if made is not None:
-            return generation.checked_sampler(made)
+        return self.core_sampler() if made is None else generation.checked_sampler(made)
+
+    def core_sampler(self) -> Sampler:
+        """trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
+        self._prepared  # noqa: B018  (as above)
         return make_sampler(
             self.unwrapped.model,
             self.tokenizer,

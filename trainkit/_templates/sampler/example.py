@@ -1,0 +1,30 @@
+"""Trains a model of two layers under new_plugin, on a CPU: a few seconds, nothing downloaded."""
+
+from typing import Any
+
+import trainkit
+from trainkit.testing import character_tokenizer, tiny_gpt2
+
+
+def reward(outputs: list[str], **_: Any) -> list[float]:
+    """How many letters a are in each output."""
+    return [float(output.count("a")) for output in outputs]
+
+
+if __name__ == "__main__":
+    tokenizer = character_tokenizer("abcdefgh")
+    trainer = trainkit.train(
+        tiny_gpt2(len(tokenizer)),
+        reward,
+        prompts=["b", "cd", "efg"],
+        eval_prompts=["b", "cd", "efg", "h"] * 4,
+        tokenizer=tokenizer,
+        config={
+            "plugins": ["new_plugin"],
+            "method": {"name": "rloo", "kl_coef": 0.0},
+            "optimizer": {"lr": 3e-3},
+            "rollout": {"max_new_tokens": 8, "num_rollouts": 64},
+            "train": {"batch_size": 32, "total_steps": 100, "eval_interval": 50, "trackers": []},
+        },
+    )
+    print(f"letters a in an output of 8: {trainer.evaluate()['eval/reward']:.2f}")

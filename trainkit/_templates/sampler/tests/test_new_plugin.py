@@ -1,0 +1,21 @@
+from pathlib import Path
+
+from trainkit.testing import parametrize_checks
+from trainkit.testing.trainers import tiny_trainer
+
+
+@parametrize_checks("new_plugin")
+def test_it_passes(check):
+    """A case for each check of trainkit's kit, with a sentence on what it proves."""
+    check()
+
+
+def test_samples_are_cut_at_first_and_whole_later(tmp_path: Path):
+    def outputs(name: str, step: int, **changes) -> list[str]:
+        trainer = tiny_trainer("rloo", tmp_path / name, **changes)
+        trainer.progress.step = step
+        return trainer.generate([{"prompt": "a", "seed": at} for at in range(20)]).outputs
+
+    core, cut = outputs("core", 0), outputs("cut", 0, rollout__top_p=0.8)
+    assert outputs("first", 0, plugins=["new_plugin"]) == cut != core
+    assert outputs("later", 50, plugins=["new_plugin"]) == core

@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import torch
+
+from trainkit.testing import parametrize_checks
+from trainkit.testing.trainers import tiny_trainer
+
+
+@parametrize_checks("new_plugin")
+def test_it_passes(check):
+    """A case for each check of trainkit's kit, with a sentence on what it proves."""
+    check()
+
+
+def test_the_baseline_is_subtracted_from_every_score(tmp_path: Path):
+    """The algorithm's own numbers, which no kit knows."""
+    trainer = tiny_trainer("new_plugin", tmp_path, method__baseline=2.0)
+    rollouts = trainer.sample(trainer.pipeline.take(0, 4))
+    batch = trainer.experience(rollouts, torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    assert batch.advantages.tolist() == [-2.0, -1.0, 0.0, 1.0]

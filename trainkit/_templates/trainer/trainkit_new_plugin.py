@@ -1,0 +1,52 @@
+"""new_plugin: the policy gradient without a critic, to be changed into an algorithm of yours.
+
+Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", equation 11.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit.functional import masked_mean, per_response, zero_masked
+from trainkit.metrics import Mean, Metrics
+
+
+class NewPluginConfig(MethodConfig):
+    """The numbers of new_plugin: a docstring under each, which is its help."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 1000}}
+    name: str = "new_plugin"
+    """The registered name."""
+    baseline: float = 0.0
+    """Subtracted from every score; what scores higher is made likelier, what scores lower is made rarer."""
+
+
+@dataclass(frozen=True)
+class NewPluginBatch(TokenBatch):
+    """What the loss needs beside the ``sequences``: old_logprobs [B, T] and advantages [B]."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+
+
+@register_trainer("new_plugin")
+class NewPluginTrainer(AccelerateRLTrainer[NewPluginConfig]):
+    """loss = −mean (score − baseline) · π(y_t | prompt, y_<t) / π_old(y_t | prompt, y_<t) over response tokens."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> NewPluginBatch:
+        """Rollouts and their scores, [B] or [B, T], before the update; nothing here has a gradient."""
+        advantages = per_response(scores) - self.method.baseline  # [B]
+        return NewPluginBatch(rollouts.sequences, self.behaviour(rollouts).logprobs, advantages)
+
+    def loss(self, batch: NewPluginBatch) -> tuple[Tensor, Metrics]:
+        """−A · ratio, a mean over response tokens. -> []. While the ratio is 1, its gradient is −A · ∇ log π."""
+        mask = batch.sequences.response_mask  # [B, T]
+        ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask).exp()  # [B, T]
+        loss = masked_mean(-batch.advantages.unsqueeze(1) * ratio, mask)
+        return loss, {"policy/ratio": Mean.of(ratio, mask), "policy/approx_kl": Mean.of(ratio - 1 - ratio.log(), mask)}
