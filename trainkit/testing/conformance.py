@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import hookspecs
 from trainkit.config import ModelConfig
@@ -38,6 +38,9 @@ from trainkit.registry import get_trainer, is_registered
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+if TYPE_CHECKING:
+    import pytest
 
 Kind = Literal["trainer", "observer", "sampler"]
 Outcome = Literal["passed", "failed", "expected"]
@@ -366,7 +369,7 @@ class Case:
             raise CheckError(f"{error}\n\nto prove: {self.check.proves}\nmatters:  {self.check.matters}") from None
 
 
-def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> Any:
+def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> pytest.MarkDecorator:
     """A decorator that makes a case of pytest of every check; the test takes ``check`` and calls it.
 
     Raises:

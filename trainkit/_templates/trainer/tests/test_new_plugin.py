@@ -1,3 +1,6 @@
+"""trainkit's kit over new_plugin, and what new_plugin does beyond it."""
+
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -7,12 +10,12 @@ from trainkit.testing.trainers import tiny_trainer
 
 
 @parametrize_checks("new_plugin")
-def test_it_passes(check):
+def test_it_passes(check: Callable[[], None]) -> None:
     """A case for each check of trainkit's kit, with a sentence on what it proves."""
     check()
 
 
-def test_the_baseline_is_subtracted_from_every_score(tmp_path: Path):
+def test_the_baseline_is_subtracted_from_every_score(tmp_path: Path) -> None:
     """The algorithm's own numbers, which no kit knows."""
     trainer = tiny_trainer("new_plugin", tmp_path, method__baseline=2.0)
     rollouts = trainer.sample(trainer.pipeline.take(0, 4))

@@ -1,0 +1,232 @@
+"""A plugin begun by the command: it works before a line is written, and what cannot be begun is refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import trainkit
+from trainkit import cli, plugins, templates
+from trainkit.errors import ConfigError
+from trainkit.templates import Kind
+
+ROOT = Path(__file__).parents[1]
+NAMES = {Kind.TRAINER: "my-algo", Kind.TRACKER: "My_Tracker", Kind.SAMPLER: "sampler2"}
+LINES = 60
+"""What an author is asked to write at most."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, where commands run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["new-plugin", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 1, result.output
+    return " ".join(result.stderr.split())
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code: neither blank, nor comment, nor docstring."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and at not in told for at, line in lines)
+
+
+# ---------------------------------------------------------------------------------------------- what is written works
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_new_plugin_installs_passes_its_tests_and_trains_as_it_is_told(
+    kind: Kind, fresh_venv: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.perf_counter()
+    told = fresh_venv.run("trainkit", "new-plugin", NAMES[kind], "--kind", kind.value, cwd=tmp_path).stdout
+    commands = [line.split() for line in told.partition("next:\n")[2].splitlines()]
+    assert 1 + len(commands) <= 5
+    printed = [fresh_venv.run(*(word.strip("'") for word in words), cwd=tmp_path).stdout for words in commands]
+    seconds = time.perf_counter() - started
+    with capsys.disabled():
+        print(f"\n{kind}: {1 + len(commands)} commands in {seconds:.1f} s")
+
+    plugin = NAMES[kind].lower().replace("-", "_")
+    assert any(f"{plugin}: " in text and "passed" in text for text in printed)
+    assert "100/100  done" in printed[-1]
+    listed = {row["name"]: row for row in json.loads(fresh_venv.run("trainkit", "plugins", "--json").stdout)}
+    assert listed[plugin]["distribution"] == f"trainkit-{plugin.replace('_', '-')}"
+    folder = tmp_path / listed[plugin]["distribution"]
+    tests = fresh_venv.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder, cwd=tmp_path)
+    assert " passed" in tests.stdout
+
+
+def test_the_new_algorithm_learns(fresh_venv: Any, here: Path) -> None:
+    assert call("learner").exit_code == 0
+    fresh_venv.install("-e", here / "trainkit-learner")
+    said = fresh_venv.run("python", "trainkit-learner/example.py", cwd=here).stdout
+    assert float(said.rpartition(": ")[2]) > 6  # letters of 8; less than 1 before
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_new_files_are_short_and_pass_the_rules(kind: Kind, here: Path) -> None:
+    assert call(NAMES[kind], "--kind", kind.value, "--out", "new").exit_code == 0
+    modules = sorted(Path("new").rglob("*.py"))
+    written = [path for path in modules if path.name.startswith(("trainkit_", "test_"))]
+    assert len(written) == 2
+    assert sum(map(code_lines, written)) <= LINES
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", "pyproject.toml"]
+    files = [path.resolve() for path in modules]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    left = [path for path in Path("new").rglob("*") if path.is_file() and "ew_plugin" in path.read_text("utf-8")]
+    assert left == []
+
+
+def test_new_modules_and_their_tests_are_typed(here: Path) -> None:
+    for kind in Kind:
+        assert call(NAMES[kind], "--kind", kind.value).exit_code == 0
+    files = sorted(path for path in here.rglob("*.py") if path.name != "example.py")
+    assert len(files) == 2 * len(Kind)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *files], capture_output=True, text=True, check=False, cwd=ROOT
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_needed_is_the_trainkit_that_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, requirement in (("0.1.0", ">=0.1,<0.2"), ("0.12.3.dev1", ">=0.12,<0.13"), ("2.3.0", ">=2.3,<3")):
+        monkeypatch.setattr(trainkit, "__version__", version)
+        assert call("any", "--out", version).exit_code == 0
+        assert f'dependencies = ["trainkit{requirement}"]' in Path(version, "pyproject.toml").read_text("utf-8")
+
+
+def test_the_wheel_holds_the_templates(fresh_venv: Any, tmp_path: Path) -> None:
+    fresh_venv.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    needed = [path for path in templates.TEMPLATES.rglob("*") if path.suffix in (".md", ".py", ".toml")]
+    assert len(needed) == 5 * len(Kind)
+    assert {str(path.relative_to(ROOT)) for path in needed} <= held
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("given", ["my-algo", "my_algo"])
+def test_hyphens_and_underscores_are_one(given: str, here: Path) -> None:
+    told = call(given).stdout
+    assert "pip install -e trainkit-my-algo\n" in told
+    assert "trainkit plugins check my_algo\n" in told
+    module = (here / "trainkit-my-algo" / "trainkit_my_algo.py").read_text("utf-8")
+    assert '@register_trainer("my_algo")\nclass MyAlgoTrainer(AccelerateRLTrainer[MyAlgoConfig])' in module
+
+
+@pytest.mark.parametrize("given", ["requirement", "new-plugin", "my-new-plugin", "NewPlugin2"])
+def test_names_that_templates_use_themselves_can_be_had(given: str, here: Path) -> None:
+    assert call(given, "--out", "new").exit_code == 0
+    project = Path("new/pyproject.toml").read_text("utf-8")
+    assert f'name = "trainkit-{given.lower()}"' in project
+    assert 'dependencies = ["trainkit>=' in project
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("2fast", "a plugin cannot be called '2fast'; use English letters"),
+        ("my algo", "cannot be called 'my algo'"),
+        ("-x-", "cannot be called '-x-'"),
+        ("a__b", "single hyphens or underscores"),
+        ("größe", "use English letters"),
+        ("../up", "cannot be called '../up'"),
+        ("", "cannot be called ''"),
+        ("lambda", "'lambda', which is a keyword of Python; choose another name"),
+        ("trainkit-mine", "put before the name by itself: trainkit new-plugin mine"),
+        ("PPO", "the name 'ppo' is taken by the plugin ppo (trainkit-ppo "),
+        ("online-dpo", "the name 'online_dpo' is taken by the plugin online_dpo (trainkit-dpo "),
+    ],
+)
+def test_names_that_cannot_be_had_are_refused(given: str, says: str, here: Path) -> None:
+    assert says in refused("--", given)
+    assert list(here.iterdir()) == []
+
+
+def test_the_name_of_an_installed_distribution_is_taken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [plugins.PluginInfo("other", "trainkit_my_algo", "trainkit-my-algo", "3.1")]
+    monkeypatch.setattr(templates, "discover", lambda: found)
+    message = refused("my_algo")
+    assert "'trainkit-my-algo' is already installed, and holds the plugin other (trainkit-my-algo 3.1" in message
+
+
+def test_an_unknown_kind_lists_the_kinds(here: Path) -> None:
+    result = call("mine", "--kind", "optimiser")
+    assert result.exit_code == 2
+    assert all(kind in result.stderr for kind in Kind)
+
+
+# ------------------------------------------------------------------------------------------------------- directories
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(here: Path) -> None:
+    (here / "trainkit-mine").mkdir()
+    (here / "trainkit-mine" / "notes").write_text("kept")
+    assert "the directory 'trainkit-mine' is not empty; give another with --out" in refused("mine")
+    assert [path.name for path in here.rglob("*")] == ["trainkit-mine", "notes"]
+
+
+def test_an_empty_directory_is_filled(here: Path) -> None:
+    (here / "mine").mkdir()
+    told = call("mine", "--out", "mine").stdout
+    assert "pip install -e mine\n" in told
+    assert (here / "mine" / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [("no/where", "cannot write 'no/where': No such file"), ("file", "cannot write 'file': File exists")],
+)
+def test_what_cannot_be_written_says_why(out: str, says: str, here: Path) -> None:
+    (here / "file").write_text("kept")
+    assert says in refused("mine", "--out", out)
+    assert [path.name for path in here.rglob("*")] == ["file"]
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_half_written_stays(
+    existed: bool, error: BaseException, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if existed:
+        (here / "trainkit-mine").mkdir()
+    write = Path.write_text
+
+    def full(path: Path, text: str, encoding: str) -> int:
+        if path.name == "test_mine.py":
+            raise error
+        return write(path, text, encoding)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigError if isinstance(error, OSError) else KeyboardInterrupt):
+            templates.new_plugin("mine", Kind.TRAINER)
+    assert [path.name for path in here.rglob("*")] == ["trainkit-mine"] * existed
