@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -120,6 +121,8 @@ def fresh_venv(tmp_path_factory: pytest.TempPathFactory) -> FreshVenv:
     home = tmp_path_factory.mktemp("fresh") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=300)
     (packages,) = home.glob("lib/python*/site-packages")
+    for brought in packages.glob("setuptools*"):  # older than what torch needs, and it would hide that
+        shutil.rmtree(brought)
     outer = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (packages / "of_the_tests.pth").write_text(outer, encoding="utf-8")
     venv = FreshVenv(home)
