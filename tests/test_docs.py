@@ -149,7 +149,7 @@ def test_the_readme_runs_and_its_models_learn_what_it_says(execute: Callable[[Pa
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 @pytest.mark.parametrize(
-    "document", [page for page in PAGES if page.stem not in ("plugins", "plugin-api")], ids=name_of
+    "document", [page for page in PAGES if page.stem not in ("plugins", "plugin-api", "tutorial")], ids=name_of
 )
 def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
     assert blocks(document, "python")
