@@ -7,8 +7,8 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 
 
 def reward(outputs: list[str], **_: Any) -> list[float]:
-    """How many letters a are in each output."""
-    return [float(output.count("a")) for output in outputs]
+    """The share of the letter a in outputs of 8 letters."""
+    return [output.count("a") / 8 for output in outputs]
 
 
 if __name__ == "__main__":
@@ -27,4 +27,4 @@ if __name__ == "__main__":
             "train": {"batch_size": 32, "total_steps": 100, "eval_interval": 50, "trackers": []},
         },
     )
-    print(f"letters a in an output of 8: {trainer.evaluate()['eval/reward']:.2f}")
+    print(f"letters a in an output of 8: {8 * trainer.evaluate()['eval/reward']:.2f}")

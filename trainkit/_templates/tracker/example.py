@@ -7,8 +7,8 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 
 
 def reward(outputs: list[str], **_: Any) -> list[float]:
-    """How many letters a are in each output."""
-    return [float(output.count("a")) for output in outputs]
+    """The share of the letter a in outputs of 8 letters."""
+    return [output.count("a") / 8 for output in outputs]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ class NewPluginConfig(MethodConfig):
     section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 1000}}
     name: str = "new_plugin"
     """The registered name."""
-    baseline: float = 0.0
-    """Subtracted from every score; what scores higher is made likelier, what scores lower is made rarer."""
+    baseline: float = 0.5
+    """What scores higher is made likelier, what scores lower rarer; 0.5 suits scores between 0 and 1."""
 
 
 @dataclass(frozen=True)
