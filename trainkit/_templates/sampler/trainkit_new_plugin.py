@@ -1,4 +1,4 @@
-"""new_plugin: draws from the likeliest tokens at first, and from more of them as training goes on."""
+"""new_plugin: draws from all tokens at first, and from the likeliest alone as training goes on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from trainkit import AccelerateRLTrainer, Rollouts, Row, SamplingConfig, hookimpl
 
-FIRST, STEPS = 0.8, 50
-"""The ``top_p`` before the first step, and the steps after which it has risen to 1."""
+LAST, STEPS = 0.8, 1000
+"""The ``top_p`` that it ends at, and the steps in which it falls there from 1."""
 
 
 @hookimpl
 def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
-    """trainkit's own sampler with a ``top_p`` that rises; one that is set in the configuration is left alone."""
+    """trainkit's own sampler with a ``top_p`` that falls; one that is set in the configuration is left alone."""
     core = trainer.core_sampler()
 
     def sampler(
@@ -31,4 +31,4 @@ def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
 
 def top_p(step: int) -> float:
     """The share of the probability that is drawn from; it follows from the step, so that resuming keeps it."""
-    return min(1.0, FIRST + (1 - FIRST) * step / STEPS)
+    return max(LAST, 1 - (1 - LAST) * step / STEPS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
@@ -21,7 +22,7 @@ class NewPluginConfig(MethodConfig):
     section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 1000}}
     name: str = "new_plugin"
     """The registered name."""
-    baseline: float = 0.5
+    baseline: float = Field(0.5, ge=0, le=1)
     """What scores higher is made likelier, what scores lower rarer; 0.5 suits scores between 0 and 1."""
 
 

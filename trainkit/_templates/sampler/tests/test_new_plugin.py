@@ -14,8 +14,8 @@ def test_it_passes(check: Callable[[], None]) -> None:
     check()
 
 
-def test_samples_are_cut_at_first_and_whole_later(tmp_path: Path) -> None:
-    """Samples at the first step are those at ``top_p`` 0.8, samples behind the last one trainkit's own."""
+def test_samples_are_whole_at_first_and_cut_later(tmp_path: Path) -> None:
+    """Samples before the first step are trainkit's own; 1000 steps later they are those at ``top_p`` 0.8."""
 
     def outputs(name: str, step: int, **changes: Any) -> list[str]:
         trainer = tiny_trainer("rloo", tmp_path / name, **changes)
@@ -23,5 +23,5 @@ def test_samples_are_cut_at_first_and_whole_later(tmp_path: Path) -> None:
         return list(trainer.generate([{"prompt": "a", "seed": at} for at in range(20)]).outputs)
 
     core, cut = outputs("core", 0), outputs("cut", 0, rollout__top_p=0.8)
-    assert outputs("first", 0, plugins=["new_plugin"]) == cut != core
-    assert outputs("later", 50, plugins=["new_plugin"]) == core
+    assert outputs("first", 0, plugins=["new_plugin"]) == core != cut
+    assert outputs("later", 1000, plugins=["new_plugin"]) == cut

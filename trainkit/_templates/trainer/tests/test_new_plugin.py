@@ -17,7 +17,7 @@ def test_it_passes(check: Callable[[], None]) -> None:
 
 def test_the_baseline_is_subtracted_from_every_score(tmp_path: Path) -> None:
     """The algorithm's own numbers, which no kit knows."""
-    trainer = tiny_trainer("new_plugin", tmp_path, method__baseline=2.0)
+    trainer = tiny_trainer("new_plugin", tmp_path, method__baseline=0.25)
     rollouts = trainer.sample(trainer.pipeline.take(0, 4))
-    batch = trainer.experience(rollouts, torch.tensor([0.0, 1.0, 2.0, 3.0]))
-    assert batch.advantages.tolist() == [-2.0, -1.0, 0.0, 1.0]
+    batch = trainer.experience(rollouts, torch.tensor([0.0, 0.25, 0.5, 1.0]))
+    assert batch.advantages.tolist() == [-0.25, 0.0, 0.25, 0.75]
