@@ -74,7 +74,7 @@ def test_a_new_plugin_installs_passes_its_tests_and_trains_as_it_is_told(
     plugin = NAMES[kind].lower().replace("-", "_")
     assert any(f"{plugin}: " in text and "passed" in text for text in printed)
     assert "100/100  done" in printed[-1]
-    listed = {row["name"]: row for row in json.loads(fresh_venv.run("trainkit", "plugins", "--json").stdout)}
+    listed = {row["name"]: row for row in json.loads(fresh_venv.run("trainkit", "plugins", "list", "--json").stdout)}
     assert listed[plugin]["distribution"] == f"trainkit-{plugin.replace('_', '-')}"
     folder = tmp_path / listed[plugin]["distribution"]
     tests = fresh_venv.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder, cwd=tmp_path)
