@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
-from trainkit import cli, plugins, templates
+from trainkit import cli, templates
 from trainkit.errors import ConfigError
 from trainkit.templates import Kind
 
@@ -162,8 +163,8 @@ def test_names_that_templates_use_themselves_can_be_had(given: str, here: Path) 
         ("", "cannot be called ''"),
         ("lambda", "'lambda', which is a keyword of Python; choose another name"),
         ("trainkit-mine", "put before the name by itself: trainkit new-plugin mine"),
-        ("PPO", "the name 'ppo' is taken by the plugin ppo (trainkit-ppo "),
-        ("online-dpo", "the name 'online_dpo' is taken by the plugin online_dpo (trainkit-dpo "),
+        ("PPO", "the name 'ppo' belongs to trainkit's own trainkit-ppo; choose another"),
+        ("online-dpo", "the name 'online_dpo' belongs to trainkit's own trainkit-dpo; choose another"),
     ],
 )
 def test_names_that_cannot_be_had_are_refused(given: str, says: str, here: Path) -> None:
@@ -171,11 +172,20 @@ def test_names_that_cannot_be_had_are_refused(given: str, says: str, here: Path)
     assert list(here.iterdir()) == []
 
 
-def test_the_name_of_an_installed_distribution_is_taken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [plugins.PluginInfo("other", "trainkit_my_algo", "trainkit-my-algo", "3.1")]
-    monkeypatch.setattr(templates, "discover", lambda: found)
-    message = refused("my_algo")
-    assert "'trainkit-my-algo' is already installed, and holds the plugin other (trainkit-my-algo 3.1" in message
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("my-algo", "the name 'my_algo' is taken by the plugin my_algo (trainkit-theirs 3.1, module their_module)"),
+        ("theirs", "'trainkit-theirs' is already installed, and holds the plugin my_algo (trainkit-theirs 3.1"),
+    ],
+)
+def test_names_of_installed_plugins_and_distributions_are_taken(
+    given: str, says: str, install: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("trainkit-theirs", {"my_algo": "their_module"}, "", version="3.1")
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(given)
+    assert [path.name for path in tmp_path.iterdir()] == ["trainkit-theirs"]
 
 
 def test_an_unknown_kind_lists_the_kinds(here: Path) -> None:

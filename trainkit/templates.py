@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.plugins import discover
+from trainkit.plugins import BUILT_IN, discover
 
 TEMPLATES = Path(__file__).parent / "_templates"
 
@@ -106,7 +106,9 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
 
 
 def _check_free(names: Names) -> None:
-    """Raise a `RegistryError` if a plugin or a distribution is called so, or has claimed the name."""
+    """Raise a `RegistryError` if a plugin or a distribution is called so, or the name is one of trainkit's own."""
+    if own := BUILT_IN.get(names.plugin):
+        raise RegistryError(f"the name {names.plugin!r} belongs to trainkit's own {own}; choose another")
     for plugin in discover():
         if names.plugin == plugin.name.replace("-", "_"):
             raise RegistryError(f"the name {names.plugin!r} is taken by the plugin {plugin}; choose another")
