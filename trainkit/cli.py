@@ -269,6 +269,28 @@ def run_example(
 # ------------------------------------------------------------------------------------------- plugins and configs
 
 
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What configurations will call it, e.g. my-algo.")],
+    kind: Annotated[Kind, typer.Option(help="An algorithm, hooks that observe, or a sampler.")] = Kind.TRAINER,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The new directory; trainkit-NAME, here, without it.")
+    ] = None,
+) -> None:
+    """Begin a plugin: a directory that can be installed, checked and trained with, to be changed into yours."""
+    from trainkit import templates
+
+    names, files = templates.new_plugin(name, kind, out)
+    folder = str(out or names.distribution)
+    extra = "" if kind is Kind.TRAINER else "[dev]"  # they are tried with an algorithm, of a distribution of its own
+    commands = (
+        ["pip", "install", "-e", f"{folder}{extra}"],
+        ["trainkit", "plugins", "check", names.plugin],
+        ["python", f"{folder}/example.py"],
+    )
+    typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {shlex.join(command)}" for command in commands)]))
+
+
 @app.command()
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An exported adapter, e.g. runs/x/model.")],
@@ -364,28 +386,6 @@ def _mark(good: bool) -> str:
     """A tick or a cross, or signs where the console has neither."""
     marks = "✓✗".encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
     return (marks if "?" not in marks else "+-")[0 if good else 1]
-@app.command("new-plugin")
-def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What configurations will call it, e.g. my-algo.")],
-    kind: Annotated[Kind, typer.Option(help="An algorithm, hooks that observe, or a sampler.")] = Kind.TRAINER,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The new directory; trainkit-NAME, here, without it.")
-    ] = None,
-) -> None:
-    """Begin a plugin: a directory that can be installed, checked and trained with, to be changed into yours."""
-    from trainkit import templates
-
-    names, files = templates.new_plugin(name, kind, out)
-    folder = str(out or names.distribution)
-    extra = "" if kind is Kind.TRAINER else "[dev]"  # they are tried with an algorithm, of a distribution of its own
-    commands = (
-        ["pip", "install", "-e", f"{folder}{extra}"],
-        ["trainkit", "plugins", "check", names.plugin],
-        ["python", f"{folder}/example.py"],
-    )
-    typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {shlex.join(command)}" for command in commands)]))
-
-
 @app.command("config")
 def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
     """Print an algorithm's defaults as YAML, with comments."""
