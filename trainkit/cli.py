@@ -386,6 +386,8 @@ def _mark(good: bool) -> str:
     """A tick or a cross, or signs where the console has neither."""
     marks = "✓✗".encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
     return (marks if "?" not in marks else "+-")[0 if good else 1]
+
+
 @app.command("config")
 def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
     """Print an algorithm's defaults as YAML, with comments."""

@@ -30,6 +30,8 @@ from trainkit.trainer.base import Verdict
 NAME = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@=.-]+)+")
 LOOPS_OWN = ("train/", "eval/", "loss/total", "time/collect", "time/update")
 """Names of metrics that are the loop's, or begin so."""
+OF_ROLLOUTS = ("rollout/", "reward/")
+"""How those begin that trainkit records with rollouts: in a tiny run, means of small numbers may well be equal."""
 
 
 @check()
@@ -212,11 +214,12 @@ def metrics_vary(bench: Bench) -> None:
 
 
 def _values(trainer: Any) -> dict[str, set[str]]:
-    """What each metric of training that is not the loop's has been in a run."""
+    """What each metric of training that is the algorithm's has been in a run."""
     found: dict[str, set[str]] = {}
+    others = (*LOOPS_OWN, *OF_ROLLOUTS, *CLOCK)
     for line in metric_lines(trainer.run_dir, training=True):
         for name, value in line.items():
-            if name != "step" and not name.startswith((*LOOPS_OWN, *CLOCK)):
+            if name != "step" and not name.startswith(others):
                 found.setdefault(name, set()).add(repr(value))
     return found
 
