@@ -131,6 +131,15 @@ def test_the_wheel_holds_the_templates(fresh_venv: Any, tmp_path: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in needed} <= held
 
 
+def test_the_command_answers_at_once(here: Path) -> None:
+    script = (
+        "import sys; from trainkit.templates import Kind, new_plugin; new_plugin('mine', Kind.TRAINER); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 # ------------------------------------------------------------------------------------------------------------- names
 
 
