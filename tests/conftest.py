@@ -3,12 +3,15 @@ fresh environments."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,6 +81,25 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         return home
 
     return install
+
+
+@pytest.fixture(scope="session")
+def lines_of_code() -> Callable[[Path], int]:
+    """``lines_of_code(path)``: the lines of a module that hold code: not blank ones, comments and docstrings."""
+
+    def lines_of_code(path: Path) -> int:
+        source = path.read_text(encoding="utf-8")
+        said = {
+            line
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in blank]
+        return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - said)
+
+    return lines_of_code
 
 
 ROOT = Path(__file__).parents[1]

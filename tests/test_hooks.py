@@ -177,6 +177,26 @@ def test_an_observer_that_sets_another_off_is_not_blamed_for_its_error(tmp_path:
         trainer.learn()
 
 
+@pytest.mark.parametrize("optional", [True, False])
+def test_an_observer_that_raises_a_hook_error_of_its_own_is_named_and_may_be_optional(
+    optional: bool, observe: Observe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how, heard, name = observe(
+        optional=optional, on_step="from trainkit.errors import HookError; raise HookError('mine') from OSError('x')"
+    )
+    trainer = tiny_trainer("sft", tmp_path / "run", **how)
+    told = f"the hook on_step of {name} failed at step 1: HookError: mine. "
+    if optional:
+        trainer.learn()
+        assert trainer.done
+        assert heard == ["on_step"]
+        assert told in caplog.text
+    else:
+        with pytest.raises(HookError) as caught:
+            trainer.learn()
+        assert str(caught.value).startswith(told)
+
+
 def test_a_wrapper_around_the_hooks_of_others_is_refused() -> None:
     class Around:
         @trainkit.hookimpl(wrapper=True)

@@ -23,6 +23,7 @@ from trainkit.hookspecs import hookimpl
 from trainkit.plugins import PluginInfo, discover, find_plugin, hook_manager, is_imported, load_plugin
 from trainkit.probe import probe
 from trainkit.registry import available_trainers, get_trainer, register_trainer
+from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import AccelerateRLTrainer
 from trainkit.trainer.loop import AcceleratedLoop
 
@@ -165,7 +166,9 @@ def test_a_method_config_of_another_name_is_refused(wrong):
 
 
 def test_a_method_config_that_gives_its_name_no_default_is_refused():
-    with pytest.raises(RegistryError, match=r"write name: str = 'fake-nameless' in MethodConfig"):
+    with pytest.raises(
+        RegistryError, match=r"write name: str = 'fake-nameless' in a class derived from MethodConfig, and make"
+    ):
         register_trainer("fake-nameless")(type("Nameless", (), {"method_class": MethodConfig}))
 
 
@@ -639,6 +642,17 @@ def test_a_plugin_that_only_trains_needs_no_hooks(install):
     install("fake-quiet", {"fake-quiet": "fake_quiet"}, trainer_source("fake-quiet"))
     manager = hook_manager(["fake-quiet"], [])
     assert [isinstance(plugin, ModuleType) for plugin in manager.get_plugins()] == [True]
+
+
+def test_a_plugin_that_brings_neither_a_trainer_of_its_name_nor_hooks_is_refused(install, tmp_path):
+    install("fake-idle", {"fake-idle": "fake_idle"}, "x = 1", "0.7")
+    told = r"^plugin fake-idle \(fake-idle 0\.7, .*no trainer 'fake-idle' and has no hooks"
+    with pytest.raises(PluginError, match=told):
+        tiny_trainer("sft", tmp_path, plugins=["fake-idle"])
+
+
+def test_a_plugin_that_is_a_trainer_alone_may_stand_among_the_plugins_of_a_run(tmp_path):
+    assert tiny_trainer("sft", tmp_path, plugins=["rloo"]).config.plugins == ["rloo"]
 
 
 def test_a_misspelt_hook_of_a_plugin_is_an_error_that_names_both(install):

@@ -231,9 +231,6 @@ def _json_line(path: Path, at: int, line: str) -> Any:
         raise DataError(f"{path}, line {at}: not JSON ({error}); every line is an object or a string") from error
 
 
-# ------------------------------------------------------------------------------------- code that a flag names
-
-
 # ------------------------------------------------------------------------------------------------------ examples
 
 

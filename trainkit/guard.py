@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import pluggy
 
@@ -17,6 +18,9 @@ PROVIDERS = frozenset({"make_sampler"})
 """Hooks whose answer the run is made with; every other one observes."""
 LAST = "on_train_end"
 """The hook that all are told, also after one has failed: its errors are returned to who calls it, not raised."""
+
+_FAILURES: WeakSet[HookError] = WeakSet()
+"""Errors that say already whose they are: one of them in another hook is of a hook that this one has set off."""
 
 
 @dataclass
@@ -63,16 +67,17 @@ class Watched:
         Raises:
             HookError: unless it is optional, or the hook is the `LAST`, which gets the error back.
         """
-        if isinstance(error, HookError):  # of another hook, which this one has set off
+        if isinstance(error, HookError) and error in _FAILURES:
             failure = error
         else:
-            what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {_said(error)}"
+            what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {said(error)}"
             if self.optional and hook not in PROVIDERS:
                 self.dismissed = True
                 log.warning("%s. It is optional: it is told nothing more, and the run goes on", what, exc_info=error)
                 return None
             failure = HookError(f"{what}. {self._way_out(hook)}")
             failure.__cause__ = error
+            _FAILURES.add(failure)
         if hook == LAST:
             return failure
         raise failure
@@ -83,8 +88,14 @@ class Watched:
         return f"Repair it, leave it out, or write optional = True in {self.place}: runs then go on without it"
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def one_line(text: object) -> str:
+    """``text`` without line breaks, as a message quotes it."""
+    return " ".join(str(text).split())
+
+
+def said(error: BaseException) -> str:
+    """The error in one line: its type, and what it says, if it says anything."""
+    return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
 
 
 def watch(manager: pluggy.PluginManager, plugin: object, owner: str) -> None:

@@ -23,7 +23,7 @@ import pluggy
 import trainkit
 from trainkit import hookspecs
 from trainkit.errors import PluginError, RegistryError, suggest
-from trainkit.guard import watch
+from trainkit.guard import one_line, said, watch
 from trainkit.hookspecs import GROUP
 from trainkit.inspection import TRAINER, UNKNOWN, read_module
 
@@ -135,15 +135,10 @@ def _import(plugin: PluginInfo) -> ModuleType:
         raise
     except BaseException as error:  # a plugin may even call sys.exit() at import; only its own runs may suffer
         raise PluginError(
-            f"plugin {plugin} failed to import: {type(error).__name__}: {one_line(error)}. "
+            f"plugin {plugin} failed to import: {said(error)}. "
             f"Repair or uninstall the distribution {plugin.distribution!r}, or disable it; other plugins are not "
             "affected"
         ) from error
-
-
-def one_line(text: object) -> str:
-    """``text`` without line breaks, as a message quotes it."""
-    return " ".join(str(text).split())
 
 
 # ---------------------------------------------------------------------------------------------------- installed

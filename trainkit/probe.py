@@ -14,7 +14,8 @@ from pathlib import Path
 
 from trainkit import registry
 from trainkit.errors import PluginError, TrainkitError
-from trainkit.plugins import BROKEN, OK, PluginInfo, hook_manager, one_line
+from trainkit.guard import one_line, said
+from trainkit.plugins import BROKEN, OK, PluginInfo, hook_manager
 
 TIMEOUT = 120.0
 """Seconds that an import may take."""
@@ -68,13 +69,7 @@ def examine(name: str) -> None:
     Raises:
         RegistryError, PluginError: it cannot be used.
     """
-    manager = hook_manager([name], [])
-    (module,) = manager.get_plugins()
-    if not registry.is_registered(name) and not manager.get_hookcallers(module):
-        raise PluginError(
-            f'it registers no trainer {name!r} and has no hooks; it needs @register_trainer("{name}"), or functions '
-            "marked @trainkit.hookimpl"
-        )
+    registry.check_brought([name], hook_manager([name], []))
 
 
 def _main(name: str, result: str) -> None:
@@ -83,7 +78,7 @@ def _main(name: str, result: str) -> None:
         fault = ""
     except TrainkitError as error:
         cause = error.__cause__
-        fault = one_line(f"{type(cause).__name__}: {cause}" if isinstance(error, PluginError) and cause else error)
+        fault = said(cause) if isinstance(error, PluginError) and cause else one_line(error)
     Path(result).write_text(json.dumps(fault), encoding="utf-8")
     os._exit(0)  # what the plugin has started ends with it
 

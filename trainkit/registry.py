@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+import pluggy
 
 from trainkit.errors import PluginError, RegistryError
 from trainkit.plugins import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
@@ -50,9 +53,14 @@ def _register(cls: C, name: str) -> C:
             f"Derive it as class {cls.__name__}(AccelerateRLTrainer[YourConfig]), YourConfig being a MethodConfig"
         )
     if (given := method.model_fields["name"].default) != name:
+        own = method.__module__ == cls.__module__
         raise RegistryError(
-            f"trainer {name!r} has a method config whose name is {given!r}; write name: str = {name!r} "
-            f"in {method.__qualname__}"
+            f"trainer {name!r} has a method config whose name is {given!r}; write name: str = {name!r} in "
+            + (
+                method.__qualname__
+                if own
+                else f"a class derived from {method.__qualname__}, and make that method_class"
+            )
         )
     if missing := _missing(cls):
         raise RegistryError(
@@ -112,6 +120,20 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
 def is_registered(name: str) -> bool:
     """Whether a trainer of that name is there, without importing anything for it."""
     return name.lower() in _TRAINERS
+
+
+def check_brought(names: Iterable[str], hooks: pluggy.PluginManager) -> None:
+    """Refuse what brings a run nothing: each of the plugins ``names``, loaded into ``hooks``, trains or has hooks.
+
+    Raises:
+        PluginError: one does neither.
+    """
+    for plugin in map(find_plugin, names):
+        if not is_registered(plugin.name) and not hooks.get_hookcallers(sys.modules[plugin.module]):
+            raise PluginError(
+                f"plugin {plugin} brings nothing: it registers no trainer {plugin.name!r} and has no hooks; it needs "
+                f'@register_trainer("{plugin.name}"), or functions marked @trainkit.hookimpl'
+            )
 
 
 def available_trainers() -> list[str]:

@@ -43,6 +43,8 @@ class Names:
         Raises:
             ConfigError: Python or pip could not use them.
         """
+        import yaml
+
         plugin = given.lower().replace("-", "_")
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", plugin):
             raise ConfigError(
@@ -51,6 +53,11 @@ class Names:
             )
         if keyword.iskeyword(plugin):
             raise ConfigError(f"a plugin cannot be called {given!r}, which is a keyword of Python; choose another name")
+        if (read := yaml.safe_load(plugin)) != plugin:
+            raise ConfigError(
+                f"a plugin cannot be called {given!r}, which a configuration would read as {read!r}; "
+                "choose another name"
+            )
         if plugin.startswith("trainkit_"):
             raise ConfigError(
                 f"given {given!r}; 'trainkit-' is put before the name by itself: "

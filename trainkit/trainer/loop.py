@@ -29,7 +29,7 @@ from trainkit.formats import Prompts, prompt_rows
 from trainkit.functional import exact
 from trainkit.pipeline import Pipeline, Stream, is_stream
 from trainkit.plugins import hook_manager, is_installed, without_disabled
-from trainkit.registry import get_trainer
+from trainkit.registry import check_brought, get_trainer
 from trainkit.seeding import Seen, generator, global_rng
 from trainkit.trainer import optim, provenance, run
 from trainkit.trainer.base import BaseRLTrainer, Verdict
@@ -146,6 +146,7 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         optim.check(config)
         self.live_model = model
         self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
+        check_brought(self._plugin_names(), self.hooks)
         self.progress = Progress()
         self.unit = "tokens"
         """What ``progress.tokens`` counts, as the batch of the last step says."""
