@@ -3,6 +3,7 @@
 #   make demo    the random-walks example: SFT, then PPO
 #   make check   what .ci/run runs: lint, types, test
 #   make api     docs/plugin-api.md, the names that plugins may use, made again
+#   make mutants which checks of the kit find which bugs
 #   make parity  the losses beside TRL's
 #   make bench   the benchmarks
 
@@ -13,7 +14,7 @@ BENCH := .venv-bench
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test lint types check api parity bench
+.PHONY: demo test lint types check api mutants parity bench
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -33,6 +34,9 @@ check: lint types test
 
 api: $(VENV)/made
 	$(BIN)/python docs/make_plugin_api.py
+
+mutants: $(VENV)/made
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python -m mutants
 
 parity: $(BENCH)/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity

@@ -253,6 +253,8 @@ class Result:
     seconds: float
     seen: str = ""
     """What was seen where it failed; where that was expected, the reason given for it."""
+    error: str = ""
+    """The type of the exception that the plugin raised, if the check failed by that and not by what it requires."""
 
 
 @dataclass
@@ -338,19 +340,20 @@ def _chosen(name: str, expected: Mapping[str, str], only: Iterable[str] | None =
 
 
 def _run(each: Check, subject: Subject, reason: str | None) -> Result:
-    started, seen, failed = time.perf_counter(), "", False
+    started, seen, raised, failed = time.perf_counter(), "", "", False
     try:
         each.run(subject)
     except CheckError as error:
         seen, failed = str(error), True
     except Exception as error:  # whatever the plugin raises is its failure, and says where
         at = traceback.extract_tb(error.__traceback__)[-1]
-        seen, failed = f"{type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})", True
+        raised, failed = type(error).__name__, True
+        seen = f"{raised}: {error} ({Path(at.filename).name}, line {at.lineno})"
     seconds = time.perf_counter() - started
     if reason is None:
-        return Result(each, "failed" if failed else "passed", seconds, seen)
+        return Result(each, "failed" if failed else "passed", seconds, seen, raised)
     if failed:
-        return Result(each, "expected", seconds, reason)
+        return Result(each, "expected", seconds, reason, raised)
     return Result(each, "failed", seconds, f"it passes now; take it out of expected_failures ({reason})")
 
 

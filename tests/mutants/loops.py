@@ -1,0 +1,218 @@
+"""Bugs of the loop: classes that a trainer derives from before it derives from the loop.
+
+This module is copied beside the plugin that has the bug, and imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainkit import AccelerateRLTrainer, Verdict
+from trainkit.models.reference import Reference
+from trainkit.seeding import generator
+from trainkit.trainer import optim
+
+Loop = AccelerateRLTrainer[Any]
+
+
+# ------------------------------------------------------------------------------------------------ how a step is made
+
+
+class MeansOfMeans(Loop):
+    """Every micro-batch counts alike, however many tokens it has."""
+
+    def micro_batches(self, batch: Any) -> Any:
+        self.parts = super().micro_batches(batch)
+        return self.parts
+
+    def _backward(self, micro: Any, share: Any) -> Any:
+        loss, found = self.measure(micro)
+        self.accelerator.backward(loss / len(self.parts))
+        return found
+
+
+class MicroBatchesSummed(Loop):
+    """The gradient is the sum of those of the micro-batches, each of a mean."""
+
+    def _backward(self, micro: Any, share: Any) -> Any:
+        loss, found = self.measure(micro)
+        self.accelerator.backward(loss)
+        return found
+
+
+class MeansOfRanks(Loop):
+    """Each process normalises by what it holds itself, and reports that alone."""
+
+    def reduce(self, x: Any) -> Any:
+        return x
+
+
+class LastMicroBatchAlone(Loop):
+    """Gradients are set to zero between the micro-batches of one step."""
+
+    def _backward(self, micro: Any, share: Any) -> Any:
+        self.optimizer.zero_grad()
+        return super()._backward(micro, share)
+
+
+class ClippedOnce(Loop):
+    """An iterator over the parameters is exhausted after the first step, and nothing is clipped any more."""
+
+    def _clip(self, policy: Any) -> Any:
+        self.exhaustible = getattr(self, "exhaustible", policy.parameters())
+        limit = self.config.train.max_grad_norm
+        return self.accelerator.clip_grad_norm_(self.exhaustible, limit or torch.inf).detach()
+
+
+class GuardThatSteps(Loop):
+    """A step that is left out has its gradient set to zero, and the optimizer makes it all the same."""
+
+    def _judged(self, found: Any) -> Any:
+        if super()._judged(found) is not Verdict.STEP:
+            for parameter in self.unwrapped.parameters():
+                parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+        return Verdict.STEP
+
+
+class ScheduleFirst(Loop):
+    """The schedule moves before the optimizer: the first rate is skipped, and the last step wasted."""
+
+    def _make_step(self, found: Any) -> Any:
+        optim.advance(self.scheduler)
+        self.scheduler.last_epoch -= 1  # the loop moves it once more, to where it is
+        return super()._make_step(found)
+
+
+class GlobalRandomness(Loop):
+    """Training draws from Python's global generator, which everybody shares and no checkpoint holds."""
+
+    def measure(self, micro: Any) -> Any:
+        loss, found = super().measure(micro)
+        return loss * (1 + 0.01 * random.random()), found
+
+
+# ------------------------------------------------------------------------------------------------ saving and resuming
+
+
+class OptimizerForgotten(Loop):
+    """Adam's moments are not loaded."""
+
+    def load_loop_state(self, state: Any) -> None:
+        fresh = copy.deepcopy(self.optimizer.state_dict())
+        super().load_loop_state({**state, "optimizer": fresh})
+
+
+class PositionForgotten(Loop):
+    """A resumed run begins its collection again."""
+
+    def load_loop_state(self, state: Any) -> None:
+        super().load_loop_state({**state, "progress": {**state["progress"], "epoch": 0, "position": 0}})
+
+
+class CursorForgotten(Loop):
+    """A resumed run reads the prompts from the first one on."""
+
+    def load_loop_state(self, state: Any) -> None:
+        super().load_loop_state({**state, "progress": {**state["progress"], "cursor": 0}})
+
+
+class SamplerForgotten(Loop):
+    """Responses are drawn from one generator for the whole run, of which no checkpoint knows."""
+
+    def _sample(self, rows: Any, queries: Any, settings: Any, purpose: str, keys: Any, seeds: Any) -> Any:
+        if purpose == "sample":
+            self.draws = getattr(self, "draws", None) or generator(self.config.train.seed, "own")
+            keys = (int(torch.randint(1 << 30, (), generator=self.draws)),)
+        return super()._sample(rows, queries, settings, purpose, keys, seeds)
+
+
+class ScheduleForgotten(Loop):
+    """A resumed run begins its schedule again."""
+
+    def load_loop_state(self, state: Any) -> None:
+        super().load_loop_state({**state, "scheduler": copy.deepcopy(self.scheduler.state_dict())})
+
+
+class ExportedWrapper(Loop):
+    """The export has the names of the wrapper, of which transformers knows none, so it starts from random weights."""
+
+    def write_model(self, building: Any, target: Any) -> None:
+        super().write_model(building, target)
+        weights = {name: tensor.clone() for name, tensor in self.unwrapped.state_dict().items()}
+        save_file(weights, building / "model.safetensors", {"format": "pt"})
+
+
+# -------------------------------------------------------------------------------------------- sampling and comparing
+
+
+class EvaluationDraws(Loop):
+    """An evaluation draws from what training draws from."""
+
+    def evaluate(self) -> Any:
+        self.next_draw()
+        return super().evaluate()
+
+
+class ReferenceInTrainMode(Loop):
+    """The reference draws dropout."""
+
+    def make_reference(self, model: Any) -> Any:
+        reference = super().make_reference(model)
+        reference.policy.train()
+        return reference
+
+
+class ReferenceSkipsABlock(Loop):
+    """The reference goes on from the embeddings with the second block."""
+
+    def make_reference(self, model: Any) -> Reference:
+        reference = super().make_reference(model)
+        del reference.policy.model.transformer.h[0]
+        return reference
+
+
+class ReferenceMoves(Loop):
+    """The reference shares the embeddings with the policy, which trains them."""
+
+    def make_reference(self, model: Any) -> Reference:
+        reference = super().make_reference(model)
+        reference.policy.model.set_input_embeddings(model.model.get_input_embeddings())
+        return reference
+
+
+class AdapterStaysOn(Loop):
+    """The reference of an adapted model has the adapter switched on, which is trained."""
+
+    def make_reference(self, model: Any) -> Any:
+        reference = super().make_reference(model)
+        if hasattr(model.model, "peft_config"):
+            reference.policy = model
+        return reference
+
+
+class RowsChanged(Loop):
+    """Rows of the dataset are changed while they are used, so the second use finds them changed."""
+
+    def make_experience(self, rows: Any) -> Any:
+        found = super().make_experience(rows)
+        for row in rows:
+            row["prompt"] = row["prompt"][:1]
+        return found
+
+
+class SampledWithDropout(Loop):
+    """The model samples in training mode, and what is trained says something else."""
+
+    def _sample(self, *args: Any) -> Any:
+        module = self.unwrapped
+        module.eval = lambda: module.train()
+        try:
+            return super()._sample(*args)
+        finally:
+            del module.eval
+            module.eval()

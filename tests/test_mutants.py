@@ -1,0 +1,67 @@
+"""The kit finds the bugs that systems before this one have shipped, planted again into plugins that have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mutants.bugs import BUGS
+from mutants.planting import Bug, PlantingError, examine, found_by, planted
+
+KNOWN = {
+    "the loss is averaged over each micro-batch": "means_of_means",
+    "the critic's gradient grows with the number of micro-batches": "critic_per_micro_batch",
+    "the divergence has no gradient": "kl_without_gradient",
+    "the importance ratio is between temperatures": "ratio_between_temperatures",
+    "whitening counts padding": "whitened_over_padding",
+    "EOS is not trained where pad is EOS": "eos_unlearnt_online",
+    "the score is one token late": "score_one_token_late",
+    "only the first of K is trained": "first_of_k_trained",
+    "the target network is never synced": "target_never_synced",
+    "gradients are clipped at the first step only": "clipped_once",
+    "the ratio's guard still steps": "guard_that_steps",
+    "the optimizer's state is lost on resuming": "optimizer_forgotten",
+    "the sampler's state is not saved": "sampler_forgotten",
+    "the reference is in training mode": "reference_in_train_mode",
+    "advantages are cut to integers": "advantages_of_integers",
+    "margins are broadcast to B × B": "margins_broadcast",
+    "responses are tokenised again": "retokenised",
+    "an evaluation uses randomness of training": "evaluation_draws",
+}
+"""What every system has shipped, and the bug of the table that is it."""
+
+BASES = {
+    base: sorted({name for bug in BUGS if bug.base == base for name in bug.caught_by})
+    for base in {bug.base for bug in BUGS}
+}
+
+
+@pytest.mark.parametrize("base", sorted(BASES))
+def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(base: str, tmp_path: Path) -> None:
+    sound = Bug(f"none_{base}", "", "", base, ())
+    results = examine(sound, tmp_path, tuple(BASES[base]))
+    assert [result.check.name for result in results if result.outcome != "passed"] == []
+    assert sorted(result.check.name for result in results) == BASES[base]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_kit_finds_the_bug(bug: Bug, tmp_path: Path) -> None:
+    results = examine(bug, tmp_path, bug.caught_by)
+    assert found_by(results) == [result.check.name for result in results], [result.seen for result in results]
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_what_is_known_from_the_field_is_planted(what: str) -> None:
+    assert KNOWN[what] in [bug.name for bug in BUGS]
+
+
+def test_names_of_bugs_differ() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 30
+
+
+def test_a_bug_that_does_not_fit_its_base_any_more_is_told() -> None:
+    gone = replace(BUGS[0], patches=(("a line that was changed since", ""),))
+    with pytest.raises(PlantingError, match=r"'a line that was changed since' stands 0 times in the source of ppo"):
+        planted(gone)
