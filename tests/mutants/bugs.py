@@ -90,8 +90,8 @@ BUGS = (
         ("mask_law",),
         (
             (
-                "log_ratio = zero_masked(new.logprobs - batch.old_logprobs, mask)",
-                "log_ratio = (new.logprobs - batch.old_logprobs) * mask",
+                "loss = masked_mean(policy, mask) + ",
+                "loss = (policy * mask).sum() / mask.sum() + ",
             ),
         ),
     ),
