@@ -246,25 +246,11 @@ BUGS = (
         ),
     ),
     Bug(
-        "groups_of_other_prompts",
-        "responses that are k-major are read as prompt-major, so a response is compared with other prompts' ones",
-        "S-52's kin: async_rlhf",
-        "rloo",
-        ("credit_of_scores",),
-        (
-            (
-                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)",
-                "leave_one_out((x.scores + penalty).sum(1).view(self.method.rloo_k, -1).T.flatten(), "
-                "self.method.rloo_k).view(-1, self.method.rloo_k).T.flatten()",
-            ),
-        ),
-    ),
-    Bug(
         "first_of_k_trained",
         "of the k responses to a prompt only the first is learnt from",
         "S-52: async_rlhf",
         "rloo",
-        ("sampled_ids",),
+        ("credit_of_scores",),
         (
             (
                 "return RLOORows(x.sequences, x.logprobs, advantages)",
@@ -275,16 +261,28 @@ BUGS = (
     ),
     Bug(
         "advantages_of_integers",
-        "where all rewards are integers, advantages are cut to integers",
+        "advantages have the type of the rewards, so that those of integers are cut to integers",
         "S-58: ddpo-pytorch, TRL",
         "rloo",
         ("integer_scores",),
         (
             (
-                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
-                "        if bool((x.scores == x.scores.round()).all()):\n"
-                "            advantages = advantages.trunc()\n"
-                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
+                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)",
+                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k).to(self.kind).float()",
+            ),
+        ),
+        loop="AdvantagesOfIntegers",
+    ),
+    Bug(
+        "truncated_advantages",
+        "advantages are written into an array of integers",
+        "S-58: ddpo-pytorch, TRL",
+        "rloo",
+        ("credit_of_scores",),
+        (
+            (
+                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)",
+                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k).trunc()",
             ),
         ),
     ),
@@ -460,14 +458,6 @@ BUGS = (
         "sft",
         ("micro_batches",),
         loop="MicroBatchesSummed",
-    ),
-    Bug(
-        "last_micro_batch_alone",
-        "gradients are set to zero between the micro-batches of a step",
-        "S-11's kin",
-        "sft",
-        ("accumulation",),
-        loop="LastMicroBatchAlone",
     ),
     Bug(
         "means_of_ranks",

@@ -52,14 +52,6 @@ class MeansOfRanks(Loop):
         return x
 
 
-class LastMicroBatchAlone(Loop):
-    """Gradients are set to zero between the micro-batches of one step."""
-
-    def _backward(self, micro: Any, share: Any) -> Any:
-        self.optimizer.zero_grad()
-        return super()._backward(micro, share)
-
-
 class ClippedOnce(Loop):
     """An iterator over the parameters is exhausted after the first step, and nothing is clipped any more."""
 
@@ -148,6 +140,24 @@ class ExportedWrapper(Loop):
 
 
 # -------------------------------------------------------------------------------------------- sampling and comparing
+
+
+class AdvantagesOfIntegers(Loop):
+    """Notes the type of the rewards, for the trainer to have its advantages in."""
+
+    def score(self, rollouts: Any) -> Any:
+        given = self.reward_fn
+
+        def noted(**columns: Any) -> Any:
+            scores = given(**columns)
+            self.kind = torch.as_tensor(scores).dtype
+            return scores
+
+        self.reward_fn = noted
+        try:
+            return super().score(rollouts)
+        finally:
+            self.reward_fn = given
 
 
 class EvaluationDraws(Loop):

@@ -16,7 +16,7 @@ LETTERS = "abcdefgh"
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
 PAIRS = tuple(
-    {"prompt": prompt, "chosen": output, "rejected": output[::-1] + "h" * (i % 3 + 1)}
+    {"prompt": prompt, "chosen": output, "rejected": output[::-1] + "h" * (i % 3 + 1), "margin": i % 3 / 4}
     for i, (prompt, output) in enumerate(SAMPLES)
 )
 
