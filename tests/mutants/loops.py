@@ -219,6 +219,7 @@ class SampledWithDropout(Loop):
     """The model samples in training mode, and what is trained says something else."""
 
     def _sample(self, *args: Any) -> Any:
+        self.sampler  # noqa: B018  (and the reference beside it are made of the model as it is)
         module = self.unwrapped
         module.eval = lambda: module.train()
         try:
