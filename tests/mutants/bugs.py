@@ -211,12 +211,7 @@ BUGS = (
         "S-06: trlX (its k3 takes log π_ref for log π)",
         "ppo",
         ("kl_pulls_back",),
-        (
-            (
-                "kl_shaped_rewards(self.scaled(x.scores), x.logprobs, x.ref_logprobs, ",
-                "kl_shaped_rewards(self.scaled(x.scores), x.ref_logprobs, x.logprobs, ",
-            ),
-        ),
+        (("x.logprobs, x.ref_logprobs, mask, self.kl.coef)", "x.ref_logprobs, x.logprobs, mask, self.kl.coef)"),),
     ),
     Bug(
         "whitened_over_padding",
@@ -267,8 +262,9 @@ BUGS = (
         ("integer_scores",),
         (
             (
-                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)",
-                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k).to(self.kind).float()",
+                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
+                "        advantages = advantages.to(self.kind).float()\n"
+                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
             ),
         ),
         loop="AdvantagesOfIntegers",
@@ -281,8 +277,9 @@ BUGS = (
         ("credit_of_scores",),
         (
             (
-                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k)",
-                "leave_one_out((x.scores + penalty).sum(1), self.method.rloo_k).trunc()",
+                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
+                "        advantages = advantages.trunc()\n"
+                '        self.record(\n            {\n                "policy/kl": Mean.of(k1.sum(1)),\n',
             ),
         ),
     ),
@@ -417,9 +414,9 @@ BUGS = (
         "attribute_of_the_wrapper",
         "the model is asked through what accelerate wraps it in, which has no such attribute with several processes",
         "S-18: trlX",
-        "ilql",
+        "sft",
         ("two_processes",),
-        (("            self.unwrapped.head.sync(", "            self.policy.head.sync("),),
+        (("embedding_noise(self.unwrapped.model, ", "embedding_noise(self.policy.model, "),),
     ),
     Bug(
         "unknown_settings_dropped",
@@ -479,6 +476,22 @@ BUGS = (
                 "            logprobs = self.unwrapped(batch).logprobs\n",
             ),
         ),
+    ),
+    Bug(
+        "moments_of_one_process",
+        "each process whitens advantages by the moments of its own rows",
+        "S-10: trlX",
+        "ppo",
+        ("two_processes",),
+        (("whiten(advantages, mask, reduce=self.reduce)", "whiten(advantages, mask)"),),
+    ),
+    Bug(
+        "one_seed_for_all",
+        "processes sample with one seed, and so the same for equal prompts",
+        "S-55: TRL",
+        "rloo",
+        ("two_processes",),
+        loop="OneSeedForAll",
     ),
     Bug(
         "clipped_once",

@@ -160,6 +160,21 @@ class AdvantagesOfIntegers(Loop):
             self.reward_fn = given
 
 
+class OneSeedForAll(Loop):
+    """The generator that samples are drawn from is the same on all processes."""
+
+    def _sample(self, rows: Any, queries: Any, settings: Any, purpose: str, keys: Any, seeds: Any) -> Any:
+        sampler = self.sampler
+        seed, device = self.config.train.seed, self.accelerator.device
+        self.sampler = lambda rows, queries, settings, _: sampler(
+            rows, queries, settings, generator(seed, purpose, *keys, device=device)
+        )
+        try:
+            return super()._sample(rows, queries, settings, purpose, keys, seeds)
+        finally:
+            self.sampler = sampler
+
+
 class EvaluationDraws(Loop):
     """An evaluation draws from what training draws from."""
 
