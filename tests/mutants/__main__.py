@@ -17,6 +17,7 @@ from pathlib import Path
 from mutants.bugs import BUGS
 from mutants.planting import Bug, examine, found_by
 from trainkit.errors import suggest
+from trainkit.testing.conformance import all_checks
 
 PROCESSES = 2
 Found = dict[str, tuple[list[str], list[str]]]
@@ -53,6 +54,10 @@ def table(bugs: list[Bug], found: Found) -> str:
     return "\n".join(rows)
 
 
+def _finders(found: Found) -> set[str]:
+    return {name for checks, _ in found.values() for name in checks}
+
+
 def main(names: list[str]) -> int:
     """Print the table; 1 if a bug got away."""
     known = {bug.name: bug for bug in BUGS}
@@ -65,7 +70,11 @@ def main(names: list[str]) -> int:
     print(table(bugs, found))
     free = [bug.name for bug in bugs if not found[bug.name][0]]
     otherwise = [bug.name for bug in bugs if bug.name not in free and set(bug.caught_by) - set(found[bug.name][0])]
-    print(f"\n{len(bugs) - len(free)} of {len(bugs)} bugs were found")
+    print(f"\n{len(bugs) - len(free)} of {len(bugs)} bugs were found, by {len(_finders(found))} checks")
+    if idle := [
+        name for name, check in all_checks().items() if check.kind == "trainer" and name not in _finders(found)
+    ]:
+        print(f"checks of trainers that found none of them: {', '.join(idle)}")
     if free:
         print(f"found by nothing: {', '.join(free)}")
     if otherwise:

@@ -335,7 +335,7 @@ BUGS = (
         "weights of advantages are not bounded, whatever the setting says",
         "S-43: trlX",
         "ilql",
-        ("fields_have_effects",),
+        ("finite_at_extremes",),
         (("(beta * advantages).clamp(max=math.log(limit)).exp()", "(beta * advantages).exp()"),),
     ),
     Bug(
