@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 
 from mutants.bugs import BUGS
-from mutants.planting import Bug, examine, found_by
+from mutants.planting import Bug, search
 from trainkit.errors import suggest
 from trainkit.testing.conformance import all_checks
 
 PROCESSES = 2
 Found = dict[str, tuple[list[str], list[str]]]
-
-
-def search(bug: Bug) -> tuple[list[str], list[str]]:
-    """The checks that find the bug, and those on which the plugin broke in another way."""
-    with tempfile.TemporaryDirectory() as made:
-        results = examine(bug, Path(made) / "site")
-    return found_by(results), [f"{each.check.name} ({each.error})" for each in results if each.error]
 
 
 def search_all(bugs: list[Bug]) -> Found:

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -122,3 +123,10 @@ def examine(bug: Bug, folder: Path, only: tuple[str, ...] | None = None) -> list
 def found_by(results: list[Result]) -> list[str]:
     """The checks that found the bug: by what they require, not because something else broke."""
     return [result.check.name for result in results if result.outcome == "failed" and not result.error]
+
+
+def search(bug: Bug) -> tuple[list[str], list[str]]:
+    """The checks of the whole kit that find the bug, and those on which the plugin broke in another way."""
+    with tempfile.TemporaryDirectory() as made:
+        results = examine(bug, Path(made) / "site")
+    return found_by(results), [f"{each.check.name} ({each.error})" for each in results if each.error]
