@@ -42,6 +42,23 @@ BUGS = (
         ),
     ),
     Bug(
+        "eos_of_pairs_unlearnt",
+        "EOS is left out of the log-probabilities of both sides of a pair",
+        "S-36: TRL",
+        "dpo",
+        ("eos_is_trained",),
+        (
+            (
+                "        pairs = self.encode_preferences(rows)\n",
+                "        pairs, eos = self.encode_preferences(rows), self.tokenizer.eos_token_id\n"
+                "        pairs = Preferences(*(\n"
+                "            replace(side, response_mask=side.response_mask & (side.input_ids != eos))\n"
+                "            for side in (pairs.chosen, pairs.rejected)\n"
+                "        ))\n",
+            ),
+        ),
+    ),
+    Bug(
         "first_token_unlearnt",
         "the first token that an encoder-decoder's decoder chooses has no part in the loss",
         "S-23: TRL; S-03: trlX",
@@ -70,15 +87,15 @@ BUGS = (
         ),
     ),
     Bug(
-        "score_on_the_first_token",
-        "the score lands on the first response token, so with a discount those behind it earn nothing",
-        "S-27: TRL, trlX, async_rlhf",
+        "score_in_the_last_column",
+        "the score stands in the last column, which in shorter rows is padding",
+        "S-27: TRL, of the place that a reward is read from",
         "ppo",
         ("credit_of_scores",),
         (
             (
                 "        placed = place_scores(scores, sequences.response_mask)\n",
-                "        placed = place_scores(scores, sequences.response_mask.flip(1)).flip(1)\n",
+                "        placed = place_scores(scores, torch.ones_like(sequences.response_mask))\n",
             ),
         ),
     ),
@@ -110,6 +127,19 @@ BUGS = (
         "ppo",
         ("metric_totals",),
         (("Mean.of(ratio - 1 - log_ratio, mask)", "Mean.of(ratio - 1 - log_ratio)"),),
+    ),
+    Bug(
+        "entropy_of_padding",
+        "every token of padding adds 1 to the entropy",
+        "S-51: async_rlhf",
+        "ppo",
+        ("padding_amount",),
+        (
+            (
+                '"policy/entropy": Mean.of(x.entropy, mask)',
+                '"policy/entropy": Mean.of(x.entropy.masked_fill(~mask, 1.0))',
+            ),
+        ),
     ),
     Bug(
         "prompts_are_learnt",
@@ -195,7 +225,7 @@ BUGS = (
     Bug(
         "kl_without_gradient",
         "the divergence in the loss is computed from the old log-probabilities, and pulls nothing back",
-        "TRL, verl",
+        "the field",
         "grpo",
         ("kl_pulls_back",),
         (
@@ -208,7 +238,7 @@ BUGS = (
     Bug(
         "kl_the_wrong_way",
         "the divergence from the reference is rewarded",
-        "S-06: trlX (its k3 takes log π_ref for log π)",
+        "S-06's kin",
         "ppo",
         ("kl_pulls_back",),
         (("x.logprobs, x.ref_logprobs, mask, self.kl.coef)", "x.ref_logprobs, x.logprobs, mask, self.kl.coef)"),),
@@ -239,6 +269,14 @@ BUGS = (
                 "clipped_surrogate(ratio, whiten(batch.advantages, mask), cliprange=method.cliprange)",
             ),
         ),
+    ),
+    Bug(
+        "no_deviation",
+        "advantages are divided by the deviation of their group, also where it is 0",
+        "S-16: trlX, TRL",
+        "grpo",
+        ("finite_at_extremes",),
+        (("/ (groups.std(1, keepdim=True) + 1e-6)", "/ groups.std(1, keepdim=True)"),),
     ),
     Bug(
         "first_of_k_trained",
@@ -307,19 +345,6 @@ BUGS = (
         "dpo",
         ("padding_amount",),
         (("sums = masked_sum(logprobs, mask, dim=1)", "sums = logprobs.mean(1)"),),
-    ),
-    Bug(
-        "ties_are_learnt",
-        "pairs without a preference are in the mean, of which their number is left out",
-        "S-37's kin, S-62: TRL",
-        "online_dpo",
-        ("micro_batches",),
-        (
-            (
-                "return masked_mean(self.losses(*ratios, batch), decided), {",
-                "return self.losses(*ratios, batch).mean(), {",
-            ),
-        ),
     ),
     # ------------------------------------------------------------------------------------ what outlasts a batch
     Bug(
@@ -429,7 +454,7 @@ BUGS = (
     Bug(
         "batch_changed_in_place",
         "a batch is changed while it is read, so the second pass over it reads something else",
-        "S-32: trlX",
+        "S-32: trlX, of prompts",
         "rloo",
         ("batch_is_frozen",),
         (
@@ -480,7 +505,7 @@ BUGS = (
     Bug(
         "moments_of_one_process",
         "each process whitens advantages by the moments of its own rows",
-        "S-10: trlX",
+        "S-10, S-16: trlX, TRL",
         "ppo",
         ("two_processes",),
         (("whiten(advantages, mask, reduce=self.reduce)", "whiten(advantages, mask)"),),
@@ -568,7 +593,7 @@ BUGS = (
     Bug(
         "evaluation_draws",
         "an evaluation uses up randomness of training",
-        "S-55's kin: trlX, TRL",
+        "the field",
         "rloo",
         ("evaluation_is_free",),
         loop="EvaluationDraws",
@@ -620,6 +645,48 @@ BUGS = (
         "rloo",
         ("batch_is_frozen",),
         loop="RowsChanged",
+    ),
+    Bug(
+        "stale_sampler",
+        "samples are drawn from weights that the updates do not reach",
+        "S-53: async_rlhf",
+        "rloo",
+        ("sampling_distribution",),
+        loop="StaleSampler",
+    ),
+    Bug(
+        "freezes_nothing",
+        "layers that should be frozen are trained",
+        "S-59: trlX",
+        "sft",
+        ("gradient_reaches",),
+        (("        return make_policy(model)\n", "        return make_policy(model.requires_grad_(True))\n"),),
+    ),
+    Bug(
+        "half_precision_weights",
+        "with mixed precision the weights themselves are cast",
+        "S-49: TRL",
+        "sft",
+        ("bf16_autocast",),
+        (
+            (
+                "        return make_policy(model)\n",
+                '        return make_policy(model.bfloat16() if config.train.mixed_precision == "bf16" else model)\n',
+            ),
+        ),
+    ),
+    Bug(
+        "k3_the_wrong_way",
+        "k3 takes the reference's log-probabilities for the policy's, and estimates no KL",
+        "S-06: trlX",
+        "grpo",
+        ("reported_kl",),
+        (
+            (
+                "kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))",
+                "kl_k3(zero_masked(batch.ref_logprobs, mask), logprobs)",
+            ),
+        ),
     ),
     Bug(
         "sampled_with_dropout",

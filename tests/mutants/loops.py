@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -173,6 +174,19 @@ class OneSeedForAll(Loop):
             return super()._sample(rows, queries, settings, purpose, keys, seeds)
         finally:
             self.sampler = sampler
+
+
+class StaleSampler(Loop):
+    """The sampler keeps a copy of the model, as it was at first."""
+
+    @cached_property
+    def sampler(self) -> Any:
+        trained = self.unwrapped.model
+        self.unwrapped.model = copy.deepcopy(trained)
+        try:
+            return AccelerateRLTrainer.sampler.func(self)
+        finally:
+            self.unwrapped.model = trained
 
 
 class EvaluationDraws(Loop):
