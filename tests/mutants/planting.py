@@ -39,8 +39,9 @@ class Bug:
     """The name of the algorithm into which it is planted."""
     caught_by: tuple[str, ...]
     """Checks each of which finds it; others may too."""
-    patches: tuple[tuple[str, str], ...] = ()
-    """What is replaced in the source, and by what; each stands there once."""
+    patch: str = ""
+    """What changes in the source: lines that go with ``-`` before them, that come with ``+``, and that stay with a
+    space. Places are parted by ``@@``; what is looked for stands in the source once."""
     loop: str = ""
     """A class of `loops` between the trainer and the loop."""
 
@@ -52,12 +53,15 @@ def planted(bug: Bug) -> str:
         PlantingError: a text that is to be replaced is not there once.
     """
     text = _source_of(bug.base)
-    for old, new in bug.patches:
+    for place in bug.patch.strip("\n").split("\n@@\n") if bug.patch else ():
+        lines = place.split("\n")
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in ("- ", "+ "))
         text = _replaced(text, old, new, bug)
     if bug.loop:
-        header = re.compile(rf'(@register_trainer\("{bug.base}"\)\nclass \w+\()')
         text = _replaced(text, FUTURE, f"{FUTURE}\nfrom mutant_loops import {bug.loop}\n", bug)
-        text = header.sub(rf"\g<1>{bug.loop}, ", text)
+        header = f'@register_trainer("{bug.base}")\nclass '
+        name = text.partition(header)[2].partition("(")[0]
+        text = _replaced(text, f"{header}{name}(", f"{header}{name}({bug.loop}, ", bug)
     return text
 
 
