@@ -14,6 +14,7 @@ from torch.nn.functional import cosine_similarity
 from trainkit.data import Batch, Sequences
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.bandit import Bandit
+from trainkit.testing.checks.fields import contexts
 from trainkit.testing.checks.policy import LORA, SHARP, VOCABULARY, compares, samples_text
 from trainkit.testing.checks.tools import (
     Ids,
@@ -337,9 +338,10 @@ def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
         if subject.language:
             yield "responses of one token", bench.collected(rollout__max_new_tokens=1)
             yield "a collection of one token per response", bench.collected(**few, rollout__max_new_tokens=1)
-    far = bench.collected()
-    push_away(far.unwrapped, by=1.0)
-    yield "a policy far from the one that sampled", far
+    for settings in ({}, *contexts(subject).values()):
+        far = bench.collected(**settings)
+        push_away(far.unwrapped, by=1.0)
+        yield f"a policy far from the one that sampled{f' under {settings}' if settings else ''}", far
 
 
 @check(where=lambda subject: subject.language)
@@ -353,6 +355,9 @@ def bf16_autocast(bench: Bench) -> None:
     batch = exact.store.experience
     one, other = (_measured(trainer, batch) for trainer in (exact, rounded))
     require(abs(one[0] - other[0]) <= 2e-3 * (abs(one[0]) + 1), f"the loss is {one[0]:.5g}, under bf16 {other[0]:.5g}")
+    kinds = {name: p.dtype for name, p in exact.unwrapped.named_parameters()}
+    cast = [name for name, p in rounded.unwrapped.named_parameters() if p.dtype != kinds[name]]
+    require(not cast, f"under bf16 autocast the weights themselves are in 16 bits: {', '.join(cast[:3])}")
     cosine = float(cosine_similarity(one[1], other[1], dim=0))
     require(cosine > 0.98, f"the gradients in float32 and under bf16 have the cosine {cosine:.3f}")
 

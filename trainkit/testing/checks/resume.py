@@ -28,9 +28,9 @@ def resume_every_step(bench: Bench) -> None:
     """A run resumed after any of its steps ends bit-equal to one that never stopped: weights, optimizer, metrics.
 
     A restart that loses Adam's moments, a generator's state, an adaptive coefficient or the place in the epoch trains
-    on something else from then on, and nothing tells.
+    on something else from then on, and nothing tells; so does one that loses its place in the schedule (S-20).
     """
-    changes = {**into_next_collection(bench), **with_dropout(bench)}
+    changes = {**into_next_collection(bench), **with_dropout(bench), "scheduler__name": "linear"}
     straight = bench.learnt(**changes, train__save_interval=1, train__keep_checkpoints=100)
     last = straight.progress.step
     asked = changes["train.total_steps"]

@@ -114,10 +114,12 @@ def batch_is_frozen(bench: Bench) -> None:
     the next one learns from.
     """
     trainer = bench.trainer()
+    rows = repr(trainer.pipeline.rows)
     _guard(trainer, "prepare_experience", "what prepare_experience gets")
     if bench.subject.samples_text:
         _guard(trainer, "experience", "what experience gets")
     trainer.collect()
+    require(repr(trainer.pipeline.rows) == rows, "rows of the dataset are changed while experience is made of them")
     batch = trainer.store.experience
     parameters = getattr(type(batch), "__dataclass_params__", None)
     require(
