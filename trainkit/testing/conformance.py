@@ -345,7 +345,7 @@ def _run(each: Check, subject: Subject, reason: str | None) -> Result:
         each.run(subject)
     except CheckError as error:
         seen, failed = str(error), True
-    except Exception as error:  # whatever the plugin raises is its failure, and says where
+    except (Exception, SystemExit) as error:  # whatever the plugin raises is its failure, and says where
         at = traceback.extract_tb(error.__traceback__)[-1]
         raised, failed = type(error).__name__, True
         seen = f"{raised}: {error} ({Path(at.filename).name}, line {at.lineno})"

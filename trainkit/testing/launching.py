@@ -42,7 +42,7 @@ def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any
     ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
     told = [f"process {rank} {end}: {_written(folder, rank)}" for rank, end in enumerate(ends)]
     require(codes == [0, 0], f"two processes, within {LIMIT:g} s:\n" + "\n".join(told))
-    return [torch.load(folder / f"said-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return [torch.load(folder / f"said-{rank}.pt", map_location="cpu", weights_only=False) for rank in (0, 1)]
 
 
 def _written(folder: Path, rank: int) -> str:

@@ -110,7 +110,7 @@ def _draw(name: str, folder: Path) -> Any:
 
 def _step(name: str, folder: Path, rank: int) -> Said:
     """One step on rows that are given, of which the first process takes fewer and shorter ones."""
-    given: Said = torch.load(folder / "given.pt", weights_only=False)
+    given: Said = torch.load(folder / "given.pt", map_location="cpu", weights_only=False)
     trainer = tiny_trainer(name, folder / "stepped", train__max_grad_norm=None, train__microbatch_size=3)
     trainer.policy  # noqa: B018  (made before it takes over weights)
     trainer.unwrapped.load_state_dict(given["weights"])

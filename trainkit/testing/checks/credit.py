@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from trainkit.data import Batch, Sequences
+from trainkit.hookspecs import hookimpl
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.checks.fields import contexts
@@ -19,10 +20,12 @@ from trainkit.testing.checks.policy import LORA, SHARP, VOCABULARY, compares, sa
 from trainkit.testing.checks.tools import (
     Ids,
     credits_of,
+    for_loss,
     gradient,
     ids_of,
     push_away,
     require_close,
+    require_same_experience,
     require_same_weights,
     rewarding,
     weights,
@@ -94,6 +97,37 @@ def credit_of_dense_rewards(bench: Bench) -> None:
             found = credits_of(trainer, trainer.store.experience)
             credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
         _require_rise(credits_, "first", index, sampled[index])
+
+
+class _Made:
+    """Keeps the last collection."""
+
+    experience: Batch
+
+    @hookimpl
+    def on_experience(self, experience: Batch) -> None:
+        """Keep it."""
+        self.experience = experience
+
+
+@check(where=samples_text)
+def given_responses(bench: Bench) -> None:
+    """Responses that the user scored make the same experience, given to `step`, as in a run, and are learnt from.
+
+    Nobody knows then with which probabilities they were sampled: ``rollouts.logprobs`` and ``rollouts.entropy`` are
+    None, and `behaviour` says what the policy says of them.
+    """
+    base = _fractions(len(_sampled(bench)))
+    made = _Made()
+    usual, trainer = scored(bench, base), bench.trainer(callbacks=[made])
+    rollouts = Sequences.cat([part.sequences for part in usual._rollouts])
+    trainer.policy  # noqa: B018  (made, so that it can be seen to move)
+    before = weights(trainer)
+    trainer.step(rollouts.queries, rollouts.responses, base)
+    what = "experience of responses in a run, and of the same given to step()"
+    require_same_experience(usual.store.experience, made.experience, what)
+    after = weights(trainer)
+    require(any(not torch.equal(before[name], after[name]) for name in before), "step() moves no weight")
 
 
 def _sampled(bench: Bench) -> list[Ids]:
@@ -184,7 +218,7 @@ def reported_kl(bench: Bench) -> None:
         trainer, sequences = _moved(bench, by=0.3, **changes)
         with torch.no_grad():
             exact = trainer.policy(sequences, reference=trainer.reference).kl
-            _, found = trainer.loss(trainer.prepare_step(trainer.store.experience))
+            _, found = trainer.loss(for_loss(trainer, trainer.store.experience))
         per_token = float(exact.sum() / sequences.response_mask.sum())
         require(per_token > 0, "the policy has moved, and the reference with it")
         allowed = {"policy/kl_per_token": [per_token], "policy/kl": [per_token, float(exact.sum(1).mean())]}
@@ -205,7 +239,8 @@ def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
     trainer.policy  # noqa: B018  (the reference is made with it)
     push_away(trainer.unwrapped.model, by)
     trainer.collect()
-    return trainer, Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
+    sequences = Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
+    return trainer, sequences.to(trainer.accelerator.device)
 
 
 def _require_no_step(trainer: Any, batch: Batch) -> None:
@@ -228,9 +263,7 @@ def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
 
     handle = trainer.policy.register_forward_hook(without_values)
     try:
-        with torch.no_grad():
-            prepared = trainer.prepare_step(batch)
-        trainer.loss(prepared)[0].backward()
+        trainer.loss(for_loss(trainer, batch))[0].backward()
     finally:
         handle.remove()
     return _taken(trainer)
@@ -322,7 +355,7 @@ def finite_at_extremes(bench: Bench) -> None:
         for name, tensor in batch.flatten().items():
             require(not tensor.is_floating_point() or tensor.isfinite().all(), f"with {what} {name} is not finite")
         with torch.no_grad():
-            loss = float(trainer.loss(trainer.prepare_step(batch))[0])
+            loss = float(trainer.loss(for_loss(trainer, batch))[0])
         require(np.isfinite(loss), f"with {what} the loss is {loss}")
         require(gradient(trainer, batch).isfinite().all(), f"with {what} the gradient is not finite")
 
@@ -365,7 +398,7 @@ def bf16_autocast(bench: Bench) -> None:
 def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
     policy = trainer.policy
     with torch.no_grad(), trainer.accelerator.autocast():
-        prepared = trainer.prepare_step(batch)
+        prepared = for_loss(trainer, batch)
     loss, _ = trainer.measure(prepared)
     loss.backward()
     flat = torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])

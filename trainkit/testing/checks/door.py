@@ -86,9 +86,10 @@ def _require_round_trips(bench: Bench, config: TRLConfig[Any]) -> None:
 
 @check()
 def fields_have_effects(bench: Bench) -> None:
-    """Changing any field of the method changes a run.
+    """Changing any field of the method changes a run, and not only what the algorithm reports of it.
 
-    A setting that reaches nothing is tuned in vain; most have been disconnected by a change that nobody noticed.
+    A setting that reaches nothing, or a metric alone, is tuned in vain; most have been disconnected by a change that
+    nobody noticed.
     """
     courses: dict[str, Course] = {}
     for name, field in method_fields(bench.subject).items():
@@ -96,7 +97,7 @@ def fields_have_effects(bench: Bench) -> None:
         tried = [known] if known is not None else [{"optimizer.lr": 0.03}, {}]
         require(
             any(_has_effect(bench, name, field, settings, courses) for settings in tried),
-            f"the field {name!r} changes nothing in a run of twelve steps, whatever it is set to"
+            f"the field {name!r} changes nothing but metrics in a run of twelve steps, whatever it is set to"
             f"{f' under {known}' if known else ''}; if it matters under other settings, name these in tiny_contexts",
         )
 

@@ -22,6 +22,7 @@ from trainkit.testing.checks.tools import (
     require_same_rows,
     require_same_state,
     require_same_weights,
+    sequences_in,
     stepped,
     under_masks,
     unequal,
@@ -75,7 +76,8 @@ def weight_counts(bench: Bench) -> None:
     """`weight` counts over rows: it is what `unit` says, that of parts adds up, and the loop goes by it.
 
     It is the denominator of every mean over micro-batches and processes: a weight of rows under a loss that averages
-    over tokens gives short responses too much of the gradient (S-62).
+    over tokens gives short responses too much of the gradient (S-62). And `lengths` counts all that a row takes up,
+    or micro-batches of so many tokens are larger than the memory they were to fit into.
     """
     trainer = bench.collected()
     batch = trainer.store.experience
@@ -88,6 +90,7 @@ def weight_counts(bench: Bench) -> None:
     with torch.no_grad():
         prepared = trainer.prepare_step(batch)
     require_close(prepared.weight.cpu(), whole, "the weights of a step's rows after prepare_step and before")
+    _require_lengths(batch)
     counted = trainer.measure(prepared.to(trainer.accelerator.device))[1]["loss/total"].count
     require_close(counted.cpu().float(), whole.float(), "what the metric loss/total counts, and the batch's weight")
     before = trainer.progress.tokens
@@ -109,6 +112,17 @@ def _require_unit(batch: Any, each: Tensor) -> None:
         require(bool((each <= counts).all()), f"the unit is tokens, and a row of {tokens} weighs {each.tolist()}")
         alike = len(set(tokens)) > 1 and len(set(each.tolist())) == 1
         require(not alike, f"the unit is tokens, and rows of {min(tokens)} to {max(tokens)} weigh {float(each[0]):g}")
+
+
+def _require_lengths(batch: Any) -> None:
+    lengths = batch.lengths.cpu()
+    for sequences in sequences_in(batch):
+        real = sequences.attention_mask.sum(1).cpu()
+        require(
+            bool((lengths >= real).all()),
+            f"lengths says that rows of the {type(batch).__name__} have {lengths.tolist()} tokens, and a sequence in "
+            f"them has {real.tolist()}; train.microbatch_tokens goes by it: override the property `lengths`",
+        )
 
 
 def _response_tokens(batch: Batch) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainkit.errors import RewardError
 from trainkit.guard import watch
@@ -98,7 +99,18 @@ def export(bench: Bench) -> None:
     if bench.subject.language:
         _require_equal_logits(trainer, path)
     again = bench.trainer(model__model_path=str(path))
-    require_same_weights(weights(trainer), weights(again), "the trained weights and those that training goes on from")
+    here, there = weights(trainer), weights(again)
+    heads = [name for name, x in here.items() if not (name.startswith("model.") or _same(there.get(name), x))]
+    require(
+        not (bench.subject.language and heads),
+        f"the model that get_arch makes of an export has not the heads that were trained, {', '.join(heads[:3])}; give "
+        "its policy to trainkit.models.load_heads",
+    )
+    require_same_weights(here, there, "the trained weights and those that training goes on from")
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
 
 
 def _require_equal_logits(trainer: Any, path: Path) -> None:

@@ -14,6 +14,7 @@ from trainkit.models.trunk import tiny_input
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.checks.tools import (
     Logged,
+    for_loss,
     gradient,
     ids_of,
     push_away,
@@ -141,7 +142,7 @@ def reference_is_frozen(bench: Bench) -> None:
     changes = {"model": tiny_gpt2(VOCABULARY, **DROPOUT), "model__disable_dropout": False}
     trainer = bench.collected(**changes)
     reading, *_ = readings(trainer, trainer.store.experience)
-    trainer.loss(trainer.prepare_step(trainer.store.experience))[0].backward()
+    trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
     frozen = dict(trainer.reference.policy.named_parameters())
     taking = [name for name, p in frozen.items() if p.requires_grad or p.grad is not None]
     require(not taking, f"{', '.join(taking[:3])} of the reference can be trained")

@@ -16,6 +16,8 @@ from trainkit.testing.checks.tools import (
     require_same_experience,
     require_same_gradient,
     require_same_metrics,
+    right_padded,
+    sequences_in,
     widened,
     with_garbage,
 )
@@ -42,7 +44,11 @@ def mask_law(bench: Bench) -> None:
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
-    require(not batch.lengths.eq(batch.lengths[0]).all(), "all rows have one length, so nothing is padded")
+    require(
+        any(not sequences.attention_mask.all() for sequences in sequences_in(batch)),
+        f"no Sequences of the {type(batch).__name__} has padding, so nothing can be seen of masks; tokens, and what is "
+        "said of them, belong into a TokenBatch or a Batch with Sequences in it",
+    )
     (clean, found), (dirty, seen) = measured(trainer, batch), measured(trainer, with_garbage(batch))
     require_same_gradient(clean, dirty, "gradients without and with garbage under the mask", rtol=0)
     require_same_metrics(found, seen, "metrics of a batch without and with garbage under the mask")
@@ -78,6 +84,9 @@ def padding_side(bench: Bench) -> None:
     (one, found), (other, seen) = measured(trainer, batch), measured(trainer, left_padded(batch))
     require_same_gradient(one, other, "gradients of rows that are padded on the right and on the left")
     require_same_metrics(found, seen, "metrics of rows that are padded on the right and on the left")
+    usual, turned = bench.collected(), collected_from(bench, left_padded)
+    what = "what prepare_experience makes of rows that are padded on the right and on the left"
+    require_same_experience(usual.store.experience, right_padded(turned.store.experience), what)
 
 
 @check()

@@ -15,6 +15,7 @@ from trainkit.testing.checks.fields import variants
 from trainkit.testing.checks.tools import require_same_weights, weights
 from trainkit.testing.checks.traces import (
     CLOCK,
+    LOOPS_OWN,
     into_next_collection,
     metric_lines,
     optimizer_memory,
@@ -28,8 +29,6 @@ from trainkit.testing.conformance import Bench, check, require
 from trainkit.trainer.base import Verdict
 
 NAME = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@=.-]+)+")
-LOOPS_OWN = ("train/", "eval/", "loss/total", "time/collect", "time/update")
-"""Names of metrics that are the loop's, or begin so."""
 OF_ROLLOUTS = ("rollout/", "reward/")
 """How those begin that trainkit records with rollouts: in a tiny run, means of small numbers may well be equal."""
 
@@ -128,7 +127,7 @@ def batch_is_frozen(bench: Bench) -> None:
     )
     given = _Untouched("the batch that prepare_step gets", batch)
     with torch.no_grad():
-        prepared = trainer.prepare_step(batch)
+        prepared = trainer.prepare_step(batch).to(trainer.accelerator.device)
     given.require()
     given, own = (_Untouched("the batch that loss gets", each) for each in (batch, prepared))
     trainer.loss(prepared)[0].backward()

@@ -133,12 +133,16 @@ def flat_gradient(trainer: Any) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).clone()
 
 
+@torch.no_grad()
+def for_loss(trainer: Any, batch: Batch) -> Any:
+    """A batch of the store as `loss` gets it where a step is one micro-batch: prepared, on the trainer's device."""
+    return trainer.prepare_step(batch).to(trainer.accelerator.device)
+
+
 def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """The gradient of the loss's mean over a whole batch, flat, and the metrics with the loss among them."""
     trainer.optimizer.zero_grad()
-    with torch.no_grad():
-        prepared = trainer.prepare_step(batch)
-    loss, found = trainer.measure(prepared.to(trainer.accelerator.device))
+    loss, found = trainer.measure(for_loss(trainer, batch))
     loss.backward()
     flat = flat_gradient(trainer)
     trainer.optimizer.zero_grad()
@@ -194,6 +198,13 @@ def aligned(batch: Any, change: Callable[[Tensor, Sequences], Tensor]) -> Any:
     return type(batch)(**parts)
 
 
+def sequences_in(batch: Batch) -> list[Sequences]:
+    """All sequences that a batch holds, itself among them."""
+    if isinstance(batch, Sequences):
+        return [batch]
+    return [found for part in batch.parts().values() if isinstance(part, Batch) for found in sequences_in(part)]
+
+
 def _like(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *[1] * (x.dim() - 2)).expand_as(x)
 
@@ -235,12 +246,24 @@ def widened(batch: Batch, columns: int) -> Any:
 
 def left_padded(batch: Any) -> Any:
     """The batch with every row at the right end of its columns."""
+    return _rolled(batch, lambda mask: (mask * _columns(mask) + mask).amax(1, keepdim=True))
+
+
+def right_padded(batch: Any) -> Any:
+    """The batch with every row at the left end of its columns, and no more of them than it needs."""
+    return _rolled(batch, lambda mask: mask.int().argmax(1, keepdim=True)).trim()
+
+
+def _columns(mask: Tensor) -> Tensor:
+    return torch.arange(mask.size(1), device=mask.device)
+
+
+def _rolled(batch: Any, by: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every row turned to the left by ``by(where something stands [B, T])`` columns [B, 1]."""
 
     def roll(x: Tensor, sequences: Sequences) -> Tensor:
         mask = sequences.attention_mask | sequences.response_mask
-        columns = torch.arange(mask.size(1), device=mask.device)
-        ends = (mask * (columns + 1)).amax(1, keepdim=True)  # [B, 1]
-        places = (columns + ends) % mask.size(1)  # [B, T] where what stands in each column then stood before
+        places = (_columns(mask) + by(mask)) % mask.size(1)  # [B, T] where what stands in each column then stood before
         return x.gather(1, _like(places, x))
 
     return aligned(batch, roll)
@@ -263,7 +286,7 @@ class Reading:
     def rows(self) -> list[tuple[Ids, Tensor]]:
         """Each row's ids, and its credit: how much the loss wants each of its response tokens to be likelier."""
         mask = self.sequences.response_mask
-        slopes = torch.zeros(mask.shape) if self.slopes is None else self.slopes
+        slopes = torch.zeros(mask.shape, device=mask.device) if self.slopes is None else self.slopes
         return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
 
 
@@ -283,8 +306,7 @@ def readings(trainer: Any, batch: Batch) -> list[Reading]:
             logprobs.retain_grad()
         asked.append((positional[0] if positional else named["sequences"], logprobs))
 
-    with torch.no_grad():
-        prepared = trainer.prepare_step(batch)
+    prepared = for_loss(trainer, batch)
     handle = trainer.policy.register_forward_hook(note, with_kwargs=True)
     try:
         loss, _ = trainer.loss(prepared)

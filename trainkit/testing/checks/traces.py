@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from trainkit.hookspecs import hookimpl
 from trainkit.testing.conformance import Bench, require
 
+LOOPS_OWN = ("train/", "eval/", "loss/total", "time/collect", "time/update")
+"""Names of metrics that are the loop's, or begin so."""
 CLOCK = ("time/", "eval/time")
 """Groups of metrics that depend on the clock."""
 
@@ -200,8 +202,9 @@ class Course:
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Note what was logged, and how often the loss was asked for."""
-        self.notes.append(json.dumps({"step": step, "losses": self.losses, **timeless(metrics)}))
+        """Note what the loop logged, and how often the loss was asked for; what else is told moves nothing."""
+        felt = {name: value for name, value in timeless(metrics).items() if name.startswith(LOOPS_OWN)}
+        self.notes.append(json.dumps({"step": step, "losses": self.losses, **felt}))
 
     @hookimpl
     def on_evaluate(self, samples: list[dict[str, Any]]) -> None:
