@@ -11,6 +11,7 @@ from textwrap import dedent
 import pytest
 
 import trainkit
+from trainkit import registry
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.testing import check_plugin, check_trainer, conformance
 from trainkit.testing.conformance import (
@@ -325,3 +326,120 @@ def test_as_cases_of_pytest_an_expected_failure_that_passes_fails(tmp_path: Path
     assert "PASSED test_plugin.py::test_sft[docstrings]" in found.stdout
     assert "[XPASS(strict)] it never does" in found.stdout
     assert found.returncode == 1
+
+
+# -------------------------------------------------------------------------------- what an author may have overlooked
+
+CRITIC = '''
+"""Actor and critic on tokens, with a head of its own (Mnih et al. 2016)."""
+from dataclasses import dataclass, replace
+import torch
+from pydantic import Field
+from torch import nn
+import trainkit
+from trainkit.functional import masked_mean, place_scores, zero_masked
+from trainkit.metrics import Mean
+from trainkit.models import load_heads, load_model, make_policy, state_width
+
+class Critic(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, hidden, tokens):
+        return {"value": self.out(hidden.detach()).squeeze(-1)}
+
+class Config(trainkit.MethodConfig):
+    name: str = "kit_toy"
+    """The name."""
+    entropy_coef: float = Field(0.01, ge=0)
+    """What a nat of entropy is worth."""
+
+@dataclass(frozen=True)
+class ToyBatch(trainkit.TokenBatch):
+    """Returns [B, T]."""
+    returns: torch.Tensor
+
+@trainkit.register_trainer("kit_toy")
+class Toy(trainkit.AccelerateRLTrainer[Config]):
+    inputs = ("reward_fn", "prompts")
+
+    def get_arch(self, config):
+        model = load_model(config.model, self.live_model)
+        mask, head = self.logit_mask, Critic(state_width(model.config))
+        policy = make_policy(model, temperature=config.rollout.temperature, logit_mask=mask, head=head)
+        return load_heads(policy, config.model.model_path)
+
+    def experience(self, rollouts, scores):
+        said = self.behaviour(rollouts).logprobs
+        return ToyBatch(rollouts.sequences, place_scores(scores, rollouts.sequences.response_mask) + 0 * said)
+
+    def prepare_experience(self, batch):
+        mask = batch.sequences.response_mask
+        returns = zero_masked(batch.returns, mask).flip(1).cumsum(1).flip(1)
+        return replace(batch, returns=zero_masked(returns, mask))
+
+    def loss(self, batch):
+        mask = batch.sequences.response_mask
+        told = self.policy(batch.sequences, entropy=True)
+        missing = zero_masked(batch.returns, mask) - told.head["value"]
+        bonus = self.method.entropy_coef * told.entropy
+        each = missing**2 - missing.detach() * told.logprobs - bonus
+        return masked_mean(each, mask), {"policy/bonus": Mean.of(bonus, mask)}
+'''
+LAWS = ["given_responses", "padding_side", "fields_have_effects", "weight_counts", "mask_law", "export"]
+
+
+@pytest.fixture
+def toy(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """``toy(old, new)``: the name of an installed trainer in which a piece of source is another."""
+    monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
+
+    def made(old: str = "", new: str = "") -> str:
+        assert old in CRITIC
+        install("kit-toy", {"kit_toy": "kit_toy_trainer"}, CRITIC.replace(old, new) if old else CRITIC)
+        return "kit_toy"
+
+    yield made
+    sys.modules.pop("kit_toy_trainer", None)
+
+
+def test_a_sound_critic_conforms(toy: Callable[..., str]) -> None:
+    assert len(check_trainer(toy(), only=LAWS).results) == len(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "check", "seen"),
+    [
+        ("self.behaviour(rollouts).logprobs", "rollouts.logprobs", "given_responses", "NoneType"),
+        (
+            "returns=zero_masked(returns, mask)",
+            "returns=zero_masked(returns * 0.9 ** torch.arange(mask.size(1)), mask)",
+            "padding_side",
+            "what prepare_experience makes of rows that are padded on the right and on the left",
+        ),
+        ("* told.logprobs - bonus", "* told.logprobs", "fields_have_effects", "changes nothing but metrics"),
+        (
+            "    returns: torch.Tensor",
+            "    returns: torch.Tensor\n    lengths = property(lambda self: torch.ones(len(self)))",
+            "weight_counts",
+            "override the property `lengths`",
+        ),
+        (
+            "load_heads(policy, config.model.model_path)",
+            "policy",
+            "export",
+            "head.out.weight, head.out.bias; give its policy to trainkit.models.load_heads",
+        ),
+        (
+            "        told = self.policy(",
+            "        raise SystemExit(3)\n        told = self.policy(",
+            "mask_law",
+            "SystemExit: 3",
+        ),
+    ],
+)
+def test_a_critic_that_does_wrong_fails(toy: Callable[..., str], old: str, new: str, check: str, seen: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_trainer(toy(old, new), only=[check])
+    assert seen in str(caught.value)
