@@ -42,13 +42,13 @@ def written_by_hand(path: Path) -> bool:
 def model_card(trainer: Trainer) -> str:
     """The card of the model as it is now; the same for equal runs on equal libraries, wherever they are."""
     method, kind = trainer.config.method.name, trainer.model_card()
-    base = base_model(trainer)
+    base, steps = base_model(trainer), trainer.progress.step
     hub = {"base_model": base, **{name: value for name, value in kind.items() if name != "loading"}}
     front = {**{name: value for name, value in hub.items() if value}, "tags": ["trainkit", method]}
     parts = [
         f"---\n{to_yaml(front)}---\n{OURS}\n",
         f"# A model trained by {method}\n",
-        f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {trainer.progress.step} steps.\n",
+        f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
         _table("## By what", _facts(trainer)),
         _evaluation(trainer),
