@@ -387,7 +387,9 @@ class Toy(trainkit.AccelerateRLTrainer[Config]):
         each = missing**2 - missing.detach() * told.logprobs - bonus
         return masked_mean(each, mask), {"policy/bonus": Mean.of(bonus, mask)}
 '''
-LAWS = ["given_responses", "padding_side", "fields_have_effects", "weight_counts", "mask_law", "export"]
+LAWS = [
+    "given_responses", "padding_side", "fields_have_effects", "weight_counts", "mask_law", "export", "gradient_reaches"
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -430,6 +432,18 @@ def test_a_sound_critic_conforms(toy: Callable[..., str]) -> None:
             "policy",
             "export",
             "head.out.weight, head.out.bias; give its policy to trainkit.models.load_heads",
+        ),
+        (
+            "each = missing**2 - missing",
+            "each = missing.detach()**2 - missing",
+            "gradient_reaches",
+            "no gradient reaches head.out.bias, head.out.weight",
+        ),
+        (
+            "each = missing**2 - missing",
+            "each = 0 * missing**2 - missing",
+            "gradient_reaches",
+            "the gradient is 0 in all parameters of head.out",
         ),
         (
             "        told = self.policy(",

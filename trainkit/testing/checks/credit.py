@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -279,7 +280,7 @@ def _taken(trainer: Any) -> Tensor:
 
 @check()
 def gradient_reaches(bench: Bench) -> None:
-    """In a short run every parameter that is trained gets a gradient, and what is frozen does not move.
+    """In a short run a gradient arrives at every parameter that is trained, and what is frozen does not move.
 
     A head that no loss reads, or a part of the model behind a detach, stays as it was made without anybody seeing it;
     layers that are frozen to save memory, and to be shared with the reference, must stay as they are (S-25, S-59).
@@ -288,13 +289,25 @@ def gradient_reaches(bench: Bench) -> None:
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
     require(missing, "nothing of the model is trained")
     trainer.policy  # noqa: B018  (puts the parameters where they are trained)
+    still = {_module_of(name) for name in missing}
+
+    def arrived(name: str, grad: Tensor) -> None:
+        missing.discard(name)
+        if grad.any():  # of one of a module's: a bias may cancel, as in the difference of two scores
+            still.discard(_module_of(name))
+
     for name, parameter in trainer.unwrapped.named_parameters():
         if parameter.requires_grad:
-            parameter.register_hook(lambda grad, name=name: missing.discard(name) if grad.any() else None)
+            parameter.register_hook(partial(arrived, name))
     trainer.learn()
     require(not missing, f"in a run no gradient reaches {', '.join(sorted(missing)[:3])}")
+    require(not still, f"in a run the gradient is 0 in all parameters of {', '.join(sorted(still)[:3])}")
     if bench.subject.language:
         _require_frozen_stays(bench)
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _require_frozen_stays(bench: Bench) -> None:
