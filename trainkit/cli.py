@@ -338,13 +338,17 @@ def list_plugins(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    typer.echo(plugins_table(rows))
+
+
+def plugins_table(rows: list[dict[str, str]]) -> str:
+    """A line for each plugin, and below them why some cannot be used."""
     columns = ("name", "kind", "distribution", "version", "api", "state", "origin")
     table = [columns, *(tuple(row[column] or "-" for column in columns) for row in rows)]
     widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
-    for line in table:
-        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     refused = [f"{row['name']} is {row['state']}: {row['why']}" for row in rows if row["why"]]
-    typer.echo("\n".join(["", *refused]) if refused else "", nl=bool(refused))
+    return "\n".join([*lines, *([""] if refused else []), *refused])
 
 
 @plugins_app.command("check", epilog="Exit code: 0 if all checks pass, 1 if one fails.")

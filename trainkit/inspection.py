@@ -104,18 +104,21 @@ def _kinds(tree: ast.Module, name: str) -> Iterator[str]:
         for alias in node.names
         if alias.asname and alias.name in _MARKS
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            bare = [d for d in node.decorator_list if not isinstance(d, ast.Call)]
-            if any(_mark(d, marks) == "register_trainer" for d in bare) and node.name.lower() == name:
-                yield TRAINER
-        if isinstance(node, ast.Call) and _mark(node.func, marks) == "register_trainer" and _may_name(node, name):
-            yield TRAINER
+    if any(_registers(node, name, marks) for node in ast.walk(tree)):
+        yield TRAINER
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             called = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
             if any(_mark(d, marks) == "hookimpl" for d in called):
                 yield SAMPLER if node.name == "make_sampler" else TRACKER
+
+
+def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
+    """Whether it registers a trainer called ``name``: by its class's own name, or by a call that gives one."""
+    if isinstance(node, ast.ClassDef):
+        bare = [d for d in node.decorator_list if not isinstance(d, ast.Call)]
+        return node.name.lower() == name and any(_mark(d, marks) == "register_trainer" for d in bare)
+    return isinstance(node, ast.Call) and _mark(node.func, marks) == "register_trainer" and _may_name(node, name)
 
 
 def _mark(node: ast.expr, marks: dict[str, str]) -> str | None:

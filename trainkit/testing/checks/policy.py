@@ -80,10 +80,15 @@ def require_one_policy(bench: Bench, **changes: Any) -> None:
 
 
 def _require_unmoved(metrics: dict[str, float]) -> None:
-    still = {"policy/kl": 0.0, "policy/kl_per_token": 0.0, "policy/approx_kl": 0.0, "policy/ratio": 1.0}
+    """The divergence from the reference exactly; what the loss computes with a gradient within rounding."""
+    still = {"policy/kl": (0.0, 0.0)} | {
+        name: (at, 1e-6)
+        for name, at in {"policy/kl_per_token": 0.0, "policy/approx_kl": 0.0, "policy/ratio": 1.0}.items()
+    }
     for name in still.keys() & metrics.keys():
-        off = abs(metrics[name] - still[name])
-        require(off <= 1e-6, f"{name} is {metrics[name]:.7g} before the first update, and should be {still[name]:g}")
+        at, rounding = still[name]
+        seen = f"{name} is {metrics[name]:.7g} before the first update, and should be {at:g}"
+        require(abs(metrics[name] - at) <= rounding, seen)
 
 
 @check(where=samples_text)
