@@ -19,11 +19,15 @@ MODULES = (
     "trainkit",
     "trainkit.functional",
     "trainkit.metrics",
+    "trainkit.data",
     "trainkit.models",
-    "trainkit.rewards",
+    "trainkit.rollouts",
+    "trainkit.plugins",
+    "trainkit.plugins.hookspecs",
+    "trainkit.runs",
+    "trainkit.trainer",
     "trainkit.seeding",
     "trainkit.errors",
-    "trainkit.hookspecs",
     "trainkit.testing",
     "trainkit.testing.trainers",
     "trainkit.testing.bandit",
@@ -39,7 +43,8 @@ Version {version} of trainkit.
 This page is made from the sources by `make api`. It lists what plugins may use: the names in a module's `__all__`, or
 where it has none, its functions, its classes, and the constants that it describes, without a leading underscore. Of
 classes it lists what they define themselves; the classes that they derive from have the rest. Of trainers the
-attributes of instances belong to it.
+attributes of instances belong to it. The members of a class that is in `trainkit` and in a package below it are listed
+there, under the package.
 
 The version is trainkit's own. Something new raises at least its last number. Something that is gone, or has another
 signature, raises the middle one (from 1.0 on, the first). `make api` refuses to write this page otherwise, and a test
@@ -213,9 +218,15 @@ def names_of(module: str, name: str) -> Iterator[Name]:
     for statement, about in found:
         if isinstance(statement, ast.ClassDef):
             yield Name(path, class_signature(statement), first_paragraph(ast.get_docstring(statement)))
-            yield from members(path, statement, instances=home.startswith(TRAINERS))
+            if not (module == "trainkit" and listed_elsewhere(name)):
+                yield from members(path, statement, instances=home.startswith(TRAINERS))
         elif not isinstance(statement, Function):
             yield Name(path, ast.unparse(statement), about)
+
+
+def listed_elsewhere(name: str) -> bool:
+    """Return whether a room lists a name of ``trainkit`` too, and the members of the class with it."""
+    return any(name in exported(module) for module in MODULES if module != "trainkit")
 
 
 def names() -> list[Name]:

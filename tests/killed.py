@@ -26,9 +26,10 @@ import torch
 import transformers.modeling_utils
 
 import trainkit
+from trainkit.runs import checkpoint
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import accelerate, checkpoint
+from trainkit.trainer import accelerate
 
 CHANGES: dict[str, Any] = {
     "model": tiny_gpt2(10, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),

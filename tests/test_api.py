@@ -22,7 +22,7 @@ from trainkit.errors import (
     RewardError,
     TrainkitError,
 )
-from trainkit.registry import get_trainer
+from trainkit.plugins import get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 
 TOKENIZER = character_tokenizer("abcdefgh")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit import backend
-from trainkit.backend import TOLERANCE, by_default_library, use_fast_exact_matmul
+from trainkit.models import backend
+from trainkit.models.backend import TOLERANCE, by_default_library, use_fast_exact_matmul
 from trainkit.testing.trainers import tiny_trainer
 
 CPU = torch.device("cpu")

@@ -27,13 +27,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
-from trainkit.data import BATCH_CLASSES, Batch, Sequences, TokenBatch
+from trainkit.data import Batch, Sequences, TokenBatch
+from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import CheckpointError, ConfigError, RewardError
-from trainkit.models.policy import CausalPolicy
+from trainkit.models import CausalPolicy
+from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, write_state
+from trainkit.runs.checkpoint import MANIFEST, Packer, unpack
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
-from trainkit.trainer import checkpoint
-from trainkit.trainer.checkpoint import MANIFEST, Packer, find_fault, newest_whole, read_state, unpack, write_state
 
 # ------------------------------------------------------------------------------------------- state there and back
 
@@ -198,7 +199,7 @@ def test_a_batch_class_that_nobody_has_defined_is_refused_by_name(
 def test_only_batches_can_be_named_as_classes(tmp_path: Path) -> None:
     """A file that asks for any other object gets none, importable or not (F1)."""
     write_state(tmp_path, "state", {})
-    for name in ("os.system", "builtins.eval", "trainkit.data.Rollouts"):
+    for name in ("os.system", "builtins.eval", "trainkit.data.batches.Rollouts"):
         (tmp_path / "state.json").write_text(json.dumps({"batch": name, "fields": {"dict": [["command", "x"]]}}))
         with pytest.raises(CheckpointError, match=f"no loaded plugin defines {name}"):
             read_state(tmp_path, "state")
@@ -785,7 +786,7 @@ def test_no_space_left_is_an_error_that_names_the_place(
     root = a_run / "checkpoints"
     before = names(root)
     with monkeypatch.context() as patch:
-        patch.setattr(f"trainkit.trainer.checkpoint.{operation}", full_disk)
+        patch.setattr(f"trainkit.runs.checkpoint.{operation}", full_disk)
         with pytest.raises(CheckpointError, match=rf"under {root}: .*No space left on device") as caught:
             trainer.save()
     assert isinstance(caught.value.__cause__, OSError)

@@ -19,9 +19,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
-from trainkit import TRLConfig, available_trainers, cli, default_config, examples, plugins
+from trainkit import TRLConfig, available_trainers, cli, default_config, examples
 from trainkit.errors import ConfigError, DataError
-from trainkit.files import load_file, load_function
+from trainkit.plugins import discovery as plugins
+from trainkit.plugins import load_file, load_function
 
 TASK = """
 from trainkit.testing import character_tokenizer

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from trainkit import registry
 from trainkit.config import (
     MethodConfig,
     ModelConfig,
@@ -30,7 +29,7 @@ from trainkit.config import (
     read_yaml,
 )
 from trainkit.errors import ConfigError
-from trainkit.registry import register_trainer
+from trainkit.plugins import register_trainer, registry
 
 
 class ToyConfig(MethodConfig):

@@ -11,8 +11,8 @@ from textwrap import dedent
 import pytest
 
 import trainkit
-from trainkit import registry
 from trainkit.errors import ConfigError, RegistryError
+from trainkit.plugins import registry
 from trainkit.testing import check_plugin, check_trainer, conformance
 from trainkit.testing.conformance import (
     Bench,
@@ -77,7 +77,7 @@ WRITER = """
         trainer.numbers.close()
 """
 SAMPLER = """
-    from trainkit.sampling import make_sampler as core
+    from trainkit.rollouts import make_sampler as core
 
     @hookimpl
     def make_sampler(trainer):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data import BATCH_CLASSES, Batch, Preferences, Rollouts, Sequences, TokenBatch
+from trainkit.data import Batch, Preferences, Rollouts, Sequences, TokenBatch
+from trainkit.data.batches import BATCH_CLASSES
 
 EOS = 3
 IDS = st.lists(st.integers(0, 9), max_size=5)
@@ -260,7 +261,7 @@ def test_flatten_holds_every_tensor_itself():
 
 def test_a_batch_class_is_known_by_its_full_name_from_its_definition_on():
     assert BATCH_CLASSES[f"{__name__}.Experience"] is Experience
-    assert BATCH_CLASSES["trainkit.data.Sequences"] is Sequences
+    assert BATCH_CLASSES["trainkit.data.batches.Sequences"] is Sequences
     assert Counter(BATCH_CLASSES.values())[Pair] == 1
 
 

@@ -20,10 +20,9 @@ import pytest
 import typer.main
 
 import trainkit
-from trainkit import hookspecs, registry
 from trainkit.cli import app
 from trainkit.config import TRLConfig, parse_yaml
-from trainkit.plugins import discover
+from trainkit.plugins import discover, hookspecs, registry
 from trainkit.testing import check_trainer
 from trainkit.testing.trainers import tiny_trainer
 
@@ -306,7 +305,7 @@ def test_the_contract_names_what_exists(tmp_path: Path) -> None:
 
 
 def test_the_table_of_hooks_is_complete() -> None:
-    ((_, table),) = tables_about("trainkit.hookspecs")
+    ((_, table),) = tables_about("trainkit.plugins.hookspecs")
     specified = {name for name, value in vars(hookspecs).items() if hasattr(value, "trainkit_spec")}
     assert set(table.names) == specified
 

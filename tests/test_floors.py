@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,96 +13,133 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "plugins", ROOT / "examples/plugins")
-FLOORS = {
-    "trainkit.errors": 0, "trainkit.functional": 0, "trainkit.metrics": 0, "trainkit.data": 0, "trainkit.seeding": 0,
-    "trainkit.config": 1, "trainkit.files": 1, "trainkit.guard": 1, "trainkit.hookspecs": 1, "trainkit.inspection": 1,
-    "trainkit.plugins": 1, "trainkit.probe": 1, "trainkit.registry": 1,
-    "trainkit.backend": 2,
-    "trainkit.chat": 2, "trainkit.formats": 2,
-    "trainkit.pipeline": 2, "trainkit.store": 2, "trainkit.sampling": 2, "trainkit.stepping": 2, "trainkit.rewards": 2,
-    "trainkit.models": 2,
-    "trainkit.trainer": 3, "trainkit.trackers": 3,
-    "trainkit.api": 4, "trainkit.cli": 4, "trainkit.examples": 4, "trainkit.templates": 4,
-    "trainkit.testing": 4, "trainkit.__main__": 4,
-    "trainkit._templates": 4,  # plugins, as authors begin them
-    "trainkit": 5,  # the public names; loaded lazily, so importable from anywhere
+SPINE = (
+    "errors", "functional", "metrics", "seeding",  # the ground
+    "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
+    "api", "examples", "cli",
+    "__init__",  # the public names
+)  # fmt: skip
+"""The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
+LAZY = {
+    ("api", "data"),
+    ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "models"), ("cli", "plugins"), ("cli", "testing"),
+    ("examples", "api"), ("examples", "config"),
+    ("plugins", "__init__"), ("runs", "__init__"),  # the version
 }  # fmt: skip
-HEAVY = {"torch": 0, "transformers": 2, "safetensors": 2, "accelerate": 3, "typer": 4}
-"""Third-party packages, and the lowest floor that may import them when it is imported."""
+"""Arrows of imports inside functions, which run when they are called: for speed, or for the version."""
+TYPE_ONLY = {
+    ("__init__", "api"), ("__init__", "config"), ("__init__", "data"), ("__init__", "functional"),
+    ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
+    ("__init__", "trainer"),
+    ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
+    ("cli", "config"), ("cli", "testing"), ("examples", "trainer"),
+    ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
+    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"),
+}  # fmt: skip
+"""Arrows of imports for type checkers alone."""
+ARROWS = 48
+"""Arrows of imports that run when a module is loaded; there were 85 when the rooms were 31 single modules."""
+HEAVY = {"torch": "functional", "transformers": "data", "safetensors": "models", "accelerate": "models", "typer": "cli"}
+"""Third-party packages, and the first room of the spine that may import them when it is loaded."""
+LIGHT = ("errors", "plugins", "config", "api", "examples", "cli", "__init__")
+"""Rooms that import neither torch nor what imports it when they are loaded."""
 PUBLIC = (
     "trainkit",
-    "trainkit.functional",
-    "trainkit.models",
-    "trainkit.metrics",
-    "trainkit.testing",
+    "trainkit.data",
     "trainkit.errors",
-    "trainkit.rewards",
+    "trainkit.functional",
+    "trainkit.metrics",
+    "trainkit.models",
+    "trainkit.plugins",
+    "trainkit.rollouts",
+    "trainkit.runs",
     "trainkit.seeding",
+    "trainkit.testing",
 )
-
-
-def floor_of(module: str) -> int:
-    while module not in FLOORS:
-        module = module.rpartition(".")[0]
-        assert module, "a module outside trainkit"
-    return FLOORS[module]
 
 
 def sources(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "tests" not in path.relative_to(folder).parts)
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def rooms() -> set[str]:
+    return {path.stem for path in (ROOT / "trainkit").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
 
 
-def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import; without ``lazy`` only those that run when the module is imported."""
-
-    def walk(node: ast.AST) -> Iterator[tuple[int, str]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            if not lazy and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(child, ast.Import):
-                yield from ((child.lineno, alias.name) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                inner = [f"{child.module}.{alias.name}" for alias in child.names]
-                yield from ((child.lineno, name if name in FLOORS else child.module) for name in inner)
-            yield from walk(child)
-
-    return walk(ast.parse(path.read_text(encoding="utf-8")))
-
-
-def test_every_module_of_the_core_has_a_floor() -> None:
+def core() -> Iterator[tuple[str, Path]]:
+    """(room, file) of the core, without what authors begin plugins with."""
     for path in sources(ROOT / "trainkit"):
-        assert floor_of(module_name(path)) >= 0
-        assert module_name(path).split(".")[1:2] == [] or ".".join(module_name(path).split(".")[:2]) in FLOORS
+        inside = path.relative_to(ROOT / "trainkit")
+        if "_templates" not in inside.parts:
+            yield inside.parts[0].removesuffix(".py"), path
+
+
+def room_of(module: str, name: str = "") -> str:
+    """The room that ``module`` is in, or that ``from trainkit import name`` names."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else name if name in SPINE else "__init__"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str, str, str]]:
+    """(line, module, imported name, kind) of every import; the kind is ``loading``, ``lazy`` or ``typing``."""
+
+    def walk(node: ast.AST, kind: str) -> Iterator[tuple[int, str, str, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = kind
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+                inner = "typing"
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and kind == "loading":
+                inner = "lazy"
+            if isinstance(child, ast.Import):
+                yield from ((child.lineno, alias.name, "", inner) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                yield from ((child.lineno, child.module, alias.name, inner) for alias in child.names)
+            yield from walk(child, inner)
+
+    return walk(ast.parse(path.read_text(encoding="utf-8")), "loading")
+
+
+def arrows(kind: str) -> dict[tuple[str, str], str]:
+    """The ordered pairs of rooms with an import of that kind, and where one stands."""
+    found = {}
+    for here, path in core():
+        for line, module, name, how in imports(path):
+            if how == kind and module.split(".")[0] == "trainkit" and room_of(module, name) != here:
+                found[here, room_of(module, name)] = f"{path.relative_to(ROOT)}:{line}"
+    return found
+
+
+def test_every_room_of_the_core_stands_in_the_spine() -> None:
+    assert rooms() == set(SPINE)
+    assert len(SPINE) == len(set(SPINE)) == 16
 
 
 def test_arrows_point_down_only() -> None:
-    wrong = []
-    for path in sources(ROOT / "trainkit"):
-        here = floor_of(module_name(path))
-        for line, target in imports(path, lazy=False):
-            if target.startswith("trainkit.") and floor_of(target) > here:
-                wrong.append(
-                    f"{path.relative_to(ROOT)}:{line} (floor {here}) imports {target} (floor {floor_of(target)})"
-                )
+    """So there are no circles either."""
+    found = arrows("loading")
+    wrong = [f"{place}: {a} imports {b}" for (a, b), place in found.items() if SPINE.index(b) >= SPINE.index(a)]
     assert wrong == []
+    assert len(found) <= ARROWS, "a new arrow between rooms; is it needed?"
 
 
-def test_heavy_packages_stay_on_their_floors() -> None:
+@pytest.mark.parametrize(("kind", "known"), [("lazy", LAZY), ("typing", TYPE_ONLY)])
+def test_lazy_and_type_only_arrows_are_those_that_are_known(kind: str, known: set[tuple[str, str]]) -> None:
+    assert set(arrows(kind)) == known
+
+
+def test_plugins_need_errors_alone() -> None:
+    assert {b for a, b in arrows("loading") if a == "plugins"} == {"errors"}
+
+
+def test_heavy_packages_stay_in_their_rooms() -> None:
     wrong = []
-    for path in sources(ROOT / "trainkit"):
-        here = floor_of(module_name(path))
-        for line, target in imports(path, lazy=False):
-            package = target.split(".")[0]
-            free_of_torch = here in (1, 5) and package in HEAVY
-            if free_of_torch or HEAVY.get(package, here) > here:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} (floor {here}) imports {package}")
+    for here, path in core():
+        for line, module, _, kind in imports(path):
+            package = module.split(".")[0]
+            if kind == "loading" and package in HEAVY:
+                low = SPINE.index(here) < SPINE.index(HEAVY[package])
+                if low or (here in LIGHT and package != "typer"):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {package}")
     assert wrong == []
 
 
@@ -110,7 +148,7 @@ def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
     assert {"trainkit_ppo", "trainkit_sft", "trainkit_ddpo", "trainkit_grpo"} <= plugins
     wrong = []
     for path in [path for place in (ROOT / "trainkit", *PLUGINS) for path in sources(place)]:
-        for line, target in imports(path):
+        for line, target, *_ in imports(path):
             if target.split(".")[0] in plugins - {path.stem, path.parent.name}:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
     assert wrong == []
@@ -119,7 +157,7 @@ def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
 def test_plugins_use_public_names_only() -> None:
     wrong = []
     for path in [path for place in (*PLUGINS, ROOT / "trainkit/_templates") for path in sources(place)]:
-        for line, target in imports(path):
+        for line, target, *_ in imports(path):
             if target.split(".")[0] == "trainkit" and target not in PUBLIC:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
     assert wrong == []
@@ -128,12 +166,37 @@ def test_plugins_use_public_names_only() -> None:
 def test_tests_of_strangers_use_public_names_only() -> None:
     tests = sorted((ROOT / "examples/plugins").glob("*/tests/*.py"))
     assert len(tests) >= 3
-    named = {target for path in tests for _, target in imports(path) if target.split(".")[0] == "trainkit"}
+    named = {target for path in tests for _, target, *_ in imports(path) if target.split(".")[0] == "trainkit"}
     assert named <= {*PUBLIC, "trainkit.testing.bandit", "trainkit.testing.trainers"}
 
 
+def test_modules_of_a_plugin_import_each_other_in_one_direction() -> None:
+    """For type checkers too."""
+    for package in sorted(path for place in PLUGINS for path in place.glob("*/trainkit_*") if path.is_dir()):
+        names = {path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in sources(package)}
+        modules = {path: name.removesuffix(".__init__") for path, name in names.items()}
+        graph = {
+            name: {
+                target
+                for _, module, imported, _ in imports(path)
+                for target in (module, f"{module}.{imported}")
+                if target in modules.values() and target != name
+            }
+            for path, name in modules.items()
+        }
+        graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError
+
+
 @pytest.mark.parametrize(
-    "statement", ["import trainkit", "import trainkit.cli", "from trainkit.plugins import discover; discover()"]
+    "statement",
+    [
+        "import trainkit",
+        "import trainkit.api",
+        "import trainkit.cli",
+        "import trainkit.config",
+        "import trainkit.plugins",
+        "from trainkit.plugins import discover; discover()",
+    ],
 )
 def test_light_doors_import_no_torch(statement: str) -> None:
     heavy = "sorted({'torch', 'transformers', 'accelerate', 'trainkit_ppo', 'trainkit_sft'} & set(sys.modules))"

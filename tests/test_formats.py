@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import trainkit
-from trainkit.chat import PLAIN_TEMPLATE, Chat
+from trainkit.data import (
+    PLAIN_TEMPLATE,
+    Chat,
+    formatted,
+    preference_rows,
+    prompt_rows,
+    recognise,
+    sample_rows,
+    written_prompts,
+)
+from trainkit.data.pipeline import encode_sample
 from trainkit.errors import DataError
-from trainkit.formats import formatted, preference_rows, prompt_rows, recognise, sample_rows, written_prompts
-from trainkit.pipeline import encode_sample
 from trainkit.testing import EOS, character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 

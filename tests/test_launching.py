@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import registry
+from trainkit.plugins import registry
 from trainkit.testing import launching
 from trainkit.testing.conformance import Case, CheckError, Subject, all_checks
 from trainkit.testing.launching import launch

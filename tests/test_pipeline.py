@@ -19,16 +19,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.data import Row
+from trainkit.data import Pipeline, PromptEncoder, Row, preference_rows, prompt_rows, sample_rows
+from trainkit.data.pipeline import encode_joint, encode_pair, encode_sample
 from trainkit.errors import DataError
-from trainkit.formats import preference_rows, prompt_rows, sample_rows
-from trainkit.pipeline import (
-    Pipeline,
-    PromptEncoder,
-    encode_joint,
-    encode_pair,
-    encode_sample,
-)
 from trainkit.testing import EOS, character_tokenizer
 
 BOS = "<bos>"
@@ -97,7 +90,7 @@ def test_without_shuffling_every_epoch_keeps_the_given_order() -> None:
 
 def test_order_is_the_same_in_every_process() -> None:
     """S-30: string hashes, which differ between processes, have no part in it."""
-    code = "from trainkit.pipeline import Pipeline; p = Pipeline(range(20), seed=5); print(p.order(0), p.order(7))"
+    code = "from trainkit.data.pipeline import Pipeline; p = Pipeline(range(20), seed=5); print(p.order(0), p.order(7))"
     found = [
         subprocess.run(
             [sys.executable, "-c", code],

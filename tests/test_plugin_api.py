@@ -88,7 +88,7 @@ def test_the_page_about_plugins_names_the_public_modules() -> None:
     text = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"^\* Import from (.*?) only,", text, flags=re.MULTILINE | re.DOTALL)
     parts = {module for module in api.MODULES if module.startswith("trainkit.testing.")}
-    assert {*re.findall(r"`([\w.]+)`", said), "trainkit.hookspecs", *parts} == {*api.MODULES}
+    assert {*re.findall(r"`([\w.]+)`", said), "trainkit.plugins.hookspecs", *parts} == {*api.MODULES}
 
 
 def dotted(node: ast.expr) -> str:
@@ -110,7 +110,7 @@ def used_names(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("place", ["plugins/*/trainkit_*", "examples/plugins/*", "trainkit/_templates/*"])
+@pytest.mark.parametrize("place", ["plugins/*/trainkit_*", "examples/plugins/*", "trainkit/plugins/_templates/*"])
 def test_plugins_use_listed_names_only(place: str) -> None:
     broken = ROOT / "examples/plugins/broken"  # whose errors are wanted
     roots = [path for path in ROOT.glob(place) if path != broken]
@@ -123,10 +123,10 @@ def test_plugins_use_listed_names_only(place: str) -> None:
 def test_overloads_properties_and_class_methods_are_told_apart() -> None:
     shown = {
         "trainkit.register_trainer": "register_trainer(name: str) -> Callable[[C], C]; register_trainer(name: C) -> C",
-        "trainkit.BaseRLTrainer#passes": "property passes: int | None",
-        "trainkit.BaseRLTrainer#loss": "abstract loss(batch: Any) -> tuple[Tensor, Metrics]",
-        "trainkit.AcceleratedLoop#tiny_arguments": "classmethod tiny_arguments() -> dict[str, Any]",
-        "trainkit.BaseRLTrainer#config": "self.config",
+        "trainkit.trainer.BaseRLTrainer#passes": "property passes: int | None",
+        "trainkit.trainer.BaseRLTrainer#loss": "abstract loss(batch: Any) -> tuple[Tensor, Metrics]",
+        "trainkit.trainer.PreparedTrainer#tiny_arguments": "classmethod tiny_arguments() -> dict[str, Any]",
+        "trainkit.trainer.BaseRLTrainer#config": "self.config",
         "trainkit.metrics.Mean": "@dataclass(frozen=True) class Mean",
         "trainkit.functional.kl_k1": "kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor",
     }

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import trainkit
+from trainkit.runs import newest_whole
 from trainkit.testing.trainers import language_trainers
-from trainkit.trainer.checkpoint import newest_whole
 
 TRAINERS, LANGUAGE = trainkit.available_trainers(), language_trainers()
 STEPS: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ from pathlib import Path
 import torch
 import trainkit
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import checkpoint
+from trainkit.runs import checkpoint
 
 torch.set_num_threads(1)
 out, what = Path(sys.argv[1]), sys.argv[2]

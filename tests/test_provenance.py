@@ -16,15 +16,15 @@ from huggingface_hub import ModelCard
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
 import trainkit
-from trainkit import registry
 from trainkit.config import TRLConfig
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
+from trainkit.plugins import registry
+from trainkit.runs import checkpoint
+from trainkit.runs.card import OURS, fenced
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import checkpoint
-from trainkit.trainer.card import OURS, fenced
 
-PPO = next(p for p in trainkit.plugins.discover() if p.name == "ppo")
+PPO = next(p for p in trainkit.plugins.discovery.discover() if p.name == "ppo")
 SAVING: dict[str, Any] = {"train__total_steps": 2, "train__save_interval": 1, "train__resume": "auto"}
 
 
@@ -99,10 +99,10 @@ def test_resuming_without_a_plugin_or_with_one_more_says_so(install: Callable[[s
 
 
 def test_resuming_with_another_version_of_trainkit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.trainer.provenance.__version__", "0.0.7")
+    monkeypatch.setattr(trainkit, "__version__", "0.1.99")
     tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
-    assert resumed(tmp_path / "run") == [f"  changed: trainkit: trainkit 0.0.7 -> trainkit {trainkit.__version__}"]
+    assert resumed(tmp_path / "run") == [f"  changed: trainkit: trainkit 0.1.99 -> trainkit {trainkit.__version__}"]
 
 
 def test_a_trainer_of_a_notebook_is_recorded_without_a_distribution(

@@ -16,13 +16,23 @@ from types import ModuleType
 import pytest
 
 import trainkit
-from trainkit import plugins, registry
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.errors import PluginError, RegistryError
-from trainkit.hookspecs import hookimpl
-from trainkit.plugins import PluginInfo, discover, find_plugin, hook_manager, is_imported, load_plugin
-from trainkit.probe import probe
-from trainkit.registry import available_trainers, get_trainer, register_trainer
+from trainkit.plugins import (
+    PluginInfo,
+    available_trainers,
+    discover,
+    find_plugin,
+    get_trainer,
+    hook_manager,
+    hookimpl,
+    load_plugin,
+    register_trainer,
+    registry,
+)
+from trainkit.plugins import discovery as plugins
+from trainkit.plugins.discovery import is_imported
+from trainkit.plugins.probe import probe
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import AccelerateRLTrainer
 from trainkit.trainer.loop import AcceleratedLoop
@@ -33,9 +43,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     """Trainers and modules that a test brings in are gone after it."""
-    monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
-    modules = set(sys.modules)
+    before, modules = registry._TRAINERS, set(sys.modules)
+    monkeypatch.setattr(registry, "_TRAINERS", dict(before))
     yield
+    stay = {name: cls for name, cls in registry._TRAINERS.items() if cls.__module__.startswith("trainkit_")}
+    before |= stay  # modules that a test was the first to import stay imported
     for name in set(sys.modules) - modules:
         if name.startswith("fake_"):
             del sys.modules[name]
@@ -52,7 +64,7 @@ def trainer_source(name):
     """A plugin's module: a method config and a trainer class of that name."""
     return f"""
 from trainkit.config import MethodConfig
-from trainkit.registry import register_trainer
+from trainkit.plugins import register_trainer
 
 class FakeConfig(MethodConfig):
     name: str = {name!r}
@@ -609,7 +621,7 @@ class Steps:
 
 
 HOOK_SOURCE = """
-from trainkit.hookspecs import hookimpl
+from trainkit.plugins import hookimpl
 seen = []
 
 @hookimpl
@@ -812,6 +824,7 @@ def test_a_probe_finds_sound_plugins_sound_whatever_they_print_and_imports_no_ot
 
 
 def test_config_registry_and_plugins_load_without_torch():
-    code = "import sys, trainkit.config, trainkit.registry, trainkit.plugins; print('torch' in sys.modules)"
+    rooms = "trainkit.config, trainkit.plugins, trainkit.plugins.registry, trainkit.plugins.discovery"
+    code = f"import sys, {rooms}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

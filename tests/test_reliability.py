@@ -27,10 +27,10 @@ from torch import Tensor
 
 import trainkit
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, RewardError
+from trainkit.runs import RunLock, checkpoint
+from trainkit.runs.lock import NAME
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
-from trainkit.trainer import checkpoint
-from trainkit.trainer.lock import NAME, RunLock
 
 WATCHED = ("dpo", "ilql", "online_dpo", "ppo", "rloo", "sft")
 TRAINERS = [name for name in trainkit.available_trainers() if name in WATCHED]
@@ -427,7 +427,7 @@ def test_the_command_line_and_train_allow_drift(tmp_path: Path, monkeypatch: pyt
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from trainkit.trainer.lock import RunLock
+from trainkit.runs import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 child = os.fork()
@@ -506,7 +506,7 @@ def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
 def test_a_disk_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainkit.trainer.lock.fcntl", None)
+    monkeypatch.setattr("trainkit.runs.lock.fcntl", None)
     tiny_trainer("sft", tmp_path, train__total_steps=1).learn()
     assert "cannot be locked (this system has no fcntl)" in caplog.text
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import RewardError
-from trainkit.rewards import check_scores, metrics, score
+from trainkit.rollouts import check_scores, metrics, score
 from trainkit.testing.trainers import tiny_trainer
 
 PROMPTS = ("p", "pqr", "pq")

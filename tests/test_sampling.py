@@ -18,8 +18,8 @@ import trainkit
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, PluginError
-from trainkit.models.policy import CausalPolicy
-from trainkit.sampling import CausalSampler, assemble, cut_at_stop
+from trainkit.models import CausalPolicy
+from trainkit.rollouts import CausalSampler, assemble, cut_at_stop
 from trainkit.seeding import generator, row_seeds
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
@@ -724,7 +724,7 @@ def test_models_without_a_cache_of_keys_and_values_generate_themselves_and_it_is
     sampler = CausalSampler(model, tokenizer(), hidden=True)
     found = sample(sampler, RAGGED, max_new_tokens=4)
     sample(sampler, RAGGED, max_new_tokens=4)
-    said = [record.message for record in caplog.records if record.name == "trainkit.sampling"]
+    said = [record.message for record in caplog.records if record.name == "trainkit.rollouts.sampler"]
     assert len(said) == 1
     assert said[0].startswith(f"{type(model).__name__} cannot be sampled from with a cache")
     assert (found.logprobs, found.entropy, found.hidden) == (None, None, None)

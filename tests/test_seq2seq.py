@@ -20,7 +20,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.functional import entropy_from_logits
 from trainkit.models import CausalPolicy, Reference, Seq2SeqPolicy, ValueHead, make_policy
 from trainkit.models.trunk import freeze_below
-from trainkit.sampling import Seq2SeqSampler
+from trainkit.rollouts import Seq2SeqSampler
 from trainkit.seeding import generator
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, tiny_trainer

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit
+from trainkit.data import Stream
+from trainkit.data.pipeline import WINDOW
 from trainkit.errors import ConfigError, DataError
-from trainkit.pipeline import WINDOW, Stream
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 

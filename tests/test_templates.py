@@ -15,9 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
-from trainkit import cli, templates
+from trainkit import cli
 from trainkit.errors import ConfigError
-from trainkit.templates import Kind
+from trainkit.plugins import templates
+from trainkit.plugins.templates import Kind
 
 ROOT = Path(__file__).parents[1]
 NAMES = {Kind.TRAINER: "my-algo", Kind.TRACKER: "My_Tracker", Kind.SAMPLER: "sampler2"}
@@ -115,7 +116,7 @@ def test_the_wheel_holds_the_templates(fresh_venv: Any, tmp_path: Path) -> None:
 
 def test_the_command_answers_at_once(here: Path) -> None:
     script = (
-        "import sys; from trainkit.templates import Kind, new_plugin; new_plugin('mine', Kind.TRAINER); "
+        "import sys; from trainkit.plugins.templates import Kind, new_plugin; new_plugin('mine', Kind.TRAINER); "
         "print(sorted({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -17,10 +17,11 @@ import rich.console
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from transformers.utils import logging as transformers_logging
 
-from trainkit import hookimpl, trackers
+from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
+from trainkit.runs import default_trackers, trackers
+from trainkit.runs.trackers import AccelerateTracker, Console, clock, count, excerpt, flatten, number
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trackers import AccelerateTracker, Console, clock, count, default_trackers, excerpt, flatten, number
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]\n\r\x9b2J\u202e"
 

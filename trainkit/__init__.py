@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
     from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, default_config
-    from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
-    from trainkit.hookspecs import hookimpl
-    from trainkit.registry import available_trainers, get_trainer, register_trainer
+    from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
+    from trainkit.plugins.hookspecs import hookimpl
+    from trainkit.plugins.registry import available_trainers, get_trainer, register_trainer
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
     from trainkit.trainer.loop import AcceleratedLoop
@@ -22,21 +22,21 @@ _HOMES = {
     "AccelerateRLTrainer": "trainkit.trainer.accelerate",
     "AcceleratedLoop": "trainkit.trainer.loop",
     "BaseRLTrainer": "trainkit.trainer.base",
-    "Batch": "trainkit.data",
+    "Batch": "trainkit.data.batches",
     "MethodConfig": "trainkit.config",
-    "Preferences": "trainkit.data",
-    "Rollouts": "trainkit.data",
-    "Row": "trainkit.data",
+    "Preferences": "trainkit.data.batches",
+    "Rollouts": "trainkit.data.batches",
+    "Row": "trainkit.data.batches",
     "SamplingConfig": "trainkit.config",
-    "Sequences": "trainkit.data",
+    "Sequences": "trainkit.data.batches",
     "TRLConfig": "trainkit.config",
-    "TokenBatch": "trainkit.data",
+    "TokenBatch": "trainkit.data.batches",
     "Verdict": "trainkit.trainer.base",
-    "available_trainers": "trainkit.registry",
+    "available_trainers": "trainkit.plugins.registry",
     "default_config": "trainkit.config",
-    "get_trainer": "trainkit.registry",
-    "hookimpl": "trainkit.hookspecs",
-    "register_trainer": "trainkit.registry",
+    "get_trainer": "trainkit.plugins.registry",
+    "hookimpl": "trainkit.plugins.hookspecs",
+    "register_trainer": "trainkit.plugins.registry",
     "train": "trainkit.api",
 }
 _MODULES = ("functional", "metrics", "models", "testing")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.config import TRLConfig, read_yaml
 from trainkit.errors import ConfigError, describe
-from trainkit.registry import get_trainer
+from trainkit.plugins import get_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
-    from trainkit.formats import Prompts
-    from trainkit.rewards import MetricFn, RewardFn
+    from trainkit.data import Prompts
+    from trainkit.rollouts import MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.loop import AcceleratedLoop
 
@@ -94,7 +94,7 @@ def train(
     if dataset is not None:
         samples, rewards = _unpack_dataset(dataset, samples, rewards)
     if samples is not None:
-        from trainkit.formats import formatted
+        from trainkit.data import formatted
 
         samples = formatted(samples, formatting_func)
     given = {"reward_fn": reward_fn, "prompts": prompts, "samples": samples, "rewards": rewards}
@@ -122,7 +122,7 @@ def train(
     if samples is not None:
         trainer.add_samples(samples, rewards)
     else:
-        from trainkit.formats import prompt_rows
+        from trainkit.data import prompt_rows
 
         rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts)
         trainer.add_prompt_pipeline(rows)
@@ -143,7 +143,7 @@ def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
 
 def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[str]:
     """``["rewards"]`` where the samples' labels are the rewards that the method needs."""
-    from trainkit.formats import first_format
+    from trainkit.data import first_format
 
     if "rewards" not in inputs or "rewards" in present or first_format(samples) != "unpaired preference":
         return []
@@ -153,7 +153,7 @@ def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[s
 def _eval_samples(
     eval_samples: Any, inputs: tuple[str, ...], formatting_func: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
-    from trainkit.formats import first_format, formatted
+    from trainkit.data import first_format, formatted
 
     if "rewards" in inputs and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
         return formatted(eval_samples[0], formatting_func), eval_samples[1]
@@ -227,7 +227,7 @@ def _usual_method(present: list[str], samples: Any) -> str:
     """The algorithm for what is given, where none is named."""
     if "reward_fn" in present or "rewards" in present:
         return "ppo" if "reward_fn" in present else "ilql"
-    from trainkit.formats import first_format
+    from trainkit.data import first_format
 
     form = first_format(samples)
     return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "ilql"}.get(form or "", "sft")

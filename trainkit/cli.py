@@ -22,8 +22,8 @@ from typer.core import TyperGroup
 
 from trainkit.errors import ConfigError, DataError, TrainkitError, describe, suggest
 from trainkit.examples import find_examples
-from trainkit.files import load_file, load_function
-from trainkit.templates import Kind
+from trainkit.plugins import load_file, load_function
+from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
     from trainkit.config import TRLConfig
@@ -135,7 +135,8 @@ def train(
     """
     from trainkit.api import train as run
     from trainkit.config import TRLConfig
-    from trainkit.plugins import disabled, unknown_disabled
+    from trainkit.plugins import disabled
+    from trainkit.plugins.discovery import unknown_disabled
 
     with disabled(no_plugin or [], NO_PLUGIN):
         settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
@@ -275,7 +276,7 @@ def new_plugin(
     ] = None,
 ) -> None:
     """Begin a plugin: a directory that can be installed, checked and trained with, to be changed into yours."""
-    from trainkit import templates
+    from trainkit.plugins import templates
 
     names, files = templates.new_plugin(name, kind, out)
     folder = str(out or names.distribution)
@@ -325,13 +326,14 @@ def list_plugins(
     """
     from dataclasses import asdict
 
-    from trainkit.plugins import discover, unknown_disabled
+    from trainkit.plugins import discover
+    from trainkit.plugins.discovery import unknown_disabled
 
     for _, message in unknown_disabled():
         typer.echo(f"warning: {_printable(message)}", err=True)
     found = discover()
     if try_imports:
-        from trainkit.probe import probe
+        from trainkit.plugins.probe import probe
 
         found = probe(found)
     rows = [{key: _printable(value) for key, value in asdict(plugin).items()} for plugin in found]

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
-from trainkit.registry import get_trainer
+from trainkit.plugins import get_trainer
 
 Plain = dict[str, Any]
 

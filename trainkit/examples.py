@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.hookspecs import hookimpl
+from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -16,7 +16,6 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from trainkit.data import Row
 from trainkit.errors import DataError, describe
 
 Seen = Counter[tuple[int, ...]]
@@ -51,7 +50,11 @@ def check_seed(seed: Any, what: str) -> int | None:
 
 
 def row_seeds(
-    rows: Sequence[Row], queries: Sequence[Sequence[int]], purpose: str, *keys: int, seen: Seen | None = None
+    rows: Sequence[Mapping[str, Any]],
+    queries: Sequence[Sequence[int]],
+    purpose: str,
+    *keys: int,
+    seen: Seen | None = None,
 ) -> list[int | None]:
     """For every row with a column ``seed``, a seed that no other has: what its response is drawn with.
 

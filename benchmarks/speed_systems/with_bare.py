@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from work import LENGTH, Turns, Work, serve
 
-from trainkit.backend import by_default_library, use_fast_exact_matmul
+from trainkit.models.backend import by_default_library, use_fast_exact_matmul
 
 Cache = list[tuple[Tensor, Tensor]]
 

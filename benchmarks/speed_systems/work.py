@@ -156,7 +156,7 @@ def serve(run: Callable[[Work, Turns], None]) -> None:
     if work.backend == "equal":
         torch.set_float32_matmul_precision("medium")
     if work.backend == "shared":
-        from trainkit.backend import use_fast_exact_matmul
+        from trainkit.models.backend import use_fast_exact_matmul
 
         use_fast_exact_matmul(torch.device("cpu"))
     run(work, turns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit.examples import option_parser, positive, run_stage, show
-from trainkit.files import load_file
+from trainkit.plugins import load_file
 
 HERE = Path(__file__).parent
 WALKS = HERE.parent / "randomwalks"

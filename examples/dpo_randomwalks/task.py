@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.files import load_file
+from trainkit.plugins import load_file
 from trainkit.testing import character_tokenizer
 
 walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")

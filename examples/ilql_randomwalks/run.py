@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.examples import Evaluations, option_parser, positive, run_stage, show
-from trainkit.files import load_file
+from trainkit.plugins import load_file
 
 HERE = Path(__file__).parent
 METRIC = "eval/optimality"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import load_file
+from trainkit.plugins import load_file
 from trainkit.testing import character_tokenizer
 
 walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import load_file
 from trainkit.models import RewardModel
+from trainkit.plugins import load_file
 
 learnt = load_file(Path(__file__).parents[1] / "reward_then_ppo" / "task.py")
 walks = learnt.walks

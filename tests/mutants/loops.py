@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainkit import AccelerateRLTrainer, Verdict
-from trainkit.models.reference import Reference
+from trainkit.models import Reference
 from trainkit.seeding import generator
 from trainkit.trainer import optim
 

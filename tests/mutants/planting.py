@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mutants import loops
-from trainkit import registry
+from trainkit.plugins import registry
 from trainkit.testing import check_plugin
 from trainkit.testing.conformance import ConformanceError, Result
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*ROOT.glob("plugins/*/trainkit_*.py"), *ROOT.glob("examples/plugins/*/trainkit_*.py")]
+SOURCES = [*ROOT.glob("plugins/*/trainkit_*/__init__.py"), *ROOT.glob("examples/plugins/*/trainkit_*.py")]
 FUTURE = "from __future__ import annotations\n"
 
 

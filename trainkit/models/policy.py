@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, tok
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.value_head import ValueHead, saved_heads, saved_modules, state_width, under
-
-if TYPE_CHECKING:
-    from trainkit.models.reference import Reference
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +54,13 @@ class TokenOutputs(NamedTuple):
     """Its divergence KL(π‖π_ref) from a reference's, over the whole vocabulary; None unless asked for."""
     head: Mapping[str, Tensor] = {}
     """What the policy's further head says, by name."""
+
+
+class FrozenPolicy(Protocol):
+    """What `Policy.forward` needs of a reference to compute divergences from it."""
+
+    policy: Policy
+    """The frozen policy, of the same architecture."""
 
 
 class Policy(nn.Module, ABC):
@@ -129,7 +133,9 @@ class Policy(nn.Module, ABC):
     def _frozen(self) -> Iterable[nn.Module]:
         """The frozen lower layers, which with dropout would say something else each time."""
 
-    def forward(self, sequences: Sequences, entropy: bool = False, reference: Reference | None = None) -> TokenOutputs:
+    def forward(
+        self, sequences: Sequences, entropy: bool = False, reference: FrozenPolicy | None = None
+    ) -> TokenOutputs:
         """Log-probabilities and values of the response tokens; from the same pass entropies, and divergences.
 
         Rows of like length go through the model together, where that saves more padding than it costs.
@@ -148,7 +154,7 @@ class Policy(nn.Module, ABC):
         head = {name: sequences.reunite(buckets, [part.head[name] for part in parts]) for name in parts[0].head}
         return TokenOutputs(**found, head=head)
 
-    def _read(self, sequences: Sequences, entropy: bool, reference: Reference | None) -> TokenOutputs:
+    def _read(self, sequences: Sequences, entropy: bool, reference: FrozenPolicy | None) -> TokenOutputs:
         states, hidden, previous = self._states(sequences)
         others = None
         if reference is not None:
@@ -176,7 +182,7 @@ class Policy(nn.Module, ABC):
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
 
     def _read_states(
-        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: Reference | None
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: FrozenPolicy | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks."""
         read = partial(self._read_chunk, entropy=entropy, reference=reference)
@@ -190,7 +196,7 @@ class Policy(nn.Module, ABC):
         previous: Tensor,
         others: Tensor | None,
         entropy: bool,
-        reference: Reference | None,
+        reference: FrozenPolicy | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits, none = self._logits(states, previous), states.new_empty(0)
         divergence = none

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from trainkit.config import ModelConfig
-from trainkit.data import Sequences
+from trainkit.data import PromptEncoder, Sequences
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
@@ -25,7 +25,6 @@ from trainkit.models.loading import context_length, is_classifier, load_model, l
 from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
 from trainkit.models.value_head import find_file, saved_heads, state_width
-from trainkit.pipeline import PromptEncoder
 
 log = logging.getLogger(__name__)
 

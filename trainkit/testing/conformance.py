@@ -29,12 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import hookspecs
 from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
-from trainkit.plugins import discover, load_plugin
-from trainkit.registry import get_trainer, is_registered
+from trainkit.plugins import discover, get_trainer, hookspecs, is_registered, load_plugin
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer

@@ -14,7 +14,7 @@ from trainkit.config import MethodConfig
 from trainkit.data import Rollouts, TokenBatch
 from trainkit.functional import masked_mean, per_response, whiten
 from trainkit.metrics import Mean, Metrics
-from trainkit.registry import register_trainer
+from trainkit.plugins import register_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 NAME = "_trainkit_testing"

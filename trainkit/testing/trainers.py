@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainkit.config import TRLConfig
-from trainkit.registry import available_trainers, get_trainer
+from trainkit.plugins import available_trainers, get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 

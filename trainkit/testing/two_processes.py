@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainkit.metrics import compute
-from trainkit.registry import get_trainer
+from trainkit.plugins import get_trainer
 from trainkit.testing.checks.tools import stepped, unequal, weights
 from trainkit.testing.trainers import tiny_trainer
 

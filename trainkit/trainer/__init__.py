@@ -1,7 +1,18 @@
-"""The contract, the loop, and the names of trainers."""
+"""The contract of an algorithm, and the loop that trains with it."""
 
-from trainkit.registry import available_trainers, get_trainer, register_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.trainer.inputs import TrainerInputs
+from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.setup import PreparedTrainer
 
-__all__ = ["AccelerateRLTrainer", "BaseRLTrainer", "available_trainers", "get_trainer", "register_trainer"]
+__all__ = [
+    "AccelerateRLTrainer",
+    "AcceleratedLoop",
+    "BaseRLTrainer",
+    "PreparedTrainer",
+    "Progress",
+    "TrainerInputs",
+    "Verdict",
+]

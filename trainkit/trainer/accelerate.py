@@ -16,36 +16,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
-from trainkit.data import Batch, Preferences, Rollouts, Row, Sequences
-from trainkit.errors import ConfigError, DataError, PluginError
-from trainkit.formats import Prompts, preference_rows, sample_rows, written_prompts
-from trainkit.functional import per_response
-from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
-from trainkit.models.loading import (
-    check_trainable,
-    context_length,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-    make_policy,
-    pad_id,
-)
-from trainkit.models.policy import Policy, TokenOutputs
-from trainkit.models.reference import Reference
-from trainkit.pipeline import (
-    EncodedSide,
+from trainkit.data import (
+    Batch,
+    Preferences,
     PromptEncoder,
-    encode_apart,
-    encode_pair,
-    encode_pair_apart,
-    encode_sample,
-    one_output,
+    Prompts,
+    Rollouts,
+    Row,
+    Sequences,
+    preference_rows,
+    sample_rows,
+    written_prompts,
 )
-from trainkit.rewards import check_scores, score
-from trainkit.sampling import Sampler, make_sampler
+from trainkit.data.pipeline import EncodedSide, encode_apart, encode_pair, encode_pair_apart, encode_sample, one_output
+from trainkit.errors import ConfigError, DataError, PluginError
+from trainkit.functional import per_response
+from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
+from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
+from trainkit.models.loading import check_trainable, load_model_config, pad_id
+from trainkit.rollouts import Sampler, check_scores, make_sampler, score
+from trainkit.runs import run
 from trainkit.seeding import generator, row_seeds
-from trainkit.trainer import generation, run
-from trainkit.trainer.evaluation import evaluate
+from trainkit.trainer import generation
+from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 
 log = logging.getLogger(__name__)
@@ -64,8 +57,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
         tokenizer: a live tokenizer, instead of the one that the config names.
         **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
-            reward_fn: scores samples; see `trainkit.rewards.score`.
-            metric_fn: measures samples at evaluation; see `trainkit.rewards.metrics`.
+            reward_fn: scores samples; see `trainkit.rollouts.rewards.score`.
+            metric_fn: measures samples at evaluation; see `trainkit.rollouts.rewards.metrics`.
             logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; holds in sampling, and in
                 training where the algorithm learns from what it sampled.
             stop_sequences: strings that end a response, over those of the config.
@@ -495,7 +488,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Responses to the evaluation prompts, scored and measured."""
-        return evaluate(self)
+        return on_prompts(self)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Export for transformers: base-model weights, config and tokenizer; the heads in a file beside them (S-19).

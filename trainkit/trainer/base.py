@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 from torch import Tensor, nn
 
 from trainkit.config import MethodConfig, TRLConfig
-from trainkit.data import Batch, Rollouts, Row
+from trainkit.data import Batch, Rollouts, RolloutStore, Row
 from trainkit.errors import ConfigError, describe
 from trainkit.metrics import Metrics
-from trainkit.rewards import MetricFn, RewardFn
-from trainkit.store import RolloutStore
+from trainkit.rollouts import MetricFn, RewardFn
 
 M = TypeVar("M", bound=MethodConfig)
 

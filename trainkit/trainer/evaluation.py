@@ -6,15 +6,15 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import gather_object
 
 from trainkit import metrics as m
 from trainkit.config import sweep
-from trainkit.data import Batch
+from trainkit.data import Batch, RolloutStore
+from trainkit.errors import DataError
 from trainkit.functional import per_response
-from trainkit.rewards import Record, means, measure, score
+from trainkit.rollouts import Record, means, measure, score
+from trainkit.runs import run
 from trainkit.seeding import row_seeds
-from trainkit.store import RolloutStore
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -24,7 +24,31 @@ if TYPE_CHECKING:
     Trainer = AccelerateRLTrainer[Any]
 
 
-def evaluate(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
+def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
+    """Measure the model on the evaluation prompts and the held-out samples; see `AcceleratedLoop.evaluate`."""
+    if not trainer.eval_rows and not trainer.eval_samples:
+        raise DataError(
+            "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
+            "add_eval_pipeline(prompts)"
+        )
+    trainer.policy  # noqa: B018  (made by all processes together, also where one has no rows)
+    found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
+    found |= held_out(trainer) if trainer.eval_samples else {}
+    at, hook = trainer.progress, trainer.hooks.hook
+    at.evaluated, at.evaluation = at.step, dict(found)
+    if trainer.accelerator.is_main_process:
+        hook.log_metrics(trainer=trainer, step=at.step, metrics=dict(found))
+    hook.on_evaluate(trainer=trainer, step=at.step, metrics=dict(found), samples=samples)
+    return found
+
+
+def evaluate_if(trainer: AcceleratedLoop[Any], due: bool) -> None:
+    """Evaluate if it is due and the run has something to evaluate on, and keep the best model."""
+    if due and (trainer.eval_rows or trainer.eval_samples) and trainer.config.train.eval_interval:
+        run.keep_best(trainer, trainer.evaluate())
+
+
+def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
     """Means over all evaluation prompts, and one record per response. A swept setting is a suffix of every name."""
     found: dict[str, float] = {}
     samples: list[Record] = []
@@ -81,9 +105,8 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tup
         whole, each = _measure(trainer, rollouts)
         records += each
         aggregates.append((len(rollouts), whole))
-    if accelerator.num_processes > 1:
-        records, aggregates = gather_object(records), gather_object(aggregates)
-    return means(records, aggregates), records
+    records = trainer.gather(records)
+    return means(records, trainer.gather(aggregates)), records
 
 
 def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Record]]:

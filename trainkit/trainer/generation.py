@@ -9,12 +9,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainkit.chat import is_conversation
 from trainkit.config import RolloutConfig, SamplingConfig, TRLConfig
-from trainkit.data import Rollouts, Row
+from trainkit.data import Rollouts, Row, is_conversation
+from trainkit.data.pipeline import as_ids
 from trainkit.errors import ConfigError, DataError, PluginError, describe
-from trainkit.pipeline import as_ids
-from trainkit.sampling import Sampler, assemble, cut_at_stop, decode, eos_ids
+from trainkit.rollouts import Sampler, assemble, cut_at_stop, decode, eos_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +78,7 @@ def checked_sampler(made: Any) -> Sampler:
         if fault := _fault(rollouts, queries):
             raise PluginError(
                 f"the sampler {describe(made)} of a make_sampler hook was asked for {len(queries)} responses, and "
-                f"{fault}; trainkit.sampling.assemble makes rollouts from token ids"
+                f"{fault}; trainkit.rollouts.sampler.assemble makes rollouts from token ids"
             )
         return rollouts
 

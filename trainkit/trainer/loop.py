@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import metrics as m
-from trainkit.backend import use_fast_exact_matmul
-from trainkit.config import MethodConfig, TRLConfig
-from trainkit.data import Batch, Row
-from trainkit.errors import ConfigError, DataError, NonFiniteError
-from trainkit.formats import Prompts, prompt_rows
+from trainkit.config import MethodConfig
+from trainkit.data import Batch
+from trainkit.errors import DataError, NonFiniteError
 from trainkit.functional import exact
-from trainkit.pipeline import Pipeline, Stream, is_stream
-from trainkit.plugins import hook_manager, is_installed, without_disabled
-from trainkit.registry import check_brought, get_trainer
-from trainkit.seeding import Seen, generator, global_rng
-from trainkit.trainer import optim, provenance, run
+from trainkit.runs import run
+from trainkit.seeding import generator, global_rng
+from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
-from trainkit.trainer.evaluation import held_out
-from trainkit.trainer.launch import make_accelerator
-from trainkit.trainer.lock import RunLock
-from trainkit.trainer.stopping import Stop
-
-log = logging.getLogger(__name__)
+from trainkit.trainer.evaluation import evaluate, evaluate_if
+from trainkit.trainer.inputs import TrainerInputs
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
+T = TypeVar("T")
 
 MICROBATCH_TOKENS = {"cpu": 2048}
 """Tokens of a micro-batch where its rows are not set, by kind of device: more keep no core busier ..."""
@@ -49,45 +34,7 @@ OTHER_TOKENS = 32_768
 """... but do keep an accelerator so, within limits; memory grows with them."""
 
 
-@dataclass
-class Progress:
-    """Where a run stands: all of the loop's own state, in plain numbers."""
-
-    step: int = 0
-    """Optimizer steps made, or left out by `judge`."""
-    collection: int = 0
-    """Collections finished."""
-    cursor: int = 0
-    """Rows of the stream used up by finished collections."""
-    epoch: int = 0
-    """Passes made over the present collection."""
-    position: int = 0
-    """Minibatches made in the present pass."""
-    stopped: bool = False
-    """`judge` has left out what remains of the present collection."""
-    sampled: int = 0
-    """Parts of collections made, which key the randomness of sampling; the same on all processes."""
-    generated: int = 0
-    """Calls of `generate`, which key theirs."""
-    samples: int = 0
-    """Rows of experience made so far, all processes."""
-    tokens: int = 0
-    """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, all processes."""
-    seconds: float = 0.0
-    """Wall time spent, over all resumed parts of the run."""
-    best: float = -math.inf
-    """Highest mean reward of an evaluation."""
-    evaluated: int | None = None
-    """The step of the last evaluation ..."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """... and what it found."""
-    sampler: str = ""
-    """The class of the sampler that ..."""
-    sampler_exact: bool | None = None
-    """... gives the policy's own numbers, or not, as its first collection showed; None before that."""
-
-
-class AcceleratedLoop(BaseRLTrainer[M]):
+class AcceleratedLoop(TrainerInputs[M]):
     """Everything about training that is neither the algorithm nor the kind of model.
 
     `AccelerateRLTrainer` adds what language models need. A trainer of other models derives from this class and says
@@ -106,265 +53,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     Raises:
         ConfigError, PluginError: at the door, before a model is loaded.
     """
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Arguments of `trainkit.train` of which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
-
-        For language models those that differ from what suits most of them.
-        """
-        return {}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Settings, by field of the method, under which the field matters in a tiny run; most fields need none.
-
-        They are dotted: ``{"horizon": {"method.target": 0.01}}``. The field's own value there is the one that the kit
-        compares with the usual one.
-        """
-        return {}
-
-    def __init__(
-        self,
-        config: TRLConfig[M],
-        *,
-        model: Any = None,
-        callbacks: Iterable[object] = (),
-        allow_drift: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, **kwargs)
-        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
-        self._leave_out_disabled()
-        config = self.config
-        use_fast_exact_matmul(self.accelerator.device)
-        self._check_split()
-        if config.train.save_best and not self.online:
-            raise ConfigError(
-                f"train.save_best goes by the reward of evaluations, and {config.method.name!r} has none; leave it out"
-            )
-        optim.check(config)
-        self.live_model = model
-        self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
-        check_brought(self._plugin_names(), self.hooks)
-        self.progress = Progress()
-        self.unit = "tokens"
-        """What ``progress.tokens`` counts, as the batch of the last step says."""
-        self.pipeline: Pipeline | Stream | None = None
-        self.eval_rows: list[Row] = []
-        self.eval_samples: list[Row] = []
-        self.held_out: Batch | None = None
-        """The experience of `eval_samples`, made at the first evaluation."""
-        self.run_dir: Path | None = None
-        self.allow_drift = allow_drift
-        self.resumed: list[str] = []
-        """What to tell people about the checkpoint that the run goes on from."""
-        self._lock: RunLock | None = None
-        self._stop = Stop()
-        self._pending: m.Metrics = {}
-        self._rollouts: list[Any] = []
-        self._seen: Seen = Counter()
-        self._draws: int | None = None  # of the part of a collection that is being made
-        self._clock = time.perf_counter()
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
-        return False
-
-    # ------------------------------------------------------------------------------------------------ construction
-
-    def _check_split(self) -> None:
-        world, config = self.accelerator.num_processes, self.config
-        if config.train.batch_size % world:
-            raise ConfigError(
-                f"train.batch_size is {config.train.batch_size}, which {world} processes cannot share equally; "
-                "give a multiple"
-            )
-        k = self.samples_per_prompt
-        if config.rollout.num_rollouts % (world * k):
-            raise ConfigError(
-                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
-                f"prompts in each of {world} processes; give a multiple of {world * k}"
-            )
-
-    def _leave_out_disabled(self) -> None:
-        """The configuration, and so its record, without the plugins that the run goes on without."""
-        usable, told = without_disabled(self.config.plugins)
-        if usable != self.config.plugins:
-            self.config = self.config.model_copy(update={"plugins": usable})
-        for message in told if self.accelerator.is_main_process else ():
-            log.warning("%s", message)
-
-    def _plugin_names(self) -> list[str]:
-        name = self.config.method.name
-        own = [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
-        return [*own, *self.config.plugins]
-
-    @cached_property
-    def makers(self) -> list[provenance.Maker]:
-        """trainkit and the plugins of the run, with distributions and versions; for checkpoints and model cards."""
-        return provenance.makers(self.config.method.name, self._plugin_names())
-
-    @cached_property
-    def unwrapped(self) -> Any:
-        """The trainable model itself, outside whatever accelerate wraps it in."""
-        with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
-            return self.get_arch(self.config)
-
-    @cached_property
-    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = self.unwrapped.to(self.accelerator.device)
-        if self.accelerator.num_processes > 1:  # as DDP will do, but before the reference is made
-            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-        reference = self.make_reference(model) if self.needs_reference else None  # before the weights can move
-        optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
-        return (*self.accelerator.prepare(model, optimizer), reference)
-
-    @property
-    def policy(self) -> nn.Module:
-        """The trainable model as `loss` must call it, so that gradients are synchronised."""
-        return self._prepared[0]
-
-    @property
-    def optimizer(self) -> Any:
-        """The prepared optimizer."""
-        return self._prepared[1]
-
-    def make_reference(self, model: Any) -> Any:
-        """A frozen copy of ``model`` as it is now, with its state under ``policy``."""
-        raise NotImplementedError(f"{type(self).__name__} needs a reference; write make_reference")
-
-    @property
-    def reference(self) -> Any:
-        """The model as it was before the first update, frozen; for algorithms with ``needs_reference``."""
-        reference = self._prepared[2]
-        if reference is None:
-            raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
-        return reference
-
-    @cached_property
-    def start(self) -> str | None:
-        """What identifies the weights that the run started from, which checkpoints do not hold; it never changes."""
-        return run.fingerprint_start(self)
-
-    @cached_property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule, over the run's steps."""
-        if not self.total_steps and self.config.scheduler.name != "constant":
-            raise ConfigError(
-                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
-                "set train.total_steps"
-            )
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
-        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
-
-    # -------------------------------------------------------------------------------------------------------- data
-
-    def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
-        """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
-        if not isinstance(prompts, Pipeline):
-            prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
-        self.pipeline = prompts
-
-    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take the samples to train on offline. All are checked now; those of a stream as they are read.
-
-        Raises:
-            DataError: one of them cannot be used.
-            ConfigError: samples are a stream, and the settings or other arguments need its length.
-        """
-        if is_stream(samples):
-            self._add_stream(samples, rewards)
-        else:
-            self.pipeline = Pipeline(self.arrange(self.read_samples(samples, rewards)), seed=self.config.train.seed)
-
-    def _add_stream(self, samples: Iterable[Any], rewards: Any) -> None:
-        train = self.config.train
-        if rewards is not None or train.total_steps is None or train.epochs is not None:
-            raise ConfigError(
-                "samples is a stream, whose length is not known: set train.total_steps, leave out train.epochs, and "
-                "give rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
-                "before training, give list(samples)"
-            )
-        plain = getattr(self.arrange, "__func__", None) is AcceleratedLoop.arrange
-        stream = Stream(
-            samples, lambda rows, first: self.arrange(self.read_samples(rows, first=first)), one_to_one=plain
-        )
-        stream.check()
-        self.pipeline = stream
-
-    def add_eval_pipeline(self, prompts: Prompts) -> None:
-        """Take the prompts of evaluations."""
-        self.eval_rows = self.read_prompts(prompts)
-
-    def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take held-out samples, over which evaluations measure the loss and what belongs to it."""
-        if self.online:
-            raise ConfigError(
-                f"eval_samples are measured by the loss, and {self.config.method.name!r} learns from what it samples "
-                "itself; give eval_prompts"
-            )
-        rows, world = self.read_samples(samples, rewards), self.accelerator.num_processes
-        if len(rows) < world:
-            raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
-        self.eval_samples, self.held_out = rows, None
-
-    def read_prompts(self, prompts: Prompts) -> list[Row]:
-        """Prompts as rows that can be used, all of them checked."""
-        return self.fit_prompts(prompt_rows(prompts))
-
-    def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """The rows of prompts that can be used, all of them checked."""
-        return rows
-
-    def arrange(self, rows: list[Row]) -> list[Row]:
-        """Samples as the rows that are shuffled and stepped over: as they are, or several in one."""
-        return rows
-
-    def read_samples(
-        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
-    ) -> list[Row]:
-        """Samples to learn from as rows, all of them checked; errors count them from ``first`` on."""
-        raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
-
-    def default_prompts(self) -> list[Any]:
-        """The prompts to train on where none are given.
-
-        Raises:
-            DataError: there are none.
-        """
-        raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
-
-    # -------------------------------------------------------------------------------------------- the loop: learn
-
-    @cached_property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, if none are left out by `Verdict.STOP`."""
-        train, collections = self.config.train, self.collections
-        if collections is None or self.passes is None:
-            return train.total_steps or 0
-        steps = collections * self.passes * math.ceil(self.experience_rows / train.batch_size)
-        return steps if train.total_steps is None else min(steps, train.total_steps)
-
-    @property
-    def passes(self) -> int | None:
-        """How often one collection of experience is gone over; None: until the run ends."""
-        return 1 if isinstance(self.pipeline, Stream) else super().passes
-
-    @property
-    def collects_once(self) -> bool:
-        """Whether there is one collection, of the whole dataset."""
-        return not self.online and isinstance(self.pipeline, Pipeline)
-
-    @property
-    def collections(self) -> int | None:
-        """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
-        if not isinstance(self.pipeline, Pipeline):
-            return None
-        if self.collects_once:
-            return 1
-        return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
 
     @property
     def done(self) -> bool:
@@ -397,10 +85,10 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             if run.finished(self):
                 return
             if self.progress.step == 0:
-                self._evaluate_if(self.total_steps > 0)
+                evaluate_if(self, self.total_steps > 0)
             for batch in self._minibatches():
                 self._train_on(batch)
-                self._evaluate_if(self.done or _due(self.progress.step, self.config.train.eval_interval))
+                evaluate_if(self, self.done or _due(self.progress.step, self.config.train.eval_interval))
                 run.save_if_due(self, self.done)
                 if self.done:
                     break
@@ -439,20 +127,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
             if at.position * size >= len(self.store):
                 at.epoch, at.position = at.epoch + 1, 0
             yield batch
-
-    @property
-    def collection_rows(self) -> int:
-        """Rows of the stream that one collection uses, all processes together."""
-        if not self.collects_once:
-            return self.config.rollout.num_rollouts // self.samples_per_prompt
-        assert isinstance(self.pipeline, Pipeline)
-        world = int(self.accelerator.num_processes)
-        return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
-
-    @property
-    def experience_rows(self) -> int:
-        """Rows of experience that one collection makes, or at most makes, all processes together."""
-        return self.collection_rows * self.samples_per_prompt
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and tell the hooks."""
@@ -625,19 +299,6 @@ class AcceleratedLoop(BaseRLTrainer[M]):
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    # ----------------------------------------------------------------------------------------- for the algorithm
-
-    def record(self, metrics: m.Metrics) -> None:
-        """Add metrics to those that are logged with the next step."""
-        self._pending = m.merge(self._pending, metrics)
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """``x`` summed over all processes, on the device it came from."""
-        if self.accelerator.num_processes == 1:
-            return x
-        total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
-        return total.to(x.device)
-
     # ------------------------------------------------------------------------------------- evaluating and logging
 
     def evaluate(self) -> dict[str, float]:
@@ -651,83 +312,11 @@ class AcceleratedLoop(BaseRLTrainer[M]):
         Raises:
             DataError: there is nothing to measure on.
         """
-        if not self.eval_rows and not self.eval_samples:
-            raise DataError(
-                "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
-                "add_eval_pipeline(prompts)"
-            )
-        self.policy  # noqa: B018  (made by all processes together, also where one has no rows)
-        found, samples = self.evaluation() if self.eval_rows else ({}, [])
-        found |= held_out(self) if self.eval_samples else {}
-        self.progress.evaluated, self.progress.evaluation = self.progress.step, dict(found)
-        if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
-        self.hooks.hook.on_evaluate(trainer=self, step=self.progress.step, metrics=dict(found), samples=samples)
-        return found
+        return evaluate(self)
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Means over the evaluation prompts by name, ``eval/...``, and a record of each response."""
         raise NotImplementedError(f"{type(self).__name__} cannot evaluate on prompts; write evaluation")
-
-    def _evaluate_if(self, due: bool) -> None:
-        if due and (self.eval_rows or self.eval_samples) and self.config.train.eval_interval:
-            run.keep_best(self, self.evaluate())
-
-    def _log(self) -> dict[str, float]:
-        now = time.perf_counter()
-        self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
-        found = m.compute(self._pending, self.reduce)
-        self._pending = {}
-        if self.accelerator.is_main_process:
-            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
-        return found
-
-    def _time(self, name: str, started: float) -> None:
-        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
-
-    # ------------------------------------------------------------------------------------------------------ saving
-
-    def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export the model; to the run directory without an argument."""
-        return run.export(self, directory)
-
-    @abstractmethod
-    def write_model(self, building: Path, target: Path) -> None:
-        """Write an export into the directory ``building``, which then becomes ``target``."""
-
-    def model_card(self) -> dict[str, str]:
-        """What the model card of an export says of this kind of model.
-
-        ``library_name`` and ``pipeline_tag`` are those of the hub; ``loading`` is Python code that loads what
-        ``directory`` names. Each may be missing.
-        """
-        return {}
-
-    def save(self, directory: str | Path | None = None) -> Path:
-        """Write a checkpoint now; to the run directory without an argument."""
-        return run.save(self, None if directory is None else Path(directory))
-
-    def load(self, directory: str | Path) -> None:
-        """Take over everything from a checkpoint directory, or from the newest whole one under a directory."""
-        run.load(self, Path(directory))
-
-    def loop_state(self) -> dict[str, Any]:
-        """Everything that training on depends on beside the model's weights and the store."""
-        return {
-            "progress": asdict(self.progress),
-            "method": self.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
-        }
-
-    def load_loop_state(self, state: dict[str, Any]) -> None:
-        """Take over what `loop_state` gave."""
-        optim.load(self.optimizer, self.scheduler, state)
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.load_state_dict(state["method"])
-        self.progress = Progress(**state["progress"])
 
 
 def _due(step: int, interval: int) -> bool:

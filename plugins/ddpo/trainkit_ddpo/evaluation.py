@@ -5,21 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate.utils import gather_object
 from torch import Tensor
 
-from trainkit.rewards import Record, means, measure
+from trainkit import AcceleratedLoop, Row
+from trainkit.rollouts import Record, means, measure
 from trainkit.seeding import derive_seed, row_seeds
 from trainkit_ddpo.images import ImageRollouts
+from trainkit_ddpo.scoring import RewardCaller
 
-if TYPE_CHECKING:
-    from trainkit_ddpo.trainer import DDPOTrainer
+Draw = Callable[[list[Row], Sequence[int]], ImageRollouts]
+"""Images for rows, one from each seed."""
 
 
-def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
-    """Means over all evaluation prompts as ``eval/...``, and a record of each image."""
+def evaluate(
+    trainer: AcceleratedLoop[Any], draw: Draw, caller: RewardCaller | None
+) -> tuple[dict[str, float], list[Record]]:
+    """Return means over all evaluation prompts as ``eval/...``, and a record of each image.
+
+    Args:
+        trainer: whose evaluation prompts, metric function and processes are used.
+        draw: makes the images.
+        caller: calls the reward function; None where there is none.
+    """
     started, accelerator, rows = time.perf_counter(), trainer.accelerator, trainer.eval_rows
     given = row_seeds(rows, [list(row["prompt"].encode()) for row in rows], "evaluate")
     seed = trainer.config.train.seed
@@ -28,8 +37,8 @@ def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
     rows, seeds, size = rows[shard], seeds[shard], trainer.config.rollout.batch_size
     parts: list[tuple[ImageRollouts, Callable[[], Tensor] | None]] = []
     for start in range(0, len(rows), size):
-        rollouts, _ = trainer.draw(rows[start : start + size], seeds[start : start + size], "evaluate")
-        parts.append((rollouts, trainer.reward_caller.submit(rollouts) if trainer.reward_fn is not None else None))
+        rollouts = draw(rows[start : start + size], seeds[start : start + size])
+        parts.append((rollouts, None if caller is None else caller.submit(rollouts)))
     records: list[Record] = []
     wholes: list[tuple[int, dict[str, float]]] = []
     for rollouts, promised in parts:
@@ -38,13 +47,12 @@ def evaluate(trainer: DDPOTrainer) -> tuple[dict[str, float], list[Record]]:
         whole, each = _measure(trainer, rollouts)
         records += each
         wholes.append((len(rollouts), whole))
-    if accelerator.num_processes > 1:
-        records, wholes = gather_object(records), gather_object(wholes)
+    records, wholes = trainer.gather(records), trainer.gather(wholes)
     found = {**means(records, wholes), "time": time.perf_counter() - started}
     return {f"eval/{name}": value for name, value in found.items()}, records
 
 
-def _measure(trainer: DDPOTrainer, rollouts: ImageRollouts) -> tuple[dict[str, float], list[Record]]:
+def _measure(trainer: AcceleratedLoop[Any], rollouts: ImageRollouts) -> tuple[dict[str, float], list[Record]]:
     """Numbers about the images as a whole, and a record of each."""
     known: dict[str, Sequence[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
     known["image"] = list(rollouts.images.cpu())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.rewards import RewardFn, call, check_numbers, explained, name_of
+from trainkit.rollouts import RewardFn, call, check_numbers, explained, name_of
 from trainkit_ddpo.images import ImageRollouts
 
 CONTRACT = (

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from accelerate.utils import gather_object
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -313,7 +312,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
         """Standardised rewards, over all processes; by prompt where a buffer is kept. [B] -> [B]."""
         mine = list(zip(prompts, rewards.tolist(), strict=True))
-        every = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        every = self.gather(mine)
         names, values = [name for name, _ in every], [value for _, value in every]
         found = self.tracker.update(names, values) if self.method.buffer_size else standardise(values)
         start = self.accelerator.process_index * len(mine)
@@ -363,7 +362,11 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Images for the evaluation prompts, of the same noise each time, scored and measured."""
-        return evaluate(self)
+
+        def images(rows: list[Row], seeds: Sequence[int]) -> ImageRollouts:
+            return self.draw(rows, seeds, "evaluate")[0]
+
+        return evaluate(self, images, None if self.reward_fn is None else self.reward_caller)
 
     @classmethod
     def tiny_arguments(cls) -> dict[str, Any]:

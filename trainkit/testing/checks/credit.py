@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from trainkit.data import Batch, Sequences
-from trainkit.hookspecs import hookimpl
+from trainkit.plugins import hookimpl
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.checks.fields import contexts

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trainkit.config import TRLConfig, default_config
-from trainkit.data import BATCH_CLASSES
+from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import ConfigError, DataError, NonFiniteError, RewardError, TrainkitError
 from trainkit.testing.checks.fields import (
     Settings,

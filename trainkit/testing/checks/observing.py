@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import RewardError
-from trainkit.guard import watch
-from trainkit.hookspecs import hookimpl
 from trainkit.models.trunk import tiny_input
-from trainkit.plugins import hook_manager
+from trainkit.plugins import hook_manager, hookimpl
+from trainkit.plugins.guard import watch
 from trainkit.testing.checks.tools import require_same_weights, weights
 from trainkit.testing.checks.traces import (
     into_next_collection,

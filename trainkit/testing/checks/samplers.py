@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data import Rollouts, Sequences
-from trainkit.sampling import decode
+from trainkit.rollouts import decode
 from trainkit.testing.checks.tools import require_close, require_same_weights, weights
 from trainkit.testing.checks.traces import metric_lines, require_same_lines, seeded_generators
 from trainkit.testing.conformance import Bench, check, require

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.data import Batch, Sequences, TokenBatch
-from trainkit.hookspecs import hookimpl
 from trainkit.metrics import Metrics
+from trainkit.plugins import hookimpl
 from trainkit.testing.conformance import Bench, require
 from trainkit.trainer.base import Verdict
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.hookspecs import hookimpl
+from trainkit.plugins import hookimpl
 from trainkit.testing.conformance import Bench, require
 
 LOOPS_OWN = ("train/", "eval/", "loss/total", "time/collect", "time/update")

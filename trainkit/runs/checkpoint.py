@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Size, Tensor, dtype
 
-from trainkit.data import BATCH_CLASSES, Batch
+from trainkit.data import Batch
+from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import CheckpointError, describe
 
 log = logging.getLogger(__name__)

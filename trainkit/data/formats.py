@@ -22,11 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.chat import Chat, is_conversation
-from trainkit.data import Row
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.data.batches import GIVEN, Row
+from trainkit.data.chat import Chat, is_conversation
+from trainkit.data.pipeline import check_text, is_stream
 from trainkit.errors import DataError, describe
-from trainkit.pipeline import check_text, is_stream
-from trainkit.rewards import GIVEN, finite
 from trainkit.seeding import check_seed
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Prompts = Iterable[Prompt]
+"""What `trainkit.train` takes as prompts: strings, lists of messages, or dicts with one of them under ``prompt``."""
 Format = Literal[
     "language modelling", "prompt-completion", "unpaired preference", "preference", "implicit preference", "prompt-only"
 ]
@@ -46,6 +50,18 @@ EXPECTED = {
     "prompt": "prompt (prompt-only)",
 }
 """What may be given, by what it is read as."""
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of NumPy or torch as a Python number, anything else as it is."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def finite(value: Any) -> float | None:
+    """Return ``value`` (Python's, NumPy's, or a tensor []) as a float, or None if float32 cannot hold it."""
+    value = plain(value)
+    known = isinstance(value, bool | int | float) and abs(value) <= torch.finfo(torch.float32).max  # false for NaN
+    return float(value) if known else None
 
 
 def _is_label(value: Any) -> bool:

@@ -35,15 +35,15 @@ from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
 from trainkit.models.reference import fingerprint
-from trainkit.trackers import default_trackers, without_progress_bars
-from trainkit.trainer import card, checkpoint, provenance
-from trainkit.trainer.lock import RunLock
-from trainkit.trainer.stopping import EXIT_CODE, sigterm_noted
+from trainkit.runs.trackers import default_trackers, without_progress_bars
+from trainkit.runs import card, checkpoint, provenance
+from trainkit.runs.lock import RunLock
+from trainkit.runs.stopping import EXIT_CODE, sigterm_noted
 
 if TYPE_CHECKING:
-    from trainkit.trainer.loop import AcceleratedLoop
+    from trainkit.trainer.setup import PreparedTrainer
 
-    Trainer = AcceleratedLoop[Any]
+    Trainer = PreparedTrainer[Any]
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data import Rollouts, Row, columns_of
+from trainkit.data import Rollouts, Row, finite
+from trainkit.data.batches import GIVEN, columns_of
+from trainkit.data.formats import plain
 from trainkit.errors import RewardError, describe
 
 RewardFn = Callable[..., Any]
@@ -25,8 +27,6 @@ CONTRACT = (
     "array or 1-D tensor per sample with at most as many numbers as its response has tokens"
 )
 METRIC_CONTRACT = "return a dict of name -> number or list of numbers, finite, one per sample"
-GIVEN = ("samples", "prompts", "outputs", "tokenizer")
-"""What reward and metric functions get beside the columns, which therefore must have other names."""
 
 
 class Scored(Protocol):
@@ -235,21 +235,9 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 1)
 
 
-def _plain(value: Any) -> Any:
-    """A scalar of NumPy or torch as Python has it."""
-    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
-
-
-def finite(value: Any) -> float | None:
-    """The number that ``value`` is, if it is one (Python's, NumPy's, or a tensor []) that float32 can hold."""
-    value = _plain(value)
-    known = isinstance(value, bool | int | float) and abs(value) <= torch.finfo(torch.float32).max  # false for NaN
-    return float(value) if known else None
-
-
 def _number(value: Any, source: str, row: int | None, contract: str = CONTRACT) -> float:
     at = "" if row is None else f" for sample {row}"
-    value = _plain(value)
+    value = plain(value)
     found = finite(value)
     if found is not None:
         return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import pluggy
 
 from trainkit.errors import PluginError, RegistryError
-from trainkit.plugins import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
+from trainkit.plugins.discovery import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer

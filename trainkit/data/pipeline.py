@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.data import Row
+from trainkit.data.batches import Row
 from trainkit.errors import DataError, describe
 from trainkit.seeding import generator
 

@@ -20,12 +20,11 @@ from urllib.parse import unquote, urlsplit
 
 import pluggy
 
-import trainkit
-from trainkit import hookspecs
 from trainkit.errors import PluginError, RegistryError, suggest
-from trainkit.guard import one_line, said, watch
-from trainkit.hookspecs import GROUP
-from trainkit.inspection import TRAINER, UNKNOWN, read_module
+from trainkit.plugins import hookspecs
+from trainkit.plugins.guard import one_line, said, watch
+from trainkit.plugins.hookspecs import GROUP
+from trainkit.plugins.inspection import TRAINER, UNKNOWN, read_module
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -248,9 +247,11 @@ def _blocked(plugin: PluginInfo) -> str:
         return ""
     from packaging.specifiers import SpecifierSet
 
-    if SpecifierSet(plugin.api).contains(trainkit.__version__, prereleases=True):
+    from trainkit import __version__
+
+    if SpecifierSet(plugin.api).contains(__version__, prereleases=True):
         return ""
-    return f"it is made for trainkit {plugin.api}, and this is trainkit {trainkit.__version__}; install another version"
+    return f"it is made for trainkit {plugin.api}, and this is trainkit {__version__}; install another version"
 
 
 def _examined(plugin: PluginInfo) -> PluginInfo:
@@ -358,7 +359,7 @@ def _is_of(plugin: PluginInfo, module: str) -> bool:
 def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.PluginManager:
     """Hooks of the named plugins and of plain objects (callbacks, trackers), checked for misspelt names.
 
-    An error that one of them raises when it is called says whose it is; see `trainkit.guard`.
+    An error that one of them raises when it is called says whose it is; see `trainkit.plugins.guard`.
 
     Args:
         modules: plugin names to load; each module is registered once, whatever its number of names.

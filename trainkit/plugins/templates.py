@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.plugins import BUILT_IN, discover
+from trainkit.plugins.discovery import BUILT_IN, discover
 
 TEMPLATES = Path(__file__).parent / "_templates"
 

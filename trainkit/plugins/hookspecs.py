@@ -9,7 +9,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from trainkit.data import Batch, Rollouts
-    from trainkit.sampling import Sampler
+    from trainkit.rollouts import Sampler
     from trainkit.trainer.loop import AcceleratedLoop
 
     Trainer = AcceleratedLoop[Any]

@@ -27,7 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from trainkit.errors import ConfigError, suggest
-from trainkit.hookspecs import hookimpl
+from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts

@@ -357,6 +357,10 @@ class Rollouts:
         return {"samples": self.samples, "prompts": list(self.prompts), "outputs": list(self.outputs)}
 
 
+GIVEN = ("samples", "prompts", "outputs", "tokenizer")
+"""What reward and metric functions get beside the columns, which therefore must have other names."""
+
+
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The columns of rows beside the prompt, each as a list; None where a row has no such column."""
     names = dict.fromkeys(name for row in rows for name in row if name != "prompt")

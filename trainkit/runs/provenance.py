@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trainkit import __version__
 from trainkit.plugins import find_plugin
 
 Maker = dict[str, str | None]
@@ -16,6 +15,8 @@ def makers(method: str, installed: Iterable[str]) -> list[Maker]:
 
     A method that is not among them is registered by no distribution, but by a notebook or a script.
     """
+    from trainkit import __version__
+
     found: list[Maker] = [{"name": "trainkit", "distribution": "trainkit", "version": __version__}]
     plugins = [find_plugin(name) for name in dict.fromkeys(name.lower() for name in installed)]
     if method not in [plugin.name for plugin in plugins]:

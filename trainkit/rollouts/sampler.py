@@ -1,4 +1,4 @@
-"""The sampler: prompts in, rollouts out. With `trainkit.stepping`, the only place with left padding and caches."""
+"""The sampler: prompts in, rollouts out. With `decoding`, the only place with left padding and caches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trainkit.data import Rollouts, Row, Sequences
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
 from trainkit.models.loading import pad_id
 from trainkit.models.policy import check_logit_mask
+from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
 from trainkit.seeding import row_seeds
-from trainkit.stepping import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor
 
@@ -78,7 +77,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         if any(grow):
             rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
             parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
-        return RFTRows.cat(parts)
+        made = RFTRows.cat(parts)
+        if self.reduce(torch.tensor(float(any(grow)))):  # all processes record the same metrics
+            new = made.sequences.response_mask.any(1)
+            self.record({"reward/mean": Mean.of(made.scores, new), "reward/std": Std.of(made.scores, new)})
+        return made
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
         """Rollouts with their scores; rewards per token count with their sum."""
@@ -86,17 +89,13 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """What is new into the pools; then what reaches the thresholds, an equal part of it for each process."""
-        x, new = experience, experience.sequences.response_mask.any(1)
+        x = experience
         ids = ([str(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
-        found = gather_object(list(zip(*ids, x.scores.tolist(), strict=True)))
+        found = self.gather(list(zip(*ids, x.scores.tolist(), strict=True)))
         for query, response, score in found:
             if response != "[]":
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        if (
-            any(response != "[]" for _, response, _ in found) and "reward/mean" not in self._pending
-        ):  # step() records it too
-            self.record({"reward/mean": Mean.of(x.scores, new), "reward/std": Std.of(x.scores, new)})
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import Plain, to_yaml
-from trainkit.trainer.provenance import said
+from trainkit.runs.provenance import said
 
 if TYPE_CHECKING:
-    from trainkit.trainer.loop import AcceleratedLoop
+    from trainkit.trainer.setup import PreparedTrainer
 
-    Trainer = AcceleratedLoop[Any]
+    Trainer = PreparedTrainer[Any]
 
 CARD = "README.md"
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"

@@ -15,11 +15,11 @@ from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Preferences, Row, TRLConfig, register_trainer
+from trainkit.data import finite
 from trainkit.errors import DataError
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
-from trainkit.rewards import finite
 
 __all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_loss"]
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from trainkit.data import Batch
+from trainkit.data.batches import Batch
 
 B = TypeVar("B", bound=Batch)
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trainkit import registry
 from trainkit.errors import PluginError, TrainkitError
-from trainkit.guard import one_line, said
-from trainkit.plugins import BROKEN, OK, PluginInfo, hook_manager
+from trainkit.plugins import registry
+from trainkit.plugins.discovery import BROKEN, OK, PluginInfo, hook_manager
+from trainkit.plugins.guard import one_line, said
 
 TIMEOUT = 120.0
 """Seconds that an import may take."""
@@ -38,7 +38,7 @@ def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
         search = os.pathsep.join(place or os.getcwd() for place in sys.path)
         try:
             code = subprocess.run(
-                [sys.executable, "-P", "-m", "trainkit.probe", plugin.name, str(result)],
+                [sys.executable, "-P", "-m", "trainkit.plugins.probe", plugin.name, str(result)],
                 env={**os.environ, "PYTHONPATH": search},
                 timeout=timeout,
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,43 @@
+"""Rows, batches and sequences; the formats of datasets; the stream of rows and the rollout store."""
+
+from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
+from trainkit.data.chat import PLAIN_TEMPLATE, Chat, is_conversation
+from trainkit.data.formats import (
+    Prompts,
+    finite,
+    first_format,
+    formatted,
+    preference_rows,
+    prompt_rows,
+    recognise,
+    sample_rows,
+    written_prompts,
+)
+from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
+from trainkit.data.store import RolloutStore
+
+__all__ = [
+    "PLAIN_TEMPLATE",
+    "Batch",
+    "Chat",
+    "Pipeline",
+    "Preferences",
+    "PromptEncoder",
+    "Prompts",
+    "RolloutStore",
+    "Rollouts",
+    "Row",
+    "Sequences",
+    "Stream",
+    "TokenBatch",
+    "finite",
+    "first_format",
+    "formatted",
+    "is_conversation",
+    "is_stream",
+    "preference_rows",
+    "prompt_rows",
+    "recognise",
+    "sample_rows",
+    "written_prompts",
+]

@@ -1,0 +1,64 @@
+"""Finding, refusing, guarding and writing plugins. The names are loaded when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.plugins.discovery import (
+        BUILT_IN,
+        PluginInfo,
+        disabled,
+        discover,
+        find_plugin,
+        hook_manager,
+        load_plugin,
+    )
+    from trainkit.plugins.files import load_file, load_function
+    from trainkit.plugins.hookspecs import hookimpl
+    from trainkit.plugins.registry import available_trainers, get_trainer, is_registered, register_trainer
+
+_HOMES = {
+    "BUILT_IN": "discovery",
+    "PluginInfo": "discovery",
+    "available_trainers": "registry",
+    "disabled": "discovery",
+    "discover": "discovery",
+    "find_plugin": "discovery",
+    "get_trainer": "registry",
+    "hook_manager": "discovery",
+    "hookimpl": "hookspecs",
+    "is_registered": "registry",
+    "load_file": "files",
+    "load_function": "files",
+    "load_plugin": "discovery",
+    "register_trainer": "registry",
+}
+
+__all__ = [
+    "BUILT_IN",
+    "PluginInfo",
+    "available_trainers",
+    "disabled",
+    "discover",
+    "find_plugin",
+    "get_trainer",
+    "hook_manager",
+    "hookimpl",
+    "is_registered",
+    "load_file",
+    "load_function",
+    "load_plugin",
+    "register_trainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"trainkit.plugins.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'trainkit.plugins' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,140 @@
+"""What is trained and evaluated on, and how many rows, collections and steps that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, TypeVar
+
+from trainkit.config import MethodConfig
+from trainkit.data import Batch, Pipeline, Prompts, Row, Stream, is_stream, prompt_rows
+from trainkit.errors import ConfigError, DataError
+from trainkit.trainer.setup import PreparedTrainer
+
+M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
+T = TypeVar("T")
+
+
+class TrainerInputs(PreparedTrainer[M]):
+    """The data of a run: prompts, samples, and those of evaluations, all checked when they are given."""
+
+    def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
+        """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
+        if not isinstance(prompts, Pipeline):
+            prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
+        self.pipeline = prompts
+
+    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
+        """Take the samples to train on offline. All are checked now; those of a stream as they are read.
+
+        Raises:
+            DataError: one of them cannot be used.
+            ConfigError: samples are a stream, and the settings or other arguments need its length.
+        """
+        if is_stream(samples):
+            self._add_stream(samples, rewards)
+        else:
+            self.pipeline = Pipeline(self.arrange(self.read_samples(samples, rewards)), seed=self.config.train.seed)
+
+    def _add_stream(self, samples: Iterable[Any], rewards: Any) -> None:
+        train = self.config.train
+        if rewards is not None or train.total_steps is None or train.epochs is not None:
+            raise ConfigError(
+                "samples is a stream, whose length is not known: set train.total_steps, leave out train.epochs, and "
+                "give rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
+                "before training, give list(samples)"
+            )
+        plain = getattr(self.arrange, "__func__", None) is TrainerInputs.arrange
+        stream = Stream(
+            samples, lambda rows, first: self.arrange(self.read_samples(rows, first=first)), one_to_one=plain
+        )
+        stream.check()
+        self.pipeline = stream
+
+    def add_eval_pipeline(self, prompts: Prompts) -> None:
+        """Take the prompts of evaluations."""
+        self.eval_rows = self.read_prompts(prompts)
+
+    def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
+        """Take held-out samples, over which evaluations measure the loss and what belongs to it."""
+        if self.online:
+            raise ConfigError(
+                f"eval_samples are measured by the loss, and {self.config.method.name!r} learns from what it samples "
+                "itself; give eval_prompts"
+            )
+        rows, world = self.read_samples(samples, rewards), self.accelerator.num_processes
+        if len(rows) < world:
+            raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
+        self.eval_samples, self.held_out = rows, None
+
+    def read_prompts(self, prompts: Prompts) -> list[Row]:
+        """Prompts as rows that can be used, all of them checked."""
+        return self.fit_prompts(prompt_rows(prompts))
+
+    def fit_prompts(self, rows: list[Row]) -> list[Row]:
+        """The rows of prompts that can be used, all of them checked."""
+        return rows
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Samples as the rows that are shuffled and stepped over: as they are, or several in one."""
+        return rows
+
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
+        """Samples to learn from as rows, all of them checked; errors count them from ``first`` on."""
+        raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
+
+    def default_prompts(self) -> list[Any]:
+        """The prompts to train on where none are given.
+
+        Raises:
+            DataError: there are none.
+        """
+        raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
+
+    # ------------------------------------------------------------------------------------------------- how much that is
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, if none are left out by `Verdict.STOP`."""
+        train, collections = self.config.train, self.collections
+        if collections is None or self.passes is None:
+            return train.total_steps or 0
+        steps = collections * self.passes * math.ceil(self.experience_rows / train.batch_size)
+        return steps if train.total_steps is None else min(steps, train.total_steps)
+
+    @property
+    def passes(self) -> int | None:
+        """How often one collection of experience is gone over; None: until the run ends."""
+        return 1 if isinstance(self.pipeline, Stream) else super().passes
+
+    @property
+    def collects_once(self) -> bool:
+        """Whether there is one collection, of the whole dataset."""
+        return not self.online and isinstance(self.pipeline, Pipeline)
+
+    @property
+    def collections(self) -> int | None:
+        """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
+        if not isinstance(self.pipeline, Pipeline):
+            return None
+        if self.collects_once:
+            return 1
+        return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
+
+    @property
+    def collection_rows(self) -> int:
+        """Rows of the stream that one collection uses, all processes together."""
+        if not self.collects_once:
+            return self.config.rollout.num_rollouts // self.samples_per_prompt
+        assert isinstance(self.pipeline, Pipeline)
+        world = int(self.accelerator.num_processes)
+        return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
+
+    @property
+    def experience_rows(self) -> int:
+        """Rows of experience that one collection makes, or at most makes, all processes together."""
+        return self.collection_rows * self.samples_per_prompt

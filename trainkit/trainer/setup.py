@@ -1,0 +1,296 @@
+"""What the loop runs on: processes, plugins, model, optimizer, schedule; metrics; what is saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather_object
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainkit import metrics as m
+from trainkit.config import MethodConfig, TRLConfig
+from trainkit.data import Batch, Pipeline, Row, Stream
+from trainkit.errors import ConfigError
+from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.plugins import get_trainer, hook_manager
+from trainkit.plugins.discovery import is_installed, without_disabled
+from trainkit.plugins.registry import check_brought
+from trainkit.runs import RunLock, provenance, run
+from trainkit.runs.stopping import Stop
+from trainkit.seeding import Seen, global_rng
+from trainkit.trainer import optim
+from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.launch import make_accelerator
+from trainkit.trainer.progress import Progress
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
+T = TypeVar("T")
+
+
+class PreparedTrainer(BaseRLTrainer[M]):
+    """A trainer with its processes, plugins, model, optimizer and schedule, its metrics, and what it saves.
+
+    Nothing heavy happens at construction: model and optimizer are made on first use, after the data were checked.
+    """
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Arguments of `trainkit.train` of which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
+
+        For language models those that differ from what suits most of them.
+        """
+        return {}
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Settings, by field of the method, under which the field matters in a tiny run; most fields need none.
+
+        They are dotted: ``{"horizon": {"method.target": 0.01}}``. The field's own value there is the one that the kit
+        compares with the usual one.
+        """
+        return {}
+
+    def __init__(
+        self,
+        config: TRLConfig[M],
+        *,
+        model: Any = None,
+        callbacks: Iterable[object] = (),
+        allow_drift: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, **kwargs)
+        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
+        self._leave_out_disabled()
+        config = self.config
+        use_fast_exact_matmul(self.accelerator.device)
+        self._check_split()
+        if config.train.save_best and not self.online:
+            raise ConfigError(
+                f"train.save_best goes by the reward of evaluations, and {config.method.name!r} has none; leave it out"
+            )
+        optim.check(config)
+        self.live_model = model
+        self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
+        check_brought(self._plugin_names(), self.hooks)
+        self.progress = Progress()
+        self.unit = "tokens"
+        """What ``progress.tokens`` counts, as the batch of the last step says."""
+        self.pipeline: Pipeline | Stream | None = None
+        self.eval_rows: list[Row] = []
+        self.eval_samples: list[Row] = []
+        self.held_out: Batch | None = None
+        """The experience of `eval_samples`, made at the first evaluation."""
+        self.run_dir: Path | None = None
+        self.allow_drift = allow_drift
+        self.resumed: list[str] = []
+        """What to tell people about the checkpoint that the run goes on from."""
+        self._lock: RunLock | None = None
+        self._stop = Stop()
+        self._pending: m.Metrics = {}
+        self._rollouts: list[Any] = []
+        self._seen: Seen = Counter()
+        self._draws: int | None = None  # of the part of a collection that is being made
+        self._clock = time.perf_counter()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _check_split(self) -> None:
+        world, config = self.accelerator.num_processes, self.config
+        if config.train.batch_size % world:
+            raise ConfigError(
+                f"train.batch_size is {config.train.batch_size}, which {world} processes cannot share equally; "
+                "give a multiple"
+            )
+        k = self.samples_per_prompt
+        if config.rollout.num_rollouts % (world * k):
+            raise ConfigError(
+                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
+                f"prompts in each of {world} processes; give a multiple of {world * k}"
+            )
+
+    def _leave_out_disabled(self) -> None:
+        """The configuration, and so its record, without the plugins that the run goes on without."""
+        usable, told = without_disabled(self.config.plugins)
+        if usable != self.config.plugins:
+            self.config = self.config.model_copy(update={"plugins": usable})
+        for message in told if self.accelerator.is_main_process else ():
+            log.warning("%s", message)
+
+    def _plugin_names(self) -> list[str]:
+        name = self.config.method.name
+        own = [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
+        return [*own, *self.config.plugins]
+
+    @cached_property
+    def makers(self) -> list[provenance.Maker]:
+        """trainkit and the plugins of the run, with distributions and versions; for checkpoints and model cards."""
+        return provenance.makers(self.config.method.name, self._plugin_names())
+
+    @cached_property
+    def unwrapped(self) -> Any:
+        """The trainable model itself, outside whatever accelerate wraps it in."""
+        with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
+            return self.get_arch(self.config)
+
+    @cached_property
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = self.unwrapped.to(self.accelerator.device)
+        if self.accelerator.num_processes > 1:  # as DDP will do, but before the reference is made
+            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        reference = self.make_reference(model) if self.needs_reference else None  # before the weights can move
+        optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
+        return (*self.accelerator.prepare(model, optimizer), reference)
+
+    @property
+    def policy(self) -> nn.Module:
+        """The trainable model as `loss` must call it, so that gradients are synchronised."""
+        return self._prepared[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """The prepared optimizer."""
+        return self._prepared[1]
+
+    def make_reference(self, model: Any) -> Any:
+        """A frozen copy of ``model`` as it is now, with its state under ``policy``."""
+        raise NotImplementedError(f"{type(self).__name__} needs a reference; write make_reference")
+
+    @property
+    def reference(self) -> Any:
+        """The model as it was before the first update, frozen; for algorithms with ``needs_reference``."""
+        reference = self._prepared[2]
+        if reference is None:
+            raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        return reference
+
+    @cached_property
+    def start(self) -> str | None:
+        """What identifies the weights that the run started from, which checkpoints do not hold; it never changes."""
+        return run.fingerprint_start(self)
+
+    # what the loop says, and the schedule and checkpoints need
+
+    @property
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; 0 where that is not known."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether nothing is left to train."""
+
+    @property
+    @abstractmethod
+    def collects_once(self) -> bool:
+        """Whether there is one collection, of the whole dataset."""
+
+    @abstractmethod
+    def fill_store(self) -> None:
+        """Fill the store with one collection of experience."""
+
+    @cached_property
+    def scheduler(self) -> LRScheduler:
+        """The learning-rate schedule, over the run's steps."""
+        if not self.total_steps and self.config.scheduler.name != "constant":
+            raise ConfigError(
+                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
+                "set train.total_steps"
+            )
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
+        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
+
+    # ----------------------------------------------------------------------------------------- numbers of all processes
+
+    def record(self, metrics: m.Metrics) -> None:
+        """Add metrics to those that are logged with the next step."""
+        self._pending = m.merge(self._pending, metrics)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """``x`` summed over all processes, on the device it came from."""
+        if self.accelerator.num_processes == 1:
+            return x
+        total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
+        return total.to(x.device)
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        """Return the ``items`` of all processes as one list, those of the first process first."""
+        mine = list(items)
+        found: list[T] = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        return found
+
+    def _log(self) -> dict[str, float]:
+        now = time.perf_counter()
+        self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
+        found = m.compute(self._pending, self.reduce)
+        self._pending = {}
+        if self.accelerator.is_main_process:
+            self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
+        return found
+
+    def _time(self, name: str, started: float) -> None:
+        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save_pretrained(self, directory: str | Path | None = None) -> Path:
+        """Export the model; to the run directory without an argument."""
+        return run.export(self, directory)
+
+    @abstractmethod
+    def write_model(self, building: Path, target: Path) -> None:
+        """Write an export into the directory ``building``, which then becomes ``target``."""
+
+    def model_card(self) -> dict[str, str]:
+        """What the model card of an export says of this kind of model.
+
+        ``library_name`` and ``pipeline_tag`` are those of the hub; ``loading`` is Python code that loads what
+        ``directory`` names. Each may be missing.
+        """
+        return {}
+
+    def save(self, directory: str | Path | None = None) -> Path:
+        """Write a checkpoint now; to the run directory without an argument."""
+        return run.save(self, None if directory is None else Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Take over everything from a checkpoint directory, or from the newest whole one under a directory."""
+        run.load(self, Path(directory))
+
+    def loop_state(self) -> dict[str, Any]:
+        """Everything that training on depends on beside the model's weights and the store."""
+        return {
+            "progress": asdict(self.progress),
+            "method": self.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+        }
+
+    def load_loop_state(self, state: dict[str, Any]) -> None:
+        """Take over what `loop_state` gave."""
+        optim.load(self.optimizer, self.scheduler, state)
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.load_state_dict(state["method"])
+        self.progress = Progress(**state["progress"])
