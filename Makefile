@@ -1,11 +1,14 @@
 # Everything a change is checked with, in a virtual environment of its own.
 #
-#   make demo    the random-walks example: SFT, then PPO
-#   make check   what .ci/run runs: lint, types, test
-#   make api     docs/plugin-api.md, the names that plugins may use, made again
-#   make mutants which checks of the kit find which bugs
-#   make parity  the losses beside TRL's
-#   make bench   the benchmarks
+#   make demo      the random-walks example: SFT, then PPO
+#   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
+#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example
+#   make check     lint, types, test
+#   make api       docs/plugin-api.md, the names that plugins may use, made again
+#   make mutants   which checks of the kit find which bugs
+#   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
+#   make parity    the losses beside TRL's
+#   make bench     the benchmarks
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,14 +17,24 @@ BENCH := .venv-bench
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test lint types check api mutants parity bench
+.PHONY: demo test test-all coverage lint types check api mutants parity bench
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
 
 # one thread: small matrices are slower on many, and sums come out in one order; a process for each core instead
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
+# one file or one -k, without starting processes: make test ARGS="tests/test_x.py -k y"
+SELECTED = $(or $(ARGS),-n auto --dist worksteal)
+
 test: $(VENV)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest -n auto --dist worksteal
+	$(PYTEST) $(SELECTED)
+
+test-all: $(VENV)/made
+	$(PYTEST) -m "slow and not parity" $(SELECTED)
+
+coverage: $(VENV)/made
+	$(PYTEST) -n auto --dist worksteal -m "not parity" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .

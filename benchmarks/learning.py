@@ -1,10 +1,11 @@
-"""Does it learn? The random walks of the example, seed by seed: SFT, then PPO or RLOO, with the example's own settings.
+"""Measures learning on the random walks example, seed by seed: SFT, then PPO or RLOO, with the example's settings.
 
-``python benchmarks/learning.py`` prints every seed's curve of mean optimality (sampled walks, all start nodes), PPO's
-wall time and samples per second, and whether each seed reaches 0.95 of the maximum, which is 1, and stays there.
-``--method rloo`` does so for RLOO. ``--constant-reward`` gives every walk the same reward instead, at the default price
-of divergence and without an entropy bonus, which is a force of its own: nothing may change beyond noise. ``--bandit``
-leaves the walks for a problem that can be enumerated: the policy must end at π* ∝ π_ref · exp(reward / β).
+``python benchmarks/learning.py`` prints every seed's curve of mean optimality (sampled walks, all start nodes), the
+wall time and samples per second of PPO, and whether each seed reaches 0.95 of the maximum, which is 1, and stays there.
+``--method rloo`` does the same for RLOO. With ``--constant-reward`` every walk has the same reward. The KL coefficient
+is then the default, and there is no entropy bonus, which would change the policy by itself. The policy may then not
+change by more than noise. ``--bandit`` uses a problem that can be enumerated instead of the walks: the policy must
+reach the known optimum π* ∝ π_ref · exp(reward / β).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from trainkit import TRLConfig
 from trainkit.testing.bandit import Bandit
 
 CONSTANT = {"ppo": {"init_kl_coef": 0.05, "ent_coef": 0.0}, "rloo": {"kl_coef": 0.05}}
-"""What is another setting when every walk is worth the same."""
+"""The settings that differ under a constant reward."""
 BETA, NEAR = 0.25, 0.02
-"""The bandit's price of divergence, and the divergence from its optimum, in nats, that counts as having arrived."""
+"""The bandit's KL coefficient β, and the divergence from its optimum, in nats, below which it counts as reached."""
 BANDIT: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "init_kl_coef": BETA, "lam": 1.0, "ppo_epochs": 2},
     "rloo": {"name": "rloo", "kl_coef": BETA},
@@ -44,7 +45,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Curve:
-    """A callback: mean optimality by step, and the samples of the first and the last evaluation."""
+    """A callback that keeps the mean optimality and the samples of each evaluation."""
 
     points: list[tuple[int, float]] = field(default_factory=list)
     samples: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -56,24 +57,24 @@ class Curve:
         self.samples.append(samples)
 
     def settled(self) -> float:
-        """The lowest value in the last quarter of the run."""
+        """Return the lowest mean optimality in the last quarter of the run."""
         end = self.points[-1][0]
         return min(value for step, value in self.points if step >= 0.75 * end)
 
 
 class Divergence:
-    """A callback: the last mean divergence from the reference, nats per response."""
+    """A callback that keeps the last mean divergence from the reference, in nats per response."""
 
     kl = math.nan
 
     @trainkit.hookimpl
     def log_metrics(self, metrics: dict[str, float]) -> None:
-        """Keep it where a step logs it."""
+        """Keep the divergence, if a step logs it."""
         self.kl = metrics.get("policy/kl", self.kl)
 
 
 def load_task() -> ModuleType:
-    """The example's task, imported from its file."""
+    """Import the example's task from its file."""
     spec = importlib.util.spec_from_file_location("randomwalks_task", EXAMPLE / "task.py")
     assert spec is not None
     assert spec.loader is not None
@@ -84,7 +85,7 @@ def load_task() -> ModuleType:
 
 
 def fine_tune(task: ModuleType, seed: int, out: Path) -> str:
-    """SFT on the walks of a seed; the directory of its export."""
+    """Run SFT on the walks of a seed, and return the directory of its export."""
     changes = {"train.seed": seed, "train.run_dir": str(out / f"sft-{seed}"), "train.trackers": []}
     trainkit.train(config=TRLConfig.load_yaml(EXAMPLE / "sft.yaml").update(changes), **task.sft(seed))
     return str(out / f"sft-{seed}" / "model")
@@ -93,7 +94,7 @@ def fine_tune(task: ModuleType, seed: int, out: Path) -> str:
 def reinforce(
     name: str, task: ModuleType, seed: int, out: Path, *, method: dict[str, Any] | None = None, **replaced: Any
 ) -> tuple[Curve, Divergence, Any]:
-    """SFT, and the method from its export; the method's curve, its divergence and its trainer."""
+    """Run SFT, then the method from its export; return the method's curve, divergence and trainer."""
     curve, divergence = Curve(), Divergence()
     changes = {
         "train.seed": seed,
@@ -107,7 +108,7 @@ def reinforce(
 
 
 def learning(name: str, seeds: list[int], out: Path) -> bool:
-    """Every seed's curve and a closing table; whether all reach the goal and stay."""
+    """Print every seed's curve and a final table; return whether all seeds reach the goal and stay there."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
         curve, _, trainer = reinforce(name, task, seed, out)
@@ -133,7 +134,7 @@ def learning(name: str, seeds: list[int], out: Path) -> bool:
 
 
 def constant_reward(name: str, seeds: list[int], out: Path) -> bool:
-    """The same, every walk worth 1: mean optimality must not move by more than three standard errors."""
+    """Train with a reward of 1 for every walk; return whether mean optimality moves by at most three standard errors."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
         curve, divergence, _ = reinforce(
@@ -167,7 +168,10 @@ def constant_reward(name: str, seeds: list[int], out: Path) -> bool:
 
 
 def bandit(name: str, seeds: list[int], out: Path) -> bool:
-    """Responses of one and of two letters: how far from the optimum every seed begins and ends."""
+    """Print the divergence from the optimum at the start and the end of each run; return whether all reach it.
+
+    The responses are of one letter and of two letters.
+    """
     rows, passed = [], 0
     for length, seed in product((1, 2), seeds):
         problem = Bandit(length, seed=seed)
@@ -185,11 +189,11 @@ def bandit(name: str, seeds: list[int], out: Path) -> bool:
 
 
 def reach_for_optimum(name: str, problem: Bandit, seed: int, out: Path) -> Any:
-    """The method on a bandit; its trainer."""
+    """Run the method on a bandit, and return its trainer."""
     config = {
         "method": BANDIT[name],
         "optimizer": {"lr": 1e-3},
-        "scheduler": {"name": "linear"},  # so that the noise of sampling dies out
+        "scheduler": {"name": "linear"},  # so that the noise of sampling decays
         "rollout": {"max_new_tokens": problem.length, "num_rollouts": 512, "batch_size": 512},
         "train": {"batch_size": 512, "total_steps": 400, "eval_interval": 0, "save_interval": 0, "seed": seed},
     }
@@ -207,15 +211,15 @@ def show(columns: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> int:
-    """Run what was asked for; 1 if it fell short."""
+    """Run the selected benchmark; return 1 if its goal is missed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=["ppo", "rloo"], default="ppo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="where runs go (default: a temporary directory)")
+    parser.add_argument("--out", type=Path, help="the directory of the runs (default: a temporary directory)")
     other = parser.add_mutually_exclusive_group()
-    other.add_argument("--constant-reward", action="store_true", help="every walk is worth 1: show that nothing drifts")
-    other.add_argument("--bandit", action="store_true", help="show that the optimum known in closed form is reached")
+    other.add_argument("--constant-reward", action="store_true", help="reward every walk with 1: check for drift")
+    other.add_argument("--bandit", action="store_true", help="check that the known optimum is reached")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     versions = ", ".join(f"{name} {version(name)}" for name in ("trainkit", "torch", "transformers"))

@@ -1,17 +1,20 @@
-"""How fast, and in how much memory? trainkit beside TRL, transformers and a floor written by hand in plain torch.
+"""Compares speed and memory of trainkit, TRL, transformers, and a lower bound ("bare") in hand-written plain torch.
 
-Work: 32 responses of exactly 64 tokens to prompts of 32 a step, for RLOO (8 prompts × 4), PPO (4 epochs, 1 minibatch)
-and generation alone, and 8 rows × 256 tokens for SFT; a trivial reward; float32; models S (GPT-2 shape, 4 layers × 128,
-vocabulary 300) and M (Llama shape, 6 layers × 512, vocabulary 8,192). No row ends early: everyone is told an EOS id
-that is not in the model's vocabulary, which costs nobody anything.
+A step of RLOO (8 prompts × 4 responses), of PPO (4 epochs, 1 minibatch) and of generation makes 32 responses of exactly
+64 tokens to prompts of 32 tokens. A step of SFT reads 8 rows × 256 tokens. The reward is trivial, and all numbers are
+float32. Model S has the shape of GPT-2 (4 layers × 128, vocabulary 300), model M that of Llama (6 layers × 512,
+vocabulary 8,192). No row ends early: all systems get an EOS id outside the model's vocabulary, at no cost.
 
-Every system of a case is a process of its own, so that peak memory is its own, and they make their steps in turn; the
-others sleep. Seconds are medians over ``--steps`` after ``--warmup``. ``--backend default`` leaves each system its own
-settings, which for trainkit, and so for the floor, means float32 products by oneDNN where that is exact, but torch's
-own attention kernel. With ``equal`` all get torch's "medium", which is oneDNN for everything, and the same allocator,
-tcmalloc if it is installed; trainkit and the floor still keep attention out of it. With ``shared`` they lend even that
-to the others. TRL recomputes no activations in any, its faster setting; ``--systems trainkit trl-recompute`` measures
-its default. ``--clock cpu`` counts the processor's time, for machines that are not quiet.
+Every system of a case runs in its own process, so that its peak memory can be measured. The systems make their steps in
+turn, while the others sleep. Seconds are medians over ``--steps`` after ``--warmup``.
+
+``--backend default`` leaves each system its own settings. For trainkit, and for the lower bound, these are float32
+products by oneDNN where that is exact, with torch's own attention kernel. With ``equal``, all systems use the precision
+"medium", which is oneDNN for all products, and the same allocator, tcmalloc if it is installed; trainkit and the lower
+bound still exclude attention from it. With ``shared``, the other systems exclude attention, too.
+
+TRL runs without activation recomputation, which is faster; ``--systems trainkit trl-recompute`` measures its default.
+``--clock cpu`` counts processor time, for machines on which other programs run.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ console = Console(highlight=False, width=150)
 
 @dataclass
 class Target:
-    """``over`` / ``under`` of a figure, which must be at least or at most ``bound``."""
+    """A bound on the ratio ``over`` / ``under`` of a figure: at least ``bound`` with ``least``, else at most."""
 
     case: str
     figure: Literal["seconds", "peak"]
@@ -75,12 +78,12 @@ TARGETS = (
 
 
 class WorkerError(Exception):
-    """A worker ended, or has nothing to measure; says why."""
+    """A worker that has ended, or has nothing to measure; the message says why."""
 
 
 @dataclass
 class Worker:
-    """One system at one case: a process that makes a step whenever it is told to."""
+    """The process of one system in one case, which makes a step on request."""
 
     system: str
     process: subprocess.Popen[str]
@@ -89,10 +92,10 @@ class Worker:
     baseline: float = 0.0
 
     def hear(self) -> dict[str, Any]:
-        """The worker's next line.
+        """Read the worker's next line.
 
         Raises:
-            WorkerError: it said that it has nothing to measure, or ended.
+            WorkerError: the worker has nothing to measure, or has ended.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -100,11 +103,11 @@ class Worker:
             raise WorkerError("ended: " + " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:]))
         said: dict[str, Any] = json.loads(line)
         if "skip" in said:
-            raise WorkerError("left out: " + said["skip"])
+            raise WorkerError("skipped: " + said["skip"])
         return said
 
     def step(self) -> None:
-        """Have one step made, and keep what it says."""
+        """Request one step, and keep its measurements."""
         assert self.process.stdin is not None
         try:
             print("step", file=self.process.stdin, flush=True)
@@ -119,39 +122,39 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """The median step."""
+        """The median time of a step."""
         return statistics.median(step["seconds"] for step in self.steps)
 
     @property
     def peak(self) -> float:
-        """The largest resident set, MB."""
+        """The largest resident set size, in MB."""
         return float(self.steps[-1]["peak"])
 
 
 def python_of(system: str, options: argparse.Namespace) -> str:
-    """The interpreter that has what the system needs.
+    """Return the Python interpreter of the system's environment.
 
     Raises:
-        WorkerError: TRL's environment is not there.
+        WorkerError: TRL's environment does not exist.
     """
     if not system.startswith("trl"):
         return sys.executable
     if not options.trl_python.exists():
         raise WorkerError(
-            f"left out: there is no {options.trl_python}; `make .venv-bench/made` makes it, or --trl-python"
+            f"skipped: there is no {options.trl_python}; run `make .venv-bench/made`, or give --trl-python"
         )
     return str(options.trl_python)
 
 
 def allocator(options: argparse.Namespace) -> str | None:
-    """The allocator that all workers preload, or None for the C library's."""
+    """Return the allocator that all workers preload; None for that of the C library."""
     if options.backend == "default":
         return None
     return options.allocator or next(filter(None, map(ctypes.util.find_library, ALLOCATORS)), None)
 
 
 def start(system: str, case: str, model: str, options: argparse.Namespace, directory: Path) -> Worker:
-    """A worker whose model is made."""
+    """Start the worker of a system."""
     threads = str(options.threads)
     work = {
         "system": system,
@@ -182,7 +185,7 @@ def start(system: str, case: str, model: str, options: argparse.Namespace, direc
 
 
 def measure(case: str, model: str, options: argparse.Namespace, progress: Progress) -> list[Worker]:
-    """All systems of a case, one step each in turn, until each has made its steps."""
+    """Run all systems of a case, one step each in turn, and return their workers."""
     workers: list[Worker] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -229,10 +232,10 @@ def show(case: str, model: str, workers: list[Worker]) -> None:
 
 
 def verdicts(found: dict[tuple[str, str], list[Worker]], backend: str) -> Iterator[tuple[str, float, bool]]:
-    """What each target that was measured asks for, the ratio, and whether it is reached."""
+    """Yield the text, the measured ratio and whether it is reached, for each target whose systems were measured."""
     for (case, model), workers in found.items():
         figures = {worker.system: worker for worker in workers}
-        for target in TARGETS:  # those of equal backends hold for shared ones too
+        for target in TARGETS:  # the targets of "equal" hold for "shared" too
             if (
                 target.case != case
                 or target.backend not in (None, backend.replace("shared", "equal"))
@@ -246,25 +249,25 @@ def verdicts(found: dict[tuple[str, str], list[Worker]], backend: str) -> Iterat
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", nargs="+", choices=["S", "M"], default=["S", "M"])
-    parser.add_argument("--systems", nargs="+", help="instead of each case's own; trl-recompute is one more")
+    parser.add_argument("--systems", nargs="+", help="systems to run instead of each case's own; trl-recompute is available too")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--backend", choices=["default", "equal", "shared"], default="default")
-    parser.add_argument("--allocator", help="a library that all workers preload, but for --backend default")
+    parser.add_argument("--allocator", help="the library that all workers preload, except with --backend default")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--small", action="store_true", help="a quarter of the rows and an eighth of the tokens")
-    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter that has TRL")
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter of an environment with TRL")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, compare with the targets."""
+    """Measure, print, and compare with the targets; return 1 if one is missed, else 0."""
     options = parse(arguments)
     preload = allocator(options) or "the C library's"
     console.print(f"backend {options.backend}, allocator {preload}, {options.threads} thread(s), {options.clock} time")

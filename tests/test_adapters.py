@@ -85,6 +85,7 @@ def test_an_adapter_on_the_upper_layers_leaves_a_trunk_that_runs_once() -> None:
     assert CausalPolicy(model).trunk.depth == 1
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_resumes_bit_equal_from_checkpoints_that_hold_the_adapter_alone(
@@ -107,6 +108,7 @@ def test_a_run_resumes_bit_equal_from_checkpoints_that_hold_the_adapter_alone(
     assert all("lora_" in key or not key.startswith("model.") for key in saved)
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_checkpoint_of_an_adapter_does_not_go_onto_other_weights(name: str, tmp_path: Path) -> None:
     """The base is not in the checkpoint; here it comes from a live model, which no setting describes."""
@@ -126,6 +128,7 @@ def test_a_checkpoint_of_an_adapter_does_not_go_onto_other_weights(name: str, tm
     assert again.progress.step == 6
 
 
+@pytest.mark.daily(name=("ppo", "reward"))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("kind", ["lora", "saved module", "pissa"])
 @pytest.mark.parametrize("base", ["random", "path"])
@@ -201,7 +204,7 @@ def test_a_live_model_whose_adapters_do_not_say_what_to_train_is_refused(what: s
     trainer = tiny_trainer("sft", tmp_path)
     trainer.live_model = live
     with pytest.raises(
-        ConfigError, match="default, more there are 2 active" if what == "two adapters" else "is_trainable=True"
+        ConfigError, match="default, more, of which 2 are active" if what == "two adapters" else "is_trainable=True"
     ):
         trainer.learn()
 

@@ -309,6 +309,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "no room": ({"config": {"rollout": {"max_new_tokens": 64}}}, ConfigError, "no room for a prompt"),
     "greedy": ({"config": {"rollout": {"temperature": 0}}}, ConfigError, "rollout.temperature is 0"),
     "optimizer": ({"config": {"optimizer": {"kwargs": {"beta": 1}}}}, ConfigError, "optimizer.kwargs"),
+    "constant": ({"config": {"scheduler": {"kwargs": {"x": 1}}}}, ConfigError, "'constant' takes no arguments"),
     "scheduler": ({"config": {"scheduler": {"name": "linear", "kwargs": {"x": 1}}}}, ConfigError, "scheduler.kwargs"),
     "callback": ({"callbacks": [object()]}, PluginError, "implements no hook"),
     "small vocabulary": ({"model_path": tiny_gpt2(9)}, ConfigError, "10 tokens and the model 9"),

@@ -200,8 +200,8 @@ def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails(i
     assert result.exit_code == 1
     assert result.stdout.startswith("✗ observer_draws_nothing")
     assert "observer_draws_nothing: the observer draws from the global generators of torch" in result.stdout
-    assert "  to prove: The global generators of torch, numpy and Python are as they were" in result.stdout
-    assert "  matters:  The user's program draws from them too" in result.stdout
+    assert "  purpose: Check that a run leaves the global generators of torch, numpy and Python as they were" in result.stdout
+    assert "  matters: The user's program draws from them, too" in result.stdout
 
 
 def test_plugins_check_lists_the_checks_that_apply_and_runs_none() -> None:
@@ -307,7 +307,7 @@ def test_train_takes_data_and_reward_from_flags_and_modules_from_the_working_dir
         (["run.yaml", "--task", "task_for_cli.py:wrong_name"], "did you mean 'prompts'?"),
         (["run.yaml", "--task", "task_for_cli.py:demanding"], "cannot be called without path"),
         (["run.yaml", "--task", "broken_for_cli.py:f"], "ZeroDivisionError"),
-        (["run.yaml", "--prompts", "data.csv"], ".jsonl (an object or a string a line) or .txt"),
+        (["run.yaml", "--prompts", "data.csv"], ".jsonl (an object or string per line) or .txt"),
         (["run.yaml", "--prompts", "missing.txt"], "cannot read missing.txt"),
         (["run.yaml", "--prompts", "bad.jsonl"], "bad.jsonl, line 2: not JSON"),
         (["run.yaml"], "there is nothing to learn from"),
@@ -509,6 +509,7 @@ def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, mo
     assert "pip install 'trainkit[examples]'" in message
 
 
+@pytest.mark.slow
 def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "talk"
@@ -523,6 +524,7 @@ def test_sft_dialogue_reports_the_loss_and_the_answers_before_and_after(tmp_path
     assert len([line for line in result.stdout.splitlines() if line.startswith("│ Be ")]) == 4
 
 
+@pytest.mark.slow
 def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     task = load_file(examples.find_examples()["rloo_arithmetic"].parent / "task.py")
@@ -547,6 +549,7 @@ def test_arithmetic_is_judged_by_sums_that_no_stage_has_seen(tmp_path: Path, mon
     assert all((sample["prompt"] in held_out) is (sample["kind"] == "evaluation") for sample in samples)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_runs_both_stages_and_reports_its_copies(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "copy"
@@ -576,6 +579,7 @@ def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Pat
     assert result.stdout.count("a walk from") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "options", "stage"),
     [
@@ -598,6 +602,7 @@ def test_walks_from_preferences_run_both_stages(
     assert (tmp_path / stage / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "row", "metric"),
     [
@@ -623,6 +628,7 @@ def test_examples_of_learnt_rewards_run_all_stages_and_report_what_was_measured(
         assert f"\n{stage}: " in result.stdout
 
 
+@pytest.mark.slow
 def test_random_walks_offline_are_measured_for_every_beta(tmp_path: Path) -> None:
     result = call("examples", "run", "ilql_randomwalks", "--steps", "1", "--run-dir", str(tmp_path))
     assert result.exit_code == 0, result.output

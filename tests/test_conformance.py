@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -27,12 +28,30 @@ from trainkit.testing.conformance import (
     subjects_of,
 )
 
+DAILY = ("dpo", "rloo")
+"""One offline and one online algorithm: `make test` runs the whole kit for them, `make test-all` for the others."""
+LONG = {
+    "adapter", "determinism", "encoder_decoder", "evaluation_is_free", "fields_have_effects", "global_rng", "learns",
+    "metrics_vary", "observing_is_free", "resume_every_step", "state_is_complete", "two_processes",
+}  # fmt: skip
+"""Checks that train several times."""
+
+
+def planned(check: Check, subject: Subject) -> Any:
+    slow = subject.name not in DAILY and (check.name in LONG or check.kind != "trainer")
+    return pytest.param(Case(check, subject), marks=[pytest.mark.slow] if slow else [])
+
+
 CASES = [
-    Case(each, subject)
+    planned(each, subject)
     for name in trainkit.available_trainers()
     for subject in subjects_of(name)
     for each in checks_for(subject)
 ]
+
+
+def test_the_long_checks_exist() -> None:
+    assert conformance.all_checks().keys() >= LONG
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.subject.name}-{case.check.name}")
@@ -279,14 +298,14 @@ def test_what_a_plugin_raises_is_its_failure_and_says_where() -> None:
 def test_an_expected_failure_is_none_and_one_that_passes_is_a_failure() -> None:
     assert (outcome(failing, "known").outcome, outcome(failing, "known").seen) == ("expected", "known")
     assert outcome(passing, "known").outcome == "failed"
-    assert outcome(passing, "known").seen == "it passes now; take it out of expected_failures (known)"
+    assert outcome(passing, "known").seen == "it passes now; remove it from expected_failures (known)"
 
 
 def test_a_report_counts_and_says_of_each_failure_what_it_proves_and_why_it_matters() -> None:
     report = Report("toy", [outcome(passing), outcome(failing), outcome(failing, "known")])
     first, *rest = str(report).split("\n")
     assert first.startswith("toy: 1 passed, 1 failed, 1 expected in ")
-    assert rest == ["", "toy: 3 where 2 is allowed", "  to prove: It holds.", "  matters:  It matters."]
+    assert rest == ["", "toy: 3 where 2 is allowed", "  purpose: It holds.", "  matters: It matters."]
     assert str(Report("toy")) == "toy: no checks in 0.0 s"
 
 

@@ -64,6 +64,7 @@ def through_the_example_runner(root: Path) -> None:
         assert told in result.output
 
 
+@pytest.mark.slow
 def test_three_doors_end_bit_identical(tmp_path: Path, task: ModuleType) -> None:
     through_python(tmp_path / "python", task)
     through_the_command_line(tmp_path / "cli")

@@ -24,6 +24,7 @@ from trainkit.functional import (
     kl_k3,
     kl_shaped_rewards,
     last_token,
+    leave_one_out,
     masked_mean,
     masked_sum,
     nll,
@@ -632,3 +633,8 @@ def test_rewards_per_token_count_with_their_sum() -> None:
 def test_of_a_pair_with_equal_rewards_half_is_right() -> None:
     """1 > 0 is right, 0 > 1 is not, 2 and 2 are neither."""
     exactly(preference_accuracy(torch.tensor([1.0, 0, 2]), torch.tensor([0.0, 1, 2])), torch.tensor([1.0, 0.0, 0.5]))
+
+
+def test_leave_one_out_of_groups_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 or more"):
+        leave_one_out(torch.tensor([1.0, 2.0]), 1)

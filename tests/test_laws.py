@@ -155,6 +155,7 @@ def test_the_samplers_logprobs_are_the_policys(name: str, model: Any, tmp_path: 
 # ----------------------------------------------------------------------------------------- law 7: resume
 
 
+@pytest.mark.daily(name=("ddpo", "dpo", "ppo"))
 @on_models(LANGUAGE, tiny_t5)
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, model: Any, at: int, tmp_path: Path) -> None:
@@ -187,6 +188,7 @@ def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> Non
     assert_same_weights(weights(first), weights(again))
 
 
+@pytest.mark.daily(name=("ppo",))
 @on_models(SAMPLING, tiny_gpt2, tiny_t5)
 def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model: Any, tmp_path: Path) -> None:
     def turns(trainer: Any, count: int) -> Any:
@@ -224,6 +226,7 @@ def test_metrics_are_only_reduced_for_a_trainer_that_judges(name: str, tmp_path:
     assert ("train/skipped" in found) == (type(trainer).judge is not trainkit.BaseRLTrainer.judge)
 
 
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_run_resumed_around_an_early_stop_ends_as_if_it_had_not_been(name: str, at: int, tmp_path: Path) -> None:

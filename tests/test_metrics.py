@@ -28,8 +28,8 @@ def approx(x):
 
 
 def approx_std(x):
-    """For `Std`, whose 30 squares of at most 100² are rounded by 30·1e4·2⁻⁵³ ≈ 3e-11 at worst: 6e-6 after the root."""
-    return pytest.approx(x, rel=1e-9, abs=1e-5)
+    """For `Std`, whose deviations of at most 100 are rounded by 1e-14."""
+    return pytest.approx(x, rel=1e-9, abs=1e-9)
 
 
 def record(metric):
@@ -81,8 +81,17 @@ def test_mean_of_nothing_is_nan_and_deviation_of_less_than_two_is_zero():
 
 
 def test_deviation_of_equal_values_is_never_the_root_of_a_negative_number():
-    # In float64, Σx² − (Σx)²/n of three times .1 is −3.5e-18 before it is held at 0.
-    assert Std.of(torch.full((3,), 0.1, dtype=torch.float64)).compute() == 0.0
+    # In float64, Σx² − (Σx)²/n of three times .1 is −3.5e-18, and Σx/n is not .1.
+    equal = Std.of(torch.full((3,), 0.1, dtype=torch.float64))
+    assert equal.compute() == (equal + equal + equal).compute() == 0.0
+    assert compute({"reward/std": equal + equal}, identity) == {"reward/std": 0.0}
+
+
+def test_deviation_keeps_its_digits_far_from_zero():
+    # 1, 2, 3 deviate by 1, which sums of squares around 1e16 cannot show.
+    parts = [Std.of(torch.tensor([1e8 + x], dtype=torch.float64)) for x in (1, 2, 3)]
+    assert sum(parts[1:], parts[0]).compute() == approx(1.0)
+    assert Std.of(torch.tensor([1e8 + 1, 1e8 + 2, 1e8 + 3], dtype=torch.float64)).compute() == approx(1.0)
 
 
 def test_totals_are_kept_in_float64():
@@ -134,7 +143,7 @@ def test_compute_of_no_metrics_needs_no_collective():
     assert compute({}, refuse) == {}
 
 
-def test_compute_reduces_once_whatever_the_number_of_metrics():
+def test_compute_reduces_once_and_once_more_for_deviations_whatever_the_number_of_metrics():
     calls = []
 
     def count(x):
@@ -143,7 +152,7 @@ def test_compute_reduces_once_whatever_the_number_of_metrics():
 
     x = torch.arange(4.0)
     floats = compute({"b": Mean.of(x), "a": Std.of(x), "c": Mean.of(x + 1)}, count)
-    assert calls == [(2 + 3 + 2,)]  # two scalars for a mean, three for a deviation
+    assert calls == [(3, 2), (1,)]  # totals and counts; then deviations from the means of all
     assert floats == {"a": approx(math.sqrt(5 / 3)), "b": 1.5, "c": 2.5}
 
 

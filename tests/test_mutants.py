@@ -38,6 +38,7 @@ BASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", sorted(BASES))
 def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(base: str, tmp_path: Path) -> None:
     sound = Bug(f"none_{base}", "", "", base, ())
@@ -46,6 +47,7 @@ def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(base: s
     assert sorted(result.check.name for result in results) == BASES[base]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_kit_finds_the_bug(bug: Bug, tmp_path: Path) -> None:
     results = examine(bug, tmp_path, bug.caught_by)

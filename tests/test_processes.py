@@ -26,6 +26,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "no weight in one process": {"name": "dpo"},
 }
 
+pytestmark = pytest.mark.slow  # each starts processes of its own
+
 STEP = """
 import json
 import sys

@@ -98,6 +98,7 @@ for name in TRAINERS:
 """
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_run_and_continues_one_to_the_same_end(tmp_path: Path) -> None:
     """A1, A2: the second process runs anew, and goes on with what the first stopped at the end of a collection."""
     said = []
@@ -110,6 +111,7 @@ def test_another_process_makes_the_same_run_and_continues_one_to_the_same_end(tm
         assert first == resumed, name
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @all_trainers
 def test_resumed_at_every_step_a_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """A3: in the middle of a pass, between passes, between collections, at the end."""
@@ -162,6 +164,7 @@ def test_a_run_that_died_between_its_last_step_and_its_export_exports_when_resum
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == export
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @all_trainers
 def test_the_weights_after_six_steps_do_not_depend_on_how_a_batch_is_split(name: str, tmp_path: Path) -> None:
     """A6: to 1e-5, sampled responses and all."""
@@ -186,6 +189,7 @@ def killed(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "first", "stride", "kills"),
     [("ppo", 2, 2, 1, 55), ("sft", 2, 0, 6, 12), ("rloo", 2, 0, 8, 11)],
@@ -198,6 +202,7 @@ def test_killed_at_a_change_of_a_file_a_run_goes_on_by_itself_to_the_same_bits(
     assert killed("sweep", name, str(tmp_path), str(steps), str(first), str(stride))["kills"] >= kills
 
 
+@pytest.mark.slow
 def test_a_run_killed_thirty_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     """B2: by SIGKILL, at random changes of files and at random times, before the first checkpoint too."""
     found = killed("storm", "ppo", str(tmp_path), "12", "36")

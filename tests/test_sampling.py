@@ -894,7 +894,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         spoiled(lambda r: replace(r, sequences=r.sequences.select(torch.tensor([1, 0])))), "in their order"
     ),
     "no tokens": (
-        spoiled(lambda r: replace(r, sequences=Sequences.from_lists(r.queries, [[], [1]]))), "without a single token"
+        spoiled(lambda r: replace(r, sequences=Sequences.from_lists(r.queries, [[], [1]]))), "a response without tokens"
     ),
     "a text less": (spoiled(lambda r: replace(r, outputs=r.outputs[1:])), "returned 1 in the field 'outputs'"),
     "logprobs of the responses alone": (
@@ -1126,3 +1126,27 @@ def test_ids_and_mask_of_a_tokenizer_are_prompts_too(tmp_path: Path) -> None:
     found = trainer.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], temperature=0)
     assert found.prompts == ["ab", "cdef"]
     assert found.outputs == trainer.generate(["ab", "cdef"], temperature=0).outputs
+
+
+def test_ids_without_a_mask_that_begin_or_end_with_padding_are_refused(tmp_path: Path) -> None:
+    """Masks never come from ids: what looks like padding may be a prompt, so somebody has to say (S-01)."""
+    trainer = tiny_trainer("ppo", tmp_path)
+    pad = trainer.tokenizer.pad_token_id
+    for padded in ([[pad, 1], [2, 3]], [[2, 3], [1, pad]]):
+        with pytest.raises(DataError, match="attention_mask"):
+            trainer.generate(input_ids=torch.tensor(padded))
+    assert trainer.generate(input_ids=torch.tensor([[1, 2], [3, pad]]), attention_mask=torch.ones(2, 2)).prompts
+    assert trainer.generate(input_ids=torch.tensor([[1, 2], [2, 3]])).prompts == ["bc", "cd"]
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_padding_at_the_end_of_a_batch_changes_no_decoded_output(pad_is_eos: bool, tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    tokenizer = trainer.tokenizer
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    prompts = [torch.tensor([1])] * 2
+    samples = torch.tensor([[1, 2, eos, pad, pad], [1, 2, 3, 4, eos]])  # as a batch, padded on the right
+    *_, outputs = trainer.decode(prompts, list(samples), append_eos_token=True)
+    assert outputs == [f"c{tokenizer.eos_token}", f"cde{tokenizer.eos_token}"]

@@ -281,6 +281,7 @@ def test_what_the_sampler_has_seen_is_used_in_the_policys_place(
         torch.testing.assert_close(seen.values, said.values, rtol=0, atol=1e-5)
 
 
+@pytest.mark.daily(name=("ppo",))
 @every_name
 @pytest.mark.parametrize(
     "changes",
@@ -492,7 +493,7 @@ def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture
     with pytest.raises(DataError, match="has 9 tokens, and at most 8 are read"):
         trainer.encode("abcdefgha")
     rows = trainer.read_samples([("abcdefghab", "hgfedcba"), ("a", "b")])
-    assert "1 of 2 samples were cut at 8 tokens" in caplog.text
+    assert "1 of 2 samples were truncated to 8 tokens" in caplog.text
     found = trainer.encode_samples(rows)
     assert found.queries[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     assert found.responses[0].tolist() == [7, 6, 5, 4, 3, 2, 1]

@@ -24,6 +24,7 @@ def speed(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_trainkit_and_the_floor_make_steps_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     sizes = ["--models", "S", "--small", "--steps", "1", "--warmup", "0", "--json", str(out)]

@@ -127,7 +127,7 @@ def test_a_streams_bad_row_is_named_when_it_is_read(tmp_path: Path) -> None:
     "changes", [{"train__total_steps": None, "train__epochs": 1}, {"train__total_steps": 5, "train__epochs": 1}]
 )
 def test_a_stream_has_no_epochs(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"set train.total_steps, leave out train.epochs.*list\(samples\)"):
+    with pytest.raises(ConfigError, match=r"set train.total_steps, omit train.epochs.*list\(samples\)"):
         tiny_trainer("sft", tmp_path, **changes).add_samples(Endless())
 
 

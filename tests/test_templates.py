@@ -87,6 +87,7 @@ def test_new_files_are_short_and_pass_the_rules(kind: Kind, here: Path, lines_of
     assert left == []
 
 
+@pytest.mark.slow
 def test_new_modules_and_their_tests_are_typed(here: Path) -> None:
     for kind in Kind:
         assert call(NAMES[kind], "--kind", kind.value).exit_code == 0

@@ -112,6 +112,7 @@ def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dic
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+@pytest.mark.daily(name=("ppo", "rloo"))
 @pytest.mark.parametrize("name", ONLINE)
 @pytest.mark.parametrize("unfrozen", [-1, 0, 1, L - 1, L])
 @pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L)])
@@ -205,7 +206,7 @@ def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed(caplog: pytest
     model.model.layers[2] = Listening(model.model.layers[2])
     freeze_below(model, 1)
     assert CausalPolicy(model).trunk.depth == 0
-    assert "cannot go on from its frozen layers (TypeError" in caplog.text
+    assert "frozen layers cannot be reused (TypeError" in caplog.text
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -214,6 +215,7 @@ def test_more_layers_than_the_model_has_are_refused_at_the_door(name: str, tmp_p
         tiny_trainer(name, tmp_path, model__num_layers_unfrozen=9)
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_them(

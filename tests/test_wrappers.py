@@ -206,7 +206,7 @@ def test_dropout_before_the_head_acts_in_training_mode_only() -> None:
 
 
 def test_a_model_without_a_language_model_head_is_refused() -> None:
-    with pytest.raises(ConfigError, match="GPT2Model has no language-model head; load it by AutoModelForCausalLM"):
+    with pytest.raises(ConfigError, match="GPT2Model has no language-model head; load it with AutoModelForCausalLM"):
         Causal(plain(tiny_gpt2(10)).transformer)
     with pytest.raises(ConfigError, match="a model of transformers or peft; given 3"):
         Causal.from_pretrained(3)
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_trls_is_loaded_with_its_head(layout: str, tmp_path: Pat
 def test_a_model_that_has_no_head_yet_is_said_to_start_one(saved: Path, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "trainkit"):
         wrapper = Causal.from_pretrained(saved)
-    assert f"{saved} has no v_head; it starts anew" in caplog.text
+    assert f"{saved} has no v_head; it is newly initialised" in caplog.text
     assert wrapper.pretrained_model.dtype == torch.float32
 
 
@@ -288,7 +288,7 @@ def test_arguments_go_to_the_head_to_transformers_and_nowhere_twice(saved: Path)
         causal(dtype=torch.float16)
     with pytest.raises(ConfigError, match="gradient_checkpointing prepare a quantised model for peft_config"):
         Causal.from_pretrained(saved, use_gradient_checkpointing=True)
-    with pytest.raises(ConfigError, match="and this one is not; leave them out"):
+    with pytest.raises(ConfigError, match="and this one is not; omit them"):
         Causal.from_pretrained(saved, use_gradient_checkpointing=True, peft_config=LORA)
 
 
@@ -406,7 +406,7 @@ def test_a_second_adapter_goes_on_top_of_one_that_was_saved_and_not_of_a_live_on
     torch.testing.assert_close(read(second), read(first))  # the new one does nothing yet
     trained = [name for name, p in second.pretrained_model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2  # A and B in both layers: only the new one
-    with pytest.raises(ConfigError, match="has an adapter already; leave peft_config out"):
+    with pytest.raises(ConfigError, match="already has an adapter; omit peft_config"):
         Causal.from_pretrained(first.pretrained_model, peft_config=LORA)
 
 
@@ -800,7 +800,7 @@ def narrow() -> PreTrainedModel:
     return plain(tiny_gpt2(10, n_embd=16, n_head=2))
 
 
-SAID = r"does not fit this GPT2LMHeadModel: .*lora_A.* is \[2, 32\] there, and \[2, 16\] here\. .* names .*plain"
+SAID = r"does not fit this GPT2LMHeadModel: .*lora_A.* has shape \[2, 32\] .* and \[2, 16\] in .*\. .* names .*plain"
 
 
 @pytest.mark.parametrize("changes", [{}, {"peft_config": LORA}])

@@ -1,4 +1,4 @@
-"""trainkit: RLHF algorithms as plugins. The public names, loaded when they are first used."""
+"""trainkit: RLHF algorithms as plugins. The public names, each imported when it is first used."""
 
 from __future__ import annotations
 

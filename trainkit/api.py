@@ -1,4 +1,4 @@
-"""The one call: ``trainkit.train``."""
+"""The main entry point, `trainkit.train`."""
 
 from __future__ import annotations
 
@@ -42,54 +42,59 @@ def train(
     formatting_func: Callable[[Any], Any] | None = None,
     allow_drift: bool = False,
 ) -> AccelerateRLTrainer[Any]:
-    """Train a language model, or what else the method trains, by reinforcement or offline, and return its trainer.
+    """Train a model, online with a reward function or offline on samples, and return the trainer.
 
-    What is given decides the kind of training: ``reward_fn`` with ``prompts`` is online (``ppo`` unless ``method``
-    or ``config`` names another), ``samples`` with ``rewards`` is offline reinforcement learning (``ilql``),
-    ``samples`` alone is supervised fine-tuning (``sft``), or ``dpo`` if they are pairs of ``chosen`` and ``rejected``,
-    or ``ilql`` if they are labelled true or false.
+    The data arguments decide the kind of training. The algorithm in parentheses is used unless ``method`` or
+    ``config`` names another:
+
+    * ``reward_fn`` with ``prompts``: online reinforcement learning (``ppo``).
+    * ``samples`` with ``rewards``, or labelled true or false: offline reinforcement learning (``ilql``).
+    * ``samples`` that are pairs of ``chosen`` and ``rejected``: preference optimisation (``dpo``).
+    * other ``samples``: supervised fine-tuning (``sft``).
 
     Args:
         model_path: a hub id, a local directory, a transformers config or its fields (random weights), or a live
-            model (with ``tokenizer``), which is trained in place; also of peft, or one with a value head
-            (`trainkit.models`). Overrides ``config.model.model_path``.
-        reward_fn: ``reward_fn(samples, prompts, outputs, tokenizer, **columns)`` gives one finite number per sample,
-            or for dense rewards a list of numbers per sample, one for each token of the response from the first on
-            and at most as many. All are lists of text; ``columns`` are the further keys of the prompts.
-        dataset: ``(samples, rewards)``; the older way to give both.
+            model (with ``tokenizer``), which is trained in place. A live model may be a peft model or have a value
+            head (`trainkit.models`). Overrides ``config.model.model_path``.
+        reward_fn: ``reward_fn(samples, prompts, outputs, tokenizer, **columns)`` returns one finite number per sample,
+            or for dense rewards one list of numbers per sample: a reward for each response token, starting at the
+            first; the list may be shorter than the response. ``samples``, ``prompts`` and ``outputs`` are lists of
+            text; ``columns`` are the other keys of the prompts, each as a list.
+        dataset: ``(samples, rewards)``. Deprecated: pass ``samples`` and ``rewards``.
         samples: text, ``(prompt, output)`` turns, lists of messages, or dicts of a dataset format (docs/datasets.md):
             ``text``, ``messages``, ``prompt`` and ``completion`` or ``output``; pairs are dicts with ``prompt``,
-            ``chosen`` and ``rejected``. A list, a `datasets.Dataset`, any finite iterator; what has no length and can
-            be gone over again, as a `datasets.IterableDataset`, is a stream and read while training.
+            ``chosen`` and ``rejected``. A list, a `datasets.Dataset` or any finite iterator. An iterable that has no
+            length and can be iterated over repeatedly, such as a `datasets.IterableDataset`, is a stream: it is read
+            during training.
         rewards: one number per sample.
-        prompts: strings, lists of messages, or dicts with one of them under ``prompt`` and further columns; a list, a
-            `datasets.Dataset`, any finite iterable. Online and without prompts, every response starts from the
-            tokenizer's beginning token.
-        eval_prompts: prompts of evaluations, to which responses are generated. Online they default to the first of
-            ``prompts``; offline nothing is generated without them.
-        metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` gives a dict of numbers, or of lists with one
-            number per sample; measured at evaluations.
-        config: the configuration, a mapping of its sections, or a YAML file.
-        stop_sequences: strings that end a response; cut from the text that the reward function sees.
-        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed (in trlX True is forbidden).
-        callbacks: objects whose methods, marked with `trainkit.hookimpl`, observe the run.
+        prompts: strings, lists of messages, or dicts with one of these under ``prompt`` and further columns; a list, a
+            `datasets.Dataset` or any finite iterable. In online training without prompts, every response starts from
+            the tokenizer's BOS token.
+        eval_prompts: prompts for which evaluations generate responses. Online training defaults to the first of
+            ``prompts``; offline training generates nothing without them.
+        metric_fn: ``metric_fn(samples, prompts, outputs, **columns)`` returns a dict of numbers, or of lists with one
+            number per sample; called at evaluations.
+        config: the configuration, a mapping of its sections, or the path of a YAML file.
+        stop_sequences: strings that end a response; the text passed to the reward function ends before them.
+        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed (in trlX True = forbidden).
+        callbacks: objects with methods marked by `trainkit.hookimpl`, which are called during the run.
         method: the algorithm, if ``config`` does not name it.
-        tokenizer: a live tokenizer, instead of the model's own.
-        eval_samples: held-out samples of the same form as ``samples``, over which evaluations measure the loss;
-            ``(samples, rewards)`` where rewards belong to them.
-        formatting_func: makes a sample of each row of ``samples`` and ``eval_samples``, where these are something else.
-        allow_drift: with ``train.resume``, go on also where settings differ on which the course of training depends;
-            the new ones hold from then on, and the run says which they are.
+        tokenizer: a tokenizer object, used instead of the model's own.
+        eval_samples: held-out samples of the same form as ``samples``, on which evaluations measure the loss;
+            ``(samples, rewards)`` if the method needs rewards.
+        formatting_func: converts each row of ``samples`` and ``eval_samples`` into a sample.
+        allow_drift: with ``train.resume``, resume even if settings have changed that affect the course of training.
+            The new settings apply from then on, and the changes are logged.
 
     Returns:
-        The trainer, after training: ``trainer.generate(prompts)``, ``trainer.evaluate()``,
+        The trainer, after training; it has ``trainer.generate(prompts)``, ``trainer.evaluate()`` and
         ``trainer.save_pretrained(directory)``.
 
     Raises:
-        ConfigError: the arguments contradict each other, or the configuration has faults.
-        RegistryError: the algorithm is not installed; says what to install.
-        DataError: prompts, samples or the tokenizer cannot be trained on; raised before the model is loaded.
-        RewardError: the reward function raised, or returned what it must not.
+        ConfigError: the arguments contradict each other, or the configuration is invalid.
+        RegistryError: the algorithm is not installed; the message says what to install.
+        DataError: the prompts, the samples or the tokenizer cannot be used; raised before the model is loaded.
+        RewardError: the reward function raised an exception, or returned an invalid value.
     """
     if dataset is not None:
         samples, rewards = _unpack_dataset(dataset, samples, rewards)
@@ -101,7 +106,7 @@ def train(
     present = [name for name, value in given.items() if value is not None]
     _check_combination(present)
     if metric_fn is not None and samples is not None and eval_prompts is None:
-        raise ConfigError("metric_fn measures evaluations, and there are no prompts for them; give eval_prompts too")
+        raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     settled = _settle_config(config, method, model_path, _usual_method(present, samples))
@@ -136,13 +141,13 @@ def train(
 
 
 def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
-    """How many prompts have as many responses as one step learns from, where each has one."""
+    """Return how many prompts give one step's worth of responses, at one response per prompt."""
     config = trainer.config
     return max(config.train.batch_size * config.rollout.num_rollouts // trainer.experience_rows, 1)
 
 
 def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[str]:
-    """``["rewards"]`` where the samples' labels are the rewards that the method needs."""
+    """Return ``["rewards"]`` if the samples' labels are the rewards that the method needs, else an empty list."""
     from trainkit.data import first_format
 
     if "rewards" not in inputs or "rewards" in present or first_format(samples) != "unpaired preference":
@@ -171,16 +176,16 @@ def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]
     if not isinstance(dataset, tuple | list) or len(dataset) != 2:
         raise ConfigError(f"dataset should be (samples, rewards); given {describe(dataset)}")
     warnings.warn(
-        "dataset=(samples, rewards) is the older way; give samples= and rewards=", FutureWarning, stacklevel=3
+        "dataset=(samples, rewards) is deprecated; give samples= and rewards=", FutureWarning, stacklevel=3
     )
     return dataset[0], dataset[1]
 
 
 def _check_combination(present: list[str]) -> None:
     for one, other, why in (
-        ("reward_fn", "samples", "reward_fn scores responses that are sampled, samples are learnt from as they are"),
+        ("reward_fn", "samples", "reward_fn scores responses that are sampled, samples are trained on directly"),
         ("reward_fn", "rewards", "reward_fn scores responses that are sampled, rewards belong to samples"),
-        ("prompts", "samples", "prompts are for reward_fn; to evaluate while learning from samples give eval_prompts"),
+        ("prompts", "samples", "prompts are for reward_fn; to evaluate while training on samples give eval_prompts"),
     ):
         if one in present and other in present:
             raise ConfigError(f"{one} and {other} are both given, and one would be ignored: {why}. Give one of the two")
@@ -200,17 +205,17 @@ def _settle_config(
     model_path: Any,
     usual: str,
 ) -> TRLConfig[Any]:
-    """The configuration with the method and the model that the arguments name; ``usual`` if nothing names a method."""
+    """Return the configuration with the method and model that the arguments name; the default method is ``usual``."""
     fields = _config_sections(config)
     section = fields.get("method")
     named = section if isinstance(section, str) else _as_dict(section).get("name")
     for given in (method, named):
         if given is not None and not isinstance(given, str):
-            raise ConfigError(f"a method is named by a string; given {describe(given)}")
+            raise ConfigError(f"method should be a string; given {describe(given)}")
     if method and named and method.lower() != named.lower():
         raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
     name = method or named or usual
-    get_trainer(name)  # an algorithm that is not installed is said at once, with what to install
+    get_trainer(name)  # raises at once if the algorithm is not installed
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
     model = _as_dict(fields.get("model"))
     if _is_model(model_path) and model.get("model_path") is not None:
@@ -224,7 +229,7 @@ def _settle_config(
 
 
 def _usual_method(present: list[str], samples: Any) -> str:
-    """The algorithm for what is given, where none is named."""
+    """Return the algorithm that is used for the given data if none is named."""
     if "reward_fn" in present or "rewards" in present:
         return "ppo" if "reward_fn" in present else "ilql"
     from trainkit.data import first_format
@@ -234,7 +239,7 @@ def _usual_method(present: list[str], samples: Any) -> str:
 
 
 def _config_sections(config: Any) -> dict[str, Any]:
-    """The sections of a configuration, of a mapping of them, or of a YAML file."""
+    """Return the sections of a configuration, of a mapping of sections, or of a YAML file."""
     if isinstance(config, str | Path):
         return read_yaml(Path(config))
     if isinstance(config, TRLConfig):
@@ -245,7 +250,7 @@ def _config_sections(config: Any) -> dict[str, Any]:
 
 
 def _as_dict(section: Any) -> dict[str, Any]:
-    """A section that is given as a mapping or as an object, as a dict; empty for None."""
+    """Return a section, given as a mapping or as an object, as a dict; an empty dict for None."""
     if section is None:
         return {}
     if isinstance(section, Mapping):
@@ -256,7 +261,7 @@ def _as_dict(section: Any) -> dict[str, Any]:
 
 
 def _config_fields(model_path: Any) -> dict[str, Any]:
-    """The fields of a transformers config as plain data."""
+    """Return the fields of a transformers config as plain data."""
     if isinstance(model_path, Mapping):
         return dict(model_path)
     if hasattr(model_path, "to_diff_dict"):
@@ -270,7 +275,7 @@ def _config_fields(model_path: Any) -> dict[str, Any]:
 
 
 def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
-    """Whether ``value`` is live: a module, or a pipeline of several."""
+    """Return whether ``value`` is a live model: a module, or a pipeline of several modules."""
     return hasattr(value, "config") and (hasattr(value, "parameters") or hasattr(value, "components"))
 
 
@@ -280,6 +285,6 @@ def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> Non
     if missing or unused:
         raise ConfigError(
             f"method {name!r} learns from {' and '.join(inputs)}; given {' and '.join(present)}. "
-            f"{'Add ' + ' and '.join(missing) if missing else 'Leave out ' + ' and '.join(unused)}, "
+            f"{'Add ' + ' and '.join(missing) if missing else 'Remove ' + ' and '.join(unused)}, "
             "or name another method"
         )

@@ -1,6 +1,6 @@
-"""The command line: thin, over `trainkit.train`. Whatever is heavy is imported inside the command that needs it.
+"""The command line, a thin layer over `trainkit.train`. Heavy modules are imported inside the commands that need them.
 
-Exit codes: 0 done; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
+Exit codes: 0 success; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
 line itself; 130 interrupted; 143 ended by SIGTERM, after saving if the run saves checkpoints.
 """
 
@@ -34,7 +34,7 @@ NO_PLUGIN = "--no-plugin"
 
 
 class _ExplainedErrors(TyperGroup):
-    """A command group that prints trainkit's own errors as messages instead of tracebacks."""
+    """A command group that prints the message of a `TrainkitError` instead of its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,34 +47,34 @@ class _ExplainedErrors(TyperGroup):
 
 
 def _message(error: TrainkitError) -> str:
-    """The error as the console may show it."""
+    """Return the text of an error for the console."""
     lines = "\n".join(map(_printable, str(error).split("\n")))
     hint = f"\n({TRACEBACK}=1 shows the traceback)" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {lines}{hint}"
 
 
 def _printable(text: str) -> str:
-    """A line that does nothing to the console: text from data, metadata and user code can hold anything."""
+    """Replace unprintable characters by spaces: data, metadata and user code may contain control codes."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 app = typer.Typer(
     cls=_ExplainedErrors,
     help="RLHF and post-training with algorithms as plugins.",
-    epilog="Exit codes: 0 done, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM.",
+    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help answers at once
+    rich_markup_mode=None,  # plain help is faster
 )
 examples_app = typer.Typer(help="List and run the examples that come with trainkit.", no_args_is_help=True)
 app.add_typer(examples_app, name="examples")
-plugins_app = typer.Typer(help="List the installed plugins (as `plugins list` does), and look into them.")
+plugins_app = typer.Typer(help="List the installed plugins (the default command), and check them.")
 app.add_typer(plugins_app, name="plugins")
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line; the console script calls this."""
     app(prog_name="trainkit")
 
 
@@ -103,9 +103,9 @@ def _root(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration.", show_default=False)],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.seed=2 optimizer.lr=1e-5.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings: train.seed=2 optimizer.lr=1e-5.")
     ] = None,
     task: Annotated[
         str | None,
@@ -115,23 +115,23 @@ def train(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, .jsonl or .txt.")] = None,
     samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
-    eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts of evaluations.")] = None,
+    eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts for evaluations.")] = None,
     reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
     allow_drift: Annotated[
-        bool, typer.Option("--allow-drift", help="Resume although settings differ that training depends on.")
+        bool, typer.Option("--allow-drift", help="Resume even if settings that affect training have changed.")
     ] = False,
     no_plugin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Do without this plugin, or this distribution's; repeatable. As TRAINKIT_DISABLE_PLUGINS=NAME,NAME.",
+            help="Disable this plugin or distribution; repeatable. Same as TRAINKIT_DISABLE_PLUGINS=NAME,NAME.",
         ),
     ] = None,
 ) -> None:
-    """Train as a configuration says.
+    """Train with a configuration.
 
-    FILE.py:FUNCTION may also be module:FUNCTION. Code is imported only where a flag names it, never from the
-    configuration. Flags for data and reward take the place of what the task gives.
+    FILE.py:FUNCTION may also be module:FUNCTION. Code is imported only if an option names it, never from the
+    configuration. The options for data and reward override what the task returns.
     """
     from trainkit.api import train as run
     from trainkit.config import TRLConfig
@@ -154,10 +154,10 @@ def train(
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
-    """``["train.seed=2"]`` as changes by dotted path; values are YAML.
+    """Parse overrides such as ``["train.seed=2"]`` into changes by dotted path; values are YAML.
 
     Raises:
-        ConfigError: one is not of the form key=value, or its value is not YAML.
+        ConfigError: an override is not of the form key=value, or its value is not YAML.
     """
     import yaml
 
@@ -176,7 +176,7 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
 
 
 def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
-    """What the task's function returns, checked to be arguments of `trainkit.train`."""
+    """Call the task's function and return its result, checked to be arguments of `trainkit.train`."""
     from trainkit.api import train as run
 
     function = load_function(reference)
@@ -197,26 +197,26 @@ def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
 
 
 def _seed_argument(reference: str, function: Callable[..., Any], seed: int) -> dict[str, int]:
-    """``{"seed": seed}`` if the function takes one."""
+    """Return ``{"seed": seed}`` if the function has a parameter ``seed``, else an empty dict."""
     parameters = inspect.signature(function).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variadic]
     if others := [name for name in needed if name != "seed"]:
         raise ConfigError(
-            f"--task {reference} cannot be called without {', '.join(others)}; a task takes `seed`, or nothing. "
-            "Give its other parameters defaults"
+            f"--task {reference} cannot be called without {', '.join(others)}; only `seed` is passed to a "
+            "task. Give its other parameters defaults"
         )
     return {"seed": seed} if "seed" in parameters else {}
 
 
 def read_data(path: Path) -> list[Any]:
-    """Rows of a ``.jsonl`` file (one JSON value a line), or of a ``.txt`` file (one text a line).
+    """Read the rows of a ``.jsonl`` file (one JSON value per line) or of a ``.txt`` file (one text per line).
 
     Raises:
-        DataError: it cannot be read, is of another kind, or a line is not JSON; names the line.
+        DataError: the file cannot be read, has another suffix, or has a line that is not JSON; names the line.
     """
     if path.suffix not in (".jsonl", ".txt"):
-        raise DataError(f"data files are .jsonl (an object or a string a line) or .txt (a text a line); given {path}")
+        raise DataError(f"data files are .jsonl (an object or string per line) or .txt (a text per line); given {path}")
     try:
         lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -229,7 +229,7 @@ def _json_line(path: Path, at: int, line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {at}: not JSON ({error}); every line is an object or a string") from error
+        raise DataError(f"{path}, line {at}: not JSON ({error}); every line should be an object or a string") from error
 
 
 # ------------------------------------------------------------------------------------------------------ examples
@@ -237,7 +237,7 @@ def _json_line(path: Path, at: int, line: str) -> Any:
 
 @examples_app.command("list")
 def list_examples() -> None:
-    """Show the examples, and what each is about."""
+    """List the examples with a description of each."""
     found = find_examples()
     width = max(map(len, found), default=0)
     for name, path in found.items():
@@ -248,9 +248,9 @@ def list_examples() -> None:
 @examples_app.command("run", context_settings={"allow_interspersed_args": False})
 def run_example(
     name: Annotated[str, typer.Argument(help="The example's name.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed on to it.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Arguments for it.")] = None,
 ) -> None:
-    """Run an example; what follows its name (`--seed 2`, `--help`) goes to it."""
+    """Run an example; arguments after its name (`--seed 2`, `--help`) are passed to it."""
     found = find_examples()
     if name not in found:
         raise ConfigError(f"there is no example {name!r}{suggest(name, found)}; known: {', '.join(found) or 'none'}")
@@ -259,7 +259,7 @@ def run_example(
     except ConfigError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             raise ConfigError(
-                f"{error}; the examples' own needs: pip install 'trainkit[examples]'"
+                f"{error}; install what the examples need: pip install 'trainkit[examples]'"
             ) from error.__cause__
         raise
 
@@ -269,18 +269,18 @@ def run_example(
 
 @app.command("new-plugin")
 def new_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What configurations will call it, e.g. my-algo.")],
-    kind: Annotated[Kind, typer.Option(help="An algorithm, hooks that observe, or a sampler.")] = Kind.TRAINER,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in configurations, e.g. my-algo.")],
+    kind: Annotated[Kind, typer.Option(help="An algorithm, hooks that observe a run, or a sampler.")] = Kind.TRAINER,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The new directory; trainkit-NAME, here, without it.")
+        Path | None, typer.Option(metavar="DIR", help="The new directory; by default ./trainkit-NAME.")
     ] = None,
 ) -> None:
-    """Begin a plugin: a directory that can be installed, checked and trained with, to be changed into yours."""
+    """Create a plugin from a template: a directory that can be installed, checked and run, for you to change."""
     from trainkit.plugins import templates
 
     names, files = templates.new_plugin(name, kind, out)
     folder = str(out or names.distribution)
-    extra = "" if kind is Kind.TRAINER else "[dev]"  # they are tried with an algorithm, of a distribution of its own
+    extra = "" if kind is Kind.TRAINER else "[dev]"  # their example needs an algorithm, another distribution
     commands = (
         ["pip", "install", "-e", f"{folder}{extra}"],
         ["trainkit", "plugins", "check", names.plugin],
@@ -294,10 +294,10 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="An exported adapter, e.g. runs/x/model.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the whole model.")],
     base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The base model, where it is no longer where the adapter says.")
+        str | None, typer.Option(metavar="PATH", help="The base model, if it has moved since the adapter was saved.")
     ] = None,
 ) -> None:
-    """Add an adapter to the weights it belongs to, and save the whole model with its tokenizer and heads."""
+    """Merge an adapter into its base model, and save the whole model with its tokenizer and heads."""
     from trainkit.models.loading import merge_export
 
     merge_export(adapter, out, base)
@@ -311,18 +311,19 @@ def _plugins(ctx: typer.Context) -> None:
 
 
 @plugins_app.command(
-    "list", epilog="Exit code: 0, whatever the plugins' state; --json is for scripts that want to know."
+    "list", epilog="Exit code: 0, whatever the plugins' state; scripts can read the state from --json."
 )
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     try_imports: Annotated[
-        bool, typer.Option("--probe", help="Import each in a process of its own, which may take two minutes.")
+        bool, typer.Option("--probe", help="Import each in a process of its own, for at most two minutes.")
     ] = False,
 ) -> None:
-    """Show the installed plugins and what state they are in; none is imported here.
+    """List the installed plugins and their states; none is imported in this process.
 
     ok: can be used. broken: its import fails. blocked: disabled, or made for another version of trainkit. shadowed:
-    its name is trainkit's own, or another plugin's too. Without --probe, broken are those that show it in their source.
+    its name is also used by trainkit or by another plugin. Without --probe, a plugin is shown as broken only if
+    reading its source reveals it.
     """
     from dataclasses import asdict
 
@@ -344,7 +345,7 @@ def list_plugins(
 
 
 def plugins_table(rows: list[dict[str, str]]) -> str:
-    """A line for each plugin, and below them why some cannot be used."""
+    """Return a table with one line per plugin, followed by the reasons why some cannot be used."""
     columns = ("name", "kind", "distribution", "version", "api", "state", "origin")
     table = [columns, *(tuple(row[column] or "-" for column in columns) for row in rows)]
     widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
@@ -355,13 +356,13 @@ def plugins_table(rows: list[dict[str, str]]) -> str:
 
 @plugins_app.command("check", epilog="Exit code: 0 if all checks pass, 1 if one fails.")
 def check_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm, or another plugin's name.")],
-    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run this check alone; repeatable.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show the checks that apply, and run none.")] = False,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm or another plugin.")],
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the checks that apply, without running them.")] = False,
 ) -> None:
-    """Check a plugin in tiny real runs: an algorithm, its hooks, or the sampler that it provides.
+    """Check a plugin in short training runs of tiny models: an algorithm, hooks, or a sampler.
 
-    What each check proves stands beside it; where one fails, what was seen and why it matters.
+    Each check is printed with what it proves. A failed check is followed by what was observed and why it matters.
     """
     from trainkit.testing.conformance import ConformanceError, checks_for, subjects_of
     from trainkit.testing.conformance import check_plugin as run
@@ -386,21 +387,21 @@ def check_plugin(
 
 
 def _mark(good: bool) -> str:
-    """A tick or a cross, or signs where the console has neither."""
+    """Return a tick or a cross, or + or - if the console's encoding lacks them."""
     marks = "✓✗".encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
     return (marks if "?" not in marks else "+-")[0 if good else 1]
 
 
 @app.command("config")
 def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
-    """Print an algorithm's defaults as YAML, with comments."""
+    """Print an algorithm's default configuration as YAML, with comments."""
     from trainkit.config import default_config
 
     typer.echo(annotated_yaml(default_config(method)), nl=False)
 
 
 def annotated_yaml(config: TRLConfig[Any]) -> str:
-    """The configuration as YAML, every field below a comment that describes it."""
+    """Return the configuration as YAML, with a comment above every field that describes it."""
     lines: list[str] = []
     section: Any = None
     for line in str(config).splitlines():

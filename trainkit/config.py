@@ -1,6 +1,8 @@
 """The configuration: a frozen tree of plain data, checked as a whole before anything is loaded.
 
-Free of torch. The section ``method`` belongs to the algorithm and is validated by its plugin's own class.
+This module does not import torch.
+
+The section ``method`` belongs to the algorithm and is validated by its plugin's own class.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Plain = dict[str, Any]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, no unknown fields, docstrings as descriptions."""
+    """Base class of all sections: frozen, no unknown fields, docstrings as descriptions."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -46,24 +48,24 @@ class SamplingConfig(Section):
     """How responses are sampled."""
 
     max_new_tokens: int = Field(40, ge=1)
-    """Longest response, in tokens, EOS included."""
+    """Maximum length of a response in tokens, EOS included."""
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits when sampling, and wherever log-probabilities are trained on. 0 (greedy) in evaluation
-    only."""
+    """The logits are divided by this in sampling and in the log-probabilities that training uses. 0 (greedy) is
+    allowed in evaluation only."""
     top_k: int = Field(0, ge=0)
-    """Sample from the k likeliest tokens; 0 is off. Log-probabilities stay those of the whole distribution."""
+    """Sample from the k most likely tokens; 0: off. Log-probabilities remain those of the whole distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this mass; 1 is off. Log-probabilities stay those of the whole
-    distribution."""
+    """Sample from the smallest set of tokens with this probability mass; 1: off. Log-probabilities remain those of
+    the whole distribution."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from the tokens that are at least this share of the likeliest one's probability; 0 is off.
-    Log-probabilities stay those of the whole distribution."""
+    """Sample from the tokens whose probability is at least this fraction of the largest one; 0: off.
+    Log-probabilities remain those of the whole distribution."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Tokens of the prompt and the response so far (with an encoder-decoder, of the response) are sampled with their
-    logits divided by this if positive, multiplied if negative; 1 is off, above 1 makes repeating rarer.
-    Log-probabilities stay those without it."""
+    """For sampling, the logits of tokens that occur in the prompt or in the response so far (with an encoder-decoder,
+    in the response only) are divided by this if positive and multiplied by it if negative. 1: off; values above 1 make
+    repetition less likely. Log-probabilities remain those without the penalty."""
     stop_sequences: list[str] = []
-    """Strings that end a response; cut from the text that the reward function sees."""
+    """Strings that end a response; the text passed to the reward function ends before them."""
 
     @field_validator("stop_sequences")
     @classmethod
@@ -74,37 +76,37 @@ class SamplingConfig(Section):
 
 
 class MethodConfig(Section):
-    """Base of an algorithm's own section. Subclass it, give ``name`` a default, add the algorithm's numbers."""
+    """Base class of an algorithm's section. Subclass it, give ``name`` a default, and add the algorithm's settings."""
 
     section_defaults: ClassVar[Plain] = {}
-    """Values of other sections that suit this algorithm, used where a config says nothing: ``{"train": {...}}``."""
+    """Defaults of other sections that suit this algorithm, used where a config sets nothing: ``{"train": {...}}``."""
     sampling: ClassVar[type[SamplingConfig]] = SamplingConfig
-    """The class of the sampling settings; derived from `SamplingConfig` where the algorithm has some of its own."""
+    """The class of the sampling settings; a subclass of `SamplingConfig` if the algorithm adds settings."""
 
     name: str
     """The registered name of the algorithm."""
 
 
 class ModelConfig(Section):
-    """Which model is trained, and how it is held."""
+    """Which model is trained, its dtype, and which part of it is trained."""
 
     model_path: str | Plain | None = None
     """A hub id, a local directory, or the fields of a model config with its `model_type` (random weights). None: a
-    live model is given to `train`."""
+    live model is passed to `train`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The weights' type. For mixed precision keep float32 here and set `train.mixed_precision`."""
+    """The type of the weights. For mixed precision keep float32 here and set `train.mixed_precision`."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
-    """Train only so many of the uppermost layers, and what follows them; embeddings and the layers below are frozen,
-    run once per sequence, and shared with the reference. Of an encoder-decoder, the decoder's layers; the encoder is
-    frozen. -1: train everything."""
+    """Train only this many of the top layers, and what follows them. The embeddings and the layers below are frozen,
+    run once per sequence, and shared with the reference. Of an encoder-decoder, the layers of the decoder are counted;
+    the encoder is frozen. -1: train everything."""
     peft_config: Plain | None = None
-    """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA unless given), or
-    the object. The reference is the model without it."""
+    """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA by default), or a
+    peft config object. The reference is the model without the adapter."""
     disable_dropout: bool = True
-    """Switch dropout off in the policy, so that old and new log-probabilities speak of the same function. The
-    reference never has any."""
+    """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
+    never has dropout."""
     kwargs: Plain = {}
-    """Passed on to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
+    """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
 
     @field_validator("kwargs")
     @classmethod
@@ -139,9 +141,9 @@ class TokenizerConfig(Section):
     """Which tokenizer is used."""
 
     tokenizer_path: str | None = None
-    """A hub id or local directory. None: the model's own, or the live tokenizer given to `train`."""
+    """A hub id or local directory. None: the model's own, or the tokenizer object passed to `train`."""
     kwargs: Plain = {}
-    """Passed on to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
+    """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
 
 
 class OptimizerConfig(Section):
@@ -168,9 +170,9 @@ class SchedulerConfig(Section):
     """The learning-rate schedule, from `transformers.get_scheduler`."""
 
     name: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "cosine_with_min_lr"] = "constant"
-    """The shape after warm-up; it ends at the last step of the run."""
+    """The schedule after warm-up; it ends at the last step of the run."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
     kwargs: Plain = {}
     """Further arguments of the schedule, e.g. `min_lr_rate`."""
 
@@ -179,16 +181,16 @@ class RolloutConfig(SamplingConfig):
     """How experience is collected."""
 
     num_rollouts: int = Field(128, ge=1)
-    """Responses per collection, all processes together. Offline algorithms collect their whole dataset."""
+    """Responses per collection, over all processes. Offline algorithms collect their whole dataset."""
     batch_size: int = Field(128, ge=1)
-    """Rows that are sampled, scored and run through the models together, per process."""
+    """Rows that are sampled, scored and passed through the models at a time, per process."""
     overlong_prompts: Literal["error", "truncate", "drop"] = "error"
-    """What to do with prompts that leave no room for `max_new_tokens`: refuse, keep their end, or leave them out."""
+    """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text that reward and metric functions see."""
+    """Remove special tokens from the text that is passed to reward and metric functions."""
     eval_kwargs: Plain = {}
-    """Sampling settings that differ in evaluation, the algorithm's own among them. One may be a list: each of its
-    values is evaluated, e.g. `{temperature: [0, 1]}`."""
+    """Sampling settings that differ in evaluation, the algorithm's own included. One of them may be a list: an
+    evaluation is run for each of its values, e.g. `{temperature: [0, 1]}`."""
 
     @field_validator("eval_kwargs")
     @classmethod
@@ -199,14 +201,14 @@ class RolloutConfig(SamplingConfig):
         sampling: type[SamplingConfig] | None = (info.context or {}).get("sampling")
         for _, settings in sweep(value):
             known = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
-            (sampling or SamplingConfig).model_validate(known)  # of a method's own, `TRLConfig` knows
+            (sampling or SamplingConfig).model_validate(known)  # `TRLConfig` checks those of the method
         if swept and not value[swept[0]]:
             raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
         return value
 
 
 def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
-    """(suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
+    """Return (suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
     for name in _swept(eval_kwargs):
         return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in eval_kwargs[name]]
     return [("", eval_kwargs)]
@@ -217,40 +219,42 @@ def _swept(settings: Plain) -> list[str]:
 
 
 class TrainConfig(Section):
-    """The loop: how long, how much at a time, and what is kept."""
+    """The training loop: its length, batch sizes, evaluation, checkpoints and logging."""
 
     seed: int = Field(1, ge=0)
     """Seed of everything random: weights, data order, sampling, dropout."""
     total_steps: int | None = Field(None, ge=0)
-    """Optimizer steps after which the run ends; if `epochs` is given too, the earlier of the two ends it."""
+    """Optimizer steps after which the run ends; if `epochs` is set too, whichever is reached first ends it."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the prompts or samples. None: as many as `total_steps` needs, or one if that is not given either."""
+    """Passes over the prompts or samples. None: as many as `total_steps` needs, or one if that is not set either."""
     batch_size: int = Field(32, ge=1)
-    """Rows per optimizer step, all processes together."""
+    """Rows per optimizer step, over all processes."""
     microbatch_size: int | None = Field(None, ge=1)
-    """Rows per forward and backward pass in one process; changes memory and speed, never the gradient. None: as many
-    as make up 2,048 tokens on a CPU, 32,768 on an accelerator."""
+    """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
+    rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
+    tokens on an accelerator."""
     seq_length: int | None = Field(None, ge=2)
-    """Longest prompt and response together, in tokens; of an encoder-decoder, the longest of each, its decoder's start
-    token included. None: the model's context."""
+    """Maximum length of prompt and response together, in tokens; of an encoder-decoder, of each of the two, the
+    decoder's start token included. None: the model's context length."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm at every step. None: never."""
+    """Maximum global norm to which gradients are clipped at every step. None: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the forward pass, by accelerate."""
     eval_interval: int = Field(100, ge=0)
-    """Steps between evaluations (one more before the first and after the last step). 0: none."""
+    """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
     save_interval: int = Field(1000, ge=0)
-    """Steps between checkpoints (one more at the end). 0: none."""
+    """Steps between checkpoints; there is one at the end, too. 0: none at all."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints that stay on disk."""
+    """How many of the newest checkpoints are kept on disk."""
     save_best: bool = False
-    """Export the model to `best/` whenever the evaluation's mean reward is higher than ever before."""
+    """Export the model to `best/` whenever the evaluation's mean reward is the highest so far."""
     run_dir: str | None = None
     """Directory of the run. None: `runs/<method>-<date>-<time>`."""
     resume: str | None = None
-    """`auto`: go on from the newest whole checkpoint in `run_dir`, if there is one. A path: from that checkpoint."""
+    """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
+    from that checkpoint."""
     trackers: list[str] = ["tensorboard"]
-    """Where metrics go beside the console and `metrics.jsonl`: `tensorboard`, or any other tracker of accelerate."""
+    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, or another tracker of accelerate."""
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -270,17 +274,17 @@ M = TypeVar("M", bound=MethodConfig)
 class TRLConfig(BaseModel, Generic[M]):
     """The whole configuration of a run.
 
-    ``method`` may be a `MethodConfig`, a dict with its ``name``, or the name alone. Where other sections say
-    nothing, the algorithm's own `section_defaults` apply, then the defaults of the fields.
+    ``method`` may be a `MethodConfig`, a dict with its ``name``, or the name alone. Where other sections set
+    nothing, the algorithm's `section_defaults` apply, then the defaults of the fields.
 
     Raises:
-        ConfigError: lists every fault at once, each with its key, what was given and what is allowed.
+        ConfigError: the configuration is invalid; lists every fault with its key, what was given and what is allowed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
     method: SerializeAsAny[M]
-    """The algorithm and its numbers."""
+    """The algorithm and its settings."""
     model: ModelConfig = ModelConfig()
     """The model."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -290,11 +294,11 @@ class TRLConfig(BaseModel, Generic[M]):
     scheduler: SchedulerConfig = SchedulerConfig()
     """The learning-rate schedule."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling."""
+    """Sampling and the collection of experience."""
     train: TrainConfig = TrainConfig()
-    """The loop."""
+    """The training loop."""
     plugins: list[str] = []
-    """Installed plugins whose hooks take part in the run; the plugin of `method` always does."""
+    """Installed plugins whose hooks are called during the run; those of the plugin of `method` always are."""
 
     def __init__(self, /, **data: Any) -> None:
         context = {"sampling": _sampling_class(data.get("method"))}
@@ -304,7 +308,7 @@ class TRLConfig(BaseModel, Generic[M]):
             raise ConfigError(_explain(error, data)) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the class before parametrisation: ``TRLConfig[M]`` cannot be looked up by its name."""
+        """Pickle as the unparametrised class: ``TRLConfig[M]`` cannot be looked up by its name."""
         origin = self.__pydantic_generic_metadata__["origin"] or type(self)
         return object.__new__, (origin,), self.__getstate__()
 
@@ -329,41 +333,41 @@ class TRLConfig(BaseModel, Generic[M]):
 
     @model_validator(mode="after")
     def _method_knows_sampling(self) -> Self:
-        for _, settings in sweep(self.rollout.eval_kwargs):  # of a section that was made on its own
+        for _, settings in sweep(self.rollout.eval_kwargs):  # for a section that was built without the method
             self.method.sampling.model_validate(settings)
         return self
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """The configuration that a plain dict describes."""
+        """Build a configuration from a plain dict."""
         if not isinstance(config, Mapping):
             raise ConfigError(f"a config is a mapping of sections; given {describe(config)}")
         return cls(**{str(key): value for key, value in config.items()})
 
     def to_dict(self) -> Plain:
-        """The configuration as plain data; changing the result changes nothing here."""
+        """Return the configuration as plain data; changing the result does not change the configuration."""
         return self.model_dump(mode="json")
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> Self:
-        """Read a YAML file; numbers like ``1e-5`` are numbers."""
+        """Read a YAML file; ``1e-5`` is read as a number."""
         return cls.from_dict(read_yaml(Path(path)))
 
     def save_yaml(self, path: str | Path) -> None:
-        """Write a YAML file that `load_yaml` reads back equal."""
+        """Write a YAML file, from which `load_yaml` restores an equal configuration."""
         Path(path).write_text(str(self), encoding="utf-8")
 
     def evolve(self, **sections: Any) -> Self:
-        """A copy with nested changes: ``config.evolve(train=dict(seed=2), method=dict(gamma=0.9))``.
+        """Return a copy with nested changes: ``config.evolve(train=dict(seed=2), method=dict(gamma=0.9))``.
 
         Naming another method replaces the whole section ``method``.
         """
         return type(self)(**_merge(self.to_dict(), _named(sections)))
 
     def update(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with changes by dotted path: ``config.update({"train.seed": 2, "optimizer.kwargs.eps": 1e-6})``.
+        """Return a copy changed by dotted path: ``config.update({"train.seed": 2, "optimizer.kwargs.eps": 1e-6})``.
 
-        Every path is checked to its leaf; free-form fields (``kwargs``, ``eval_kwargs``) take new keys.
+        Every path must name an existing field; free-form fields such as ``kwargs`` accept new keys.
         """
         nested: Plain = {}
         for path, value in changes.items():
@@ -375,20 +379,20 @@ class TRLConfig(BaseModel, Generic[M]):
 
 
 def default_config(method: str) -> TRLConfig[Any]:
-    """The configuration of ``method`` with every default, those that the algorithm suggests included."""
+    """Return the default configuration of ``method``, including the algorithm's `section_defaults`."""
     return TRLConfig(method=method)
 
 
 def to_yaml(plain: Plain) -> str:
-    """Plain data as YAML, keys in their order."""
+    """Return plain data as YAML, with keys in their order."""
     return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_yaml(path: Path) -> Plain:
-    """Plain data from a YAML file, with YAML 1.2's floats (``1e-5``).
+    """Read plain data from a YAML file, with YAML 1.2's floats (``1e-5``).
 
     Raises:
-        ConfigError: there is no such file, or it is not YAML, or not a mapping.
+        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
@@ -402,12 +406,12 @@ def read_yaml(path: Path) -> Plain:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data from YAML text; no object but plain data can be built."""
+    """Parse YAML text; only plain data can be built, no other objects."""
     return yaml.load(text, Loader=_Loader)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, reading ``1e-5`` as the number that YAML 1.2 says it is; a key given twice is an error."""
+    """PyYAML's safe loader that also reads ``1e-5`` as a number, as YAML 1.2 does, and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -421,7 +425,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, quoting the strings that `_Loader` would read as numbers, such as ``12e4``."""
+    """PyYAML's safe dumper that also quotes strings such as ``12e4``, which `_Loader` would read as numbers."""
 
 
 for _side in (_Loader, _Dumper):
@@ -439,7 +443,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def _peft_fields(config: Any) -> Plain:
-    """The fields of a peft config object that differ from its class's defaults, as plain data."""
+    """Return the fields of a peft config object that differ from its class's defaults, as plain data."""
     default = type(config)().to_dict()
     changed = {key: value for key, value in config.to_dict().items() if value != default.get(key)}
     plain: Plain = {"peft_type": str(getattr(config.peft_type, "value", config.peft_type))}
@@ -454,7 +458,7 @@ def _name_of(method: Any) -> str | None:
 
 
 def _method_class(method: Any) -> type[MethodConfig] | None:
-    """The config class of a method given as name, mapping or instance; None if it is none of them."""
+    """Return the config class of a method given as a name, mapping or instance; None for anything else."""
     if isinstance(method, MethodConfig):
         return type(method)
     name = _name_of(method)
@@ -467,7 +471,7 @@ def _method_class(method: Any) -> type[MethodConfig] | None:
 
 
 def _sampling_class(method: Any) -> type[SamplingConfig]:
-    """The class of a method's sampling settings; the core's where the method is none."""
+    """Return the class of a method's sampling settings; `SamplingConfig` if the method is invalid or missing."""
     try:
         found = _method_class(method)
     except PydanticCustomError:  # reported by the validator of `method`
@@ -476,7 +480,7 @@ def _sampling_class(method: Any) -> type[SamplingConfig]:
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
-    """``base`` with ``changes`` laid over it, mapping by mapping; a section given as a model replaces."""
+    """Merge ``changes`` into ``base``, mapping by mapping; a section given as an object replaces the old one."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -488,13 +492,13 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
 
 
 def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether laying ``new`` over ``old`` would mix two algorithms or two model architectures."""
+    """Return whether merging ``new`` into ``old`` would mix two algorithms or two model architectures."""
     tag = {"method": "name", "model_path": "model_type"}.get(key)
     return tag is not None and tag in old and tag in new and str(new[tag]).lower() != str(old[tag]).lower()
 
 
 def _named(sections: Plain) -> Plain:
-    """``sections`` with a method given by its name alone as the mapping that it stands for."""
+    """Return ``sections``, with a method given as a name replaced by ``{"name": name}``."""
     name = sections.get("method")
     return {**sections, "method": {"name": name}} if isinstance(name, str) else sections
 
@@ -504,7 +508,7 @@ def _nest(path: list[str], value: Any) -> Plain:
 
 
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
-    """One line per fault: key path, what was given, what is allowed, the nearest right name."""
+    """Return one line per fault: key path, what was given, what is allowed, the nearest valid name."""
     lines = []
     for fault in error.errors():
         path = ".".join(str(part) for part in fault["loc"]) or "config"

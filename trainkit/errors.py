@@ -1,38 +1,38 @@
-"""The exception tree. Every message says what was given, what is allowed, and what to do."""
+"""The exception classes. Every message says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
 
 class TrainkitError(Exception):
-    """Base of every error that trainkit raises on purpose."""
+    """Base class of all errors that trainkit raises deliberately."""
 
 
 class ConfigError(TrainkitError, ValueError):
-    """A configuration, or a combination of arguments, that cannot be run."""
+    """An invalid configuration, or an invalid combination of arguments."""
 
 
 class RegistryError(TrainkitError, LookupError):
-    """A trainer or plugin name that is unknown, taken twice, or belongs to nothing usable."""
+    """A trainer or plugin name that is unknown, registered twice, or refers to something that cannot be used."""
 
 
 class PluginError(TrainkitError, ImportError):
-    """A plugin that was asked for and could not be loaded, or whose hooks do not fit."""
+    """A requested plugin that could not be loaded, or whose hooks have an invalid name or signature."""
 
 
 class HookError(PluginError):
-    """A hook of a plugin or callback that raised during a run; what it raised is the ``__cause__``."""
+    """A hook of a plugin or callback that raised an exception during a run; that exception is the ``__cause__``."""
 
 
 class DataError(TrainkitError, ValueError):
-    """Prompts, samples or a tokenizer that cannot be trained on."""
+    """Prompts, samples or a tokenizer that cannot be used for training."""
 
 
 class RewardError(TrainkitError, ValueError):
-    """A reward or metric function that raised, or returned what it must not."""
+    """A reward or metric function that raised an exception, or returned an invalid value."""
 
 
 class NonFiniteError(TrainkitError, ArithmeticError):
-    """A loss or gradient that is NaN or infinite; the weights have not moved."""
+    """A loss or gradient that is NaN or infinite; the weights were not updated."""
 
 
 class CheckpointError(TrainkitError, RuntimeError):
@@ -40,7 +40,7 @@ class CheckpointError(TrainkitError, RuntimeError):
 
 
 def describe(value: object, limit: int = 80) -> str:
-    """Return ``value`` as error messages quote it: its repr, cut to ``limit`` characters, and its type."""
+    """Return ``value`` as error messages quote it: its repr, truncated to ``limit`` characters, and its type."""
     text = repr(value)
     return f"{text if len(text) <= limit else text[: limit - 1] + '…'} ({type(value).__name__})"
 

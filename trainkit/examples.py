@@ -1,4 +1,4 @@
-"""Finding the examples, and what they share: options, training in stages, and a table of what changed."""
+"""Code that the examples share: options, training in stages, and a table of results. Also finds the examples."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ if TYPE_CHECKING:
 
 
 def find_examples() -> dict[str, Path]:
-    """The ``run.py`` of every example by name: beside the package in a checkout, inside it when installed."""
+    """Return the ``run.py`` of every example by name.
+
+    The examples are beside the package in a checkout, and inside it when it is installed.
+    """
     package = Path(__file__).parent
     folder = package / "_examples" if (package / "_examples").is_dir() else package.parent / "examples"
     return {path.parent.name: path for path in sorted(folder.glob("*/run.py"))}
 
 
 def option_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """A parser of the options that all examples have: ``--seed``, ``--run-dir``, and ``--help`` with ``about``'s head.
+    """Return a parser with the options that all examples have: ``--seed``, ``--run-dir`` and ``--help``.
 
-    Options that make a run shorter, which tests use, are added with ``type=positive``: ``--steps`` for steps, and
-    ``--<stage>-epochs`` or ``--<stage>-steps`` for a stage before.
+    The description is the first line of ``about``. Examples add options that shorten a run, which the tests use, with
+    ``type=positive``: ``--steps`` for the main stage, ``--<stage>-epochs`` or ``--<stage>-steps`` for earlier stages.
     """
     parser = argparse.ArgumentParser(prog=f"trainkit examples run {name}", description=(about or "").split("\n")[0])
-    parser.add_argument("--seed", type=int, default=1, help="draws the data, and seeds all training (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the data and of all training (default: 1)")
     runs = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    parser.add_argument("--run-dir", type=Path, default=runs, help=f"where all runs go (default: runs/{name}-<time>)")
+    parser.add_argument("--run-dir", type=Path, default=runs, help=f"where runs are saved (default: runs/{name}-TIME)")
     return parser
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a positive whole number."""
+    """Parse a positive whole number, as the ``type`` of an option."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -44,7 +47,7 @@ def positive(text: str) -> int:
 
 
 class Evaluations:
-    """A callback that keeps what every evaluation found."""
+    """A callback that keeps the metrics and samples of every evaluation."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -52,36 +55,36 @@ class Evaluations:
 
     @hookimpl
     def on_evaluate(self, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Keep one evaluation."""
+        """Store the metrics and samples of one evaluation."""
         self.metrics.append(metrics)
         self.samples.append(samples)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A training that is done."""
+    """A finished training run."""
 
     name: str
-    """Its configuration's file name, which is also that of its run directory."""
+    """The name of its configuration file, without the suffix, and of its run directory."""
     trainer: AccelerateRLTrainer[Any]
     evaluations: Evaluations
 
     @property
     def model(self) -> str:
-        """The exported model, for the ``model.model_path`` of a later stage."""
+        """The path of the exported model, for the ``model.model_path`` of a later stage."""
         return str(self.trainer.config.train.run_dir) + "/model"
 
 
 def run_stage(
     config: Path, options: argparse.Namespace, arguments: Mapping[str, Any], changes: Mapping[str, Any] | None = None
 ) -> Stage:
-    """Train once, into the directory of ``options.run_dir`` that is called like the file.
+    """Train once, in a directory inside ``options.run_dir`` that has the name of the file.
 
     Args:
         config: the YAML file.
-        options: what `option_parser` has read: ``seed`` and ``run_dir``.
-        arguments: further arguments of `trainkit.train`; mostly what the task gives.
-        changes: dotted settings over those of the file; None as a value leaves the file's.
+        options: the parsed options of `option_parser`: ``seed`` and ``run_dir``.
+        arguments: further arguments of `trainkit.train`, mostly those that the task returns.
+        changes: settings by dotted path that override those of the file; None keeps the file's value.
     """
     from trainkit.api import train
     from trainkit.config import TRLConfig
@@ -101,13 +104,13 @@ def show(
     stages: Iterable[Stage],
     options: argparse.Namespace,
 ) -> None:
-    """Print a table of what changed, the speed of each stage, and where everything is.
+    """Print a table of results, the speed of each stage, and the directory of the runs.
 
     Args:
-        title: above the table.
-        columns: headings, without the first, which is empty.
-        rows: what a line is about, then one cell per column; numbers are shown with three decimals.
-        stages: whose steps, time and speed are told.
+        title: the title of the table.
+        columns: the headings, except that of the first column, which is empty.
+        rows: a label, then one cell per column; floats are shown with three decimals.
+        stages: the stages whose steps, time and speed are printed.
         options: as for `run_stage`.
     """
     from rich.console import Console

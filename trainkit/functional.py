@@ -1,8 +1,8 @@
 """Pure functions of reinforcement learning on token sequences: statistics, log-probabilities, returns, surrogates.
 
 Shapes: B rows, T tokens, N selected tokens, V vocabulary. Every mask is boolean, ``True`` = counts, and every
-function behaves as if masked positions were not there, whatever values they hold. Per-token tensors are
-token-aligned: position ``t`` speaks about token ``t``. Nothing here knows of configs, models or devices.
+function ignores masked positions, whatever values they hold. Per-token tensors are token-aligned: position ``t``
+belongs to token ``t``. Nothing here depends on configs, models or devices.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def exact(x: Tensor) -> Tensor:
-    """``x`` in float64, so that sums over many tokens keep their digits; float32 on MPS, which has no more. [*]."""
+    """Return ``x`` in float64, so that sums over many tokens stay accurate; in float32 on MPS, without float64. [*]."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` where ``mask``, exactly 0 elsewhere (also where ``x`` is NaN or infinite there). [*] -> [*]."""
+    """Return ``x`` where ``mask`` is True and exactly 0 elsewhere, even where ``x`` is NaN or infinite. [*] -> [*]."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ x over ``mask``. [*] -> [] or, with ``dim``, that dimension summed away."""
+    """Return Σ x over ``mask``. [*] -> []; with ``dim``, the sum over that dimension only."""
     kept = zero_masked(x, mask)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ x over ``mask`` / Σ mask. [*] -> []; 0 where nothing is selected."""
+    """Return Σ x over ``mask`` / Σ mask. [*] -> []; 0 where nothing is selected."""
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = _identity) -> Tensor:
-    """(x − μ) / √(σ² + 1e-8) over the selected entries of all processes, 0 elsewhere. [*] -> [*].
+    """Return (x − μ) / √(σ² + 1e-8) over the selected entries of all processes, 0 elsewhere. [*] -> [*].
 
-    Two passes, unbiased variance (F-06). With fewer than two selected entries ``x`` is returned unchanged;
-    ``shift_mean=False`` adds μ back, which keeps the sign of the mean.
+    The variance is unbiased and computed in two passes (F-06). With fewer than two selected entries they are returned
+    unchanged. ``shift_mean=False`` adds μ back, so the mean stays the same.
     """
-    x = x if x.is_floating_point() else x.float()  # whitened integers are no integers (S-58)
+    x = x if x.is_floating_point() else x.float()  # whitened integers are not integers (S-58)
     count = reduce(exact(mask.sum()))
     if count < 2:
         return zero_masked(x, mask)
@@ -67,35 +67,35 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits)[token], gathered before the log-sum-exp is subtracted. [N, V], [N] -> [N]."""
+    """Return log softmax(logits)[token]; gathers before subtracting the log-sum-exp. [N, V], [N] -> [N]."""
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = log Σ exp(z) − Σ softmax(z)·z; forbidden tokens (−inf) contribute 0. [N, V] -> [N]."""
+    """Return the entropy, H = log Σ exp(z) − Σ softmax(z)·z; forbidden tokens (−inf) contribute 0. [N, V] -> [N]."""
     probs = logits.softmax(-1)
     finite = logits.masked_fill(probs == 0, 0.0)  # before the product: 0 * -inf is NaN, in the gradient too
     return logits.logsumexp(-1) - (probs * finite).sum(-1)
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k1 = log π − log π_ref of the sampled token: unbiased for KL(π‖π_ref) when sampling from π. [*] -> [*]."""
+    """Return k1 = log π − log π_ref of the sampled token: unbiased for KL(π‖π_ref) when sampling from π. [*] -> [*]."""
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k2 = (log π − log π_ref)² / 2: biased, never negative (Schulman 2020). [*] -> [*]."""
+    """Return k2 = (log π − log π_ref)² / 2: biased, never negative (Schulman 2020). [*] -> [*]."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3 = exp(−k1) − 1 + k1: unbiased and never negative when sampling from π (Schulman 2020). [*] -> [*]."""
+    """Return k3 = exp(−k1) − 1 + k1: unbiased and never negative when sampling from π (Schulman 2020). [*] -> [*]."""
     k1 = logprobs - ref_logprobs
     return torch.expm1(-k1) + k1
 
 
 def kl_exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(π‖π_ref) = Σ_v p_v (log p_v − log q_v), 0 where p_v = 0. [N, V], [N, V] -> [N]."""
+    """Return KL(π‖π_ref) = Σ_v p_v (log p_v − log q_v), 0 where p_v = 0. [N, V], [N, V] -> [N]."""
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1)
 
@@ -104,13 +104,13 @@ def kl_exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """True at the last selected position of each row only. [B, T] -> [B, T]; rows with none stay all False."""
+    """Return a mask of the last selected position of each row. [B, T] -> [B, T]; all False in rows with none."""
     after = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (after == 1)
 
 
 def at_last(numbers: Tensor, mask: Tensor) -> Tensor:
-    """What is said at the last selected position of each row, 0 where none is: a response's reward (S-27).
+    """Return the value at the last selected position of each row, 0 in rows with none: a response's reward (S-27).
 
     [B, T, *], [B, T] -> [B, *].
     """
@@ -119,26 +119,29 @@ def at_last(numbers: Tensor, mask: Tensor) -> Tensor:
 
 
 def per_response(scores: Tensor) -> Tensor:
-    """Σ_t of rewards per token; scores per response as they are. [B, T] or [B] -> [B]."""
+    """Return scores per response: Σ_t of rewards per token, or the scores unchanged. [B, T] or [B] -> [B]."""
     return scores if scores.dim() == 1 else scores.sum(1)
 
 
 def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores as rewards per token: [B] lands on the last response token (F-07); [B, T] is kept. -> [B, T]."""
+    """Return scores as rewards per token [B, T]: scores [B] at the last response token (F-07), or [B, T] unchanged."""
     if scores.dim() == 1:
         return zero_masked(scores.unsqueeze(-1).expand(mask.shape), last_token(mask))
     return zero_masked(scores, mask)
 
 
 def penalise_cut(rewards: Tensor, terminated: Tensor, mask: Tensor, penalty: float) -> Tensor:
-    """r_t − penalty at the last response token of responses that did not terminate. [B, T], [B], [B, T] -> [B, T]."""
+    """Return the rewards, less ``penalty`` at the last response token of responses that did not terminate.
+
+    [B, T], [B], [B, T] -> [B, T].
+    """
     return rewards - penalty * (last_token(mask) & ~terminated.unsqueeze(-1))
 
 
 def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """r_t = score_t − β·(log π − log π_ref)_t, a terminal score on the last response token (F-07).
+    """Return r_t = score_t − β·(log π − log π_ref)_t, with a terminal score at the last response token (F-07).
 
-    Scores [B] (terminal) or [B, T] (dense, token-aligned); the rest [B, T] -> [B, T], 0 off the mask.
+    Scores are [B] (terminal) or [B, T] (dense, token-aligned), the others [B, T] -> [B, T], 0 outside the mask.
     Source: Ziegler et al. 2019, equation 2.
     """
     return place_scores(scores, mask) - kl_coef * zero_masked(kl_k1(logprobs, ref_logprobs), mask)
@@ -147,10 +150,10 @@ def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, ma
 def gae(
     values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; returns = A + V. [B, T] ×3 -> ([B, T], [B, T]).
+    """Return GAE advantages A and returns A + V. [B, T] ×3 -> ([B, T], [B, T]).
 
-    The successor of a token is the *next selected* token of its row; after the last one A is 0 and V is ``bootstrap``
-    [B], or 0 (F-05). Both results are 0 off the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
+    A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t. Position t + 1 is the *next selected* token of the row;
+    after the last one A is 0 and V is ``bootstrap`` [B], or 0 (F-05). Both results are 0 outside the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
     """
     values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)
     next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
@@ -167,11 +170,13 @@ def gae(
 
 
 def leave_one_out(rewards: Tensor, k: int) -> Tensor:
-    """A_i = R_i − mean of the other k − 1 rewards of its group; groups of k stand together. [B] -> [B].
+    """Return A_i = R_i − mean of the other k − 1 rewards of its group; a group is k adjacent rewards. [B] -> [B].
 
-    Exactly 0 where all of a group are equal, which rounding would deny and Adam magnify.
+    Exactly 0 where all rewards of a group are equal: a rounding error there would be magnified by Adam.
     Source: Kool et al. 2019, equation 8 (F-11).
     """
+    if k < 2:
+        raise ValueError(f"a group of {k} has no other rewards to compare with; give k of 2 or more")
     groups = exact(rewards).view(-1, k)
     return ((groups - groups.mean(1, keepdim=True)) * (k / (k - 1))).flatten().to(rewards.dtype)
 
@@ -180,7 +185,7 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, cliprange: float) -> Tensor:
-    """max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε)), the negated PPO objective per element. [*], [*] -> [*].
+    """Return the negated PPO objective per element, max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε)). [*], [*] -> [*].
 
     Source: Schulman et al. 2017, equation 7.
     """
@@ -188,30 +193,34 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, cliprange: float) ->
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
-    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) per element. [*] ×3 -> [*]. Source: Schulman's PPO code (F-08)."""
+    """Return ½ max((V − R)², (clip(V, V_old ± ε) − R)²) per element. [*] ×3 -> [*].
+
+    Source: Schulman's PPO code (F-08).
+    """
     clipped = torch.maximum(torch.minimum(values, old_values + cliprange), old_values - cliprange)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
 def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where r_c > r_r, 0 where it is less, ½ for a tie. [B], [B] -> [B]."""
+    """Return 1 where chosen > rejected, 0 where chosen < rejected, ½ for a tie. [B], [B] -> [B]."""
     return (chosen > rejected).float() + 0.5 * (chosen == rejected)
 
 
 def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """−mean log π over the selected tokens. [B, T] ×2 -> []."""
+    """Return −mean log π over the selected tokens. [B, T] ×2 -> []."""
     return -masked_mean(logprobs, mask)
 
 
-# ------------------------------------------------------------------------------------- what sampling truncates
+# ------------------------------------------------------------------------------------- restrictions on sampling
 
 
 def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Logits with −inf outside the ``top_k`` largest, outside the smallest nucleus of mass ``top_p``, and where the
-    probability is less than ``min_p`` of the largest. [B, V].
+    """Set logits to −inf by top-k, then nucleus (top-p), then min-p truncation. [B, V] -> [B, V].
 
-    ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The likeliest token always stays. Sources: Holtzman et al. 2020
-    (nucleus), Nguyen et al. 2024 (min-p).
+    Kept are the ``top_k`` largest logits, of these the smallest set of probability mass ``top_p``, and of these the
+    tokens with at least ``min_p`` times the largest probability. ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a
+    truncation off. The most likely token is always kept. Sources: Holtzman et al. 2020 (nucleus), Nguyen et al. 2024
+    (min-p).
     """
     if top_k > 0 and top_k < logits.size(-1):
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -227,17 +236,17 @@ def truncate_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """z / θ where z > 0 and z·θ where z < 0 for the tokens that are ``seen``, z for others. [B, V], bool [B, V].
+    """Return z / θ where z > 0 and z·θ where z < 0 for the tokens in ``seen``, z for others. [B, V], bool [B, V].
 
-    Source: Keskar et al. 2019, section 4.1, with the case of negative logits as in transformers.
+    Source: Keskar et al. 2019, section 4.1, with negative logits handled as in transformers.
     """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def allow_logits(logits: Tensor, previous: Tensor, logit_mask: Tensor | None) -> Tensor:
-    """Logits with −inf at tokens that ``logit_mask`` forbids. [N, V], previous tokens [N] -> [N, V].
+    """Return logits with −inf at the tokens that ``logit_mask`` forbids. [N, V], previous tokens [N] -> [N, V].
 
-    The mask is bool, True = allowed: [V] for every state, or [V, V] with a row per previous token. None allows all.
+    The mask is bool, True = allowed: [V], or [V, V] with a row per previous token. None allows all tokens.
     """
     if logit_mask is None:
         return logits

@@ -1,8 +1,8 @@
-"""Metrics as (total, count): exact under micro-batches and processes, floats only where a tracker reads them."""
+"""Metrics as (total, count): exact over micro-batches and processes, converted to floats only for the trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,14 @@ from trainkit.functional import exact, masked_sum
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean kept as its total and count, scalars [] in float64; ``a + b`` merges."""
+    """A mean, stored as a total and a count, scalars [] in float64; ``a + b`` merges two."""
 
     total: Tensor
     count: Tensor
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Mean:
-        """Mean of ``x`` [*] over ``mask`` [*] (everything without one); a detached record, no gradient."""
+        """Return the mean of ``x`` [*] over ``mask`` [*], or over all of ``x`` without a mask; detached from the graph."""
         x = exact(x.detach())
         if mask is None:
             return cls(x.sum(), torch.tensor(x.numel(), dtype=x.dtype, device=x.device))
@@ -32,52 +32,65 @@ class Mean:
         return type(self)(self.total + other.total, self.count + other.count)
 
     def tensors(self) -> list[Tensor]:
-        """The scalars that are summed over processes."""
+        """Return the scalars that are summed over processes."""
         return [self.total, self.count]
 
     def compute(self) -> float:
-        """The mean as a float; NaN if nothing was counted."""
+        """Return the mean as a float; NaN if nothing was counted."""
         return float(self.total / self.count) if self.count > 0 else float("nan")
 
 
 @dataclass(frozen=True)
 class Std:
-    """An unbiased standard deviation kept as count, total and total of squares, in float64; ``a + b`` merges."""
+    """An unbiased standard deviation kept as mean, squared deviations and count, in float64; ``a + b`` merges.
 
-    total: Tensor
-    squares: Tensor
+    All three are scalars []. Squared deviations from the mean keep their digits where values are large and close
+    together; sums of squares lose them. Source: Chan et al. 1979, pairwise update.
+    """
+
+    mean: Tensor
+    deviations: Tensor
+    """Σ (x − mean)²."""
     count: Tensor
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Std:
-        """Standard deviation of ``x`` [*] over ``mask`` [*]."""
-        mean, square = Mean.of(x, mask), Mean.of(exact(x.detach()) ** 2, mask)
-        return cls(mean.total, square.total, mean.count)
+        """Return the standard deviation of ``x`` [*] over ``mask`` [*] (everything without one), without gradient."""
+        x = exact(x.detach())
+        first = Mean.of(x, mask)
+        count = first.count.clamp(min=1)
+        rough = first.total / count
+        mean = rough + Mean.of(x - rough, mask).total / count  # rounded once, so equal values have no deviation
+        return cls(mean, Mean.of((x - mean) ** 2, mask).total, first.count)
 
     def __add__(self, other: Std) -> Std:
         if not isinstance(other, Std):
             return NotImplemented
-        return type(self)(self.total + other.total, self.squares + other.squares, self.count + other.count)
+        count = self.count + other.count
+        mean = self.mean + (other.mean - self.mean) * other.count / count.clamp(min=1)
+        return type(self)(mean, self.about(mean) + other.about(mean), count)
+
+    def about(self, mean: Tensor) -> Tensor:
+        """Return the squared deviations from ``mean`` [] instead of from the own mean. -> []."""
+        return self.deviations + self.count * (self.mean - mean) ** 2
 
     def tensors(self) -> list[Tensor]:
-        """The scalars that are summed over processes."""
-        return [self.total, self.squares, self.count]
+        """Return the scalars that it consists of."""
+        return [self.mean, self.deviations, self.count]
 
     def compute(self) -> float:
-        """The standard deviation as a float; 0 with fewer than two values."""
-        if self.count < 2:
-            return 0.0
-        return float(((self.squares - self.total**2 / self.count).clamp(min=0) / (self.count - 1)).sqrt())
+        """Return the standard deviation as a float; 0 with fewer than two values."""
+        return float((self.deviations / (self.count - 1)).sqrt()) if self.count >= 2 else 0.0
 
 
 Metric = Mean | Std
-"""A number about many things that can be added up over micro-batches and processes."""
+"""A statistic that can be summed over micro-batches and processes."""
 Metrics = dict[str, Metric]
 """Metrics by name, ``group/name``."""
 
 
 def merge(*parts: Mapping[str, Metric]) -> Metrics:
-    """One record from several: metrics of the same name are added."""
+    """Merge several dicts of metrics into one; metrics of the same name are added."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -86,24 +99,49 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
 
 
 def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Floats over all processes, by one collective: every process must hold the same names."""
+    """Return floats over all processes: every process must hold the same names.
+
+    One collective sums totals and counts; if there is a `Std`, another one sums deviations from the common means.
+    """
     if not metrics:
         return {}
     names = sorted(metrics)
-    parts = [metrics[name].tensors() for name in names]
-    flat = reduce(torch.stack([x.cpu().to(torch.float64) for part in parts for x in part]))
-    values = iter(flat.split([len(part) for part in parts]))
-    return {name: type(metrics[name])(*next(values).unbind()).compute() for name in names}
+    stds = {name: metric for name in names if isinstance(metric := metrics[name], Std)}
+    sums = dict(zip(names, _summed([_total(metrics[name]) for name in names], reduce), strict=True))
+    means = {name: _mean(std, *sums[name].unbind()) for name, std in stds.items()}
+    parts = [std.about(means[name].to(std.mean)) for name, std in stds.items()]
+    deviations = dict(zip(stds, _summed(parts, reduce) if parts else (), strict=True))
+    whole = {name: Mean(*sums[name].unbind()) for name in names}
+    return {
+        name: (Std(means[name], deviations[name], mean.count) if name in stds else mean).compute()
+        for name, mean in whole.items()
+    }
+
+
+def _total(metric: Metric) -> Tensor:
+    """Return total and count. -> [2]."""
+    total = metric.total if isinstance(metric, Mean) else metric.mean * metric.count
+    return torch.stack([total, metric.count])
+
+
+def _mean(std: Std, total: Tensor, count: Tensor) -> Tensor:
+    """Return the mean over all processes; where one has counted everything its own, which is rounded once. -> []."""
+    return std.mean.to(total) if count == std.count.to(count) else total / count.clamp(min=1)
+
+
+def _summed(parts: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+    """Return tensors of one shape, each summed over all processes; one collective, in float64, on the CPU."""
+    return reduce(torch.stack([part.cpu().to(torch.float64) for part in parts])).unbind()
 
 
 class RunningMoments:
-    """Mean and variance of everything seen so far, in float64 (Chan et al. 1979, pairwise update; S-16)."""
+    """Mean and variance of all values so far, in float64 (Chan et al. 1979, pairwise update; S-16)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
 
     def update(self, x: Tensor, reduce: Callable[[Tensor], Tensor] = lambda t: t) -> None:
-        """Take in ``x`` [B] of every process."""
+        """Add the values ``x`` [B] of every process."""
         x = exact(x.detach())
         count, total = reduce(torch.stack([x.new_tensor(x.numel()), x.sum()])).tolist()
         if count == 0:
@@ -117,13 +155,13 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; NaN while fewer than two values were seen."""
+        """Unbiased standard deviation; NaN with fewer than two values."""
         return float((self.m2 / (self.count - 1)) ** 0.5) if self.count >= 2 else float("nan")
 
     def state_dict(self) -> dict[str, float]:
-        """The three numbers that are the whole state."""
+        """Return the state: count, mean and sum of squared deviations."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take over the state of another instance."""
+        """Load the state that `state_dict` returned."""
         self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]

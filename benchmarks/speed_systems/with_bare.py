@@ -1,9 +1,9 @@
-"""The floor: the same work by hand, in plain torch, as fast as the one who wrote it could make it.
+"""The lower bound ("floor"): the same work in plain torch, written by hand for speed.
 
-The weights are those of a transformers model; its arithmetic is written out for rows without padding, which needs no
-mask. A prompt is run once for all its samples, the cache has room for the response from the start, log-probabilities
-and the states that the value head reads are kept from sampling, and the head runs where a token is learnt from only,
-its logits made, normalised and differentiated in one buffer.
+The weights are those of a transformers model. The arithmetic is written for rows without padding, so no mask is needed.
+A prompt is run once for all its samples. The cache has room for the response from the start. Log-probabilities, and the
+states that the value head reads, are kept from sampling. The language-model head runs only at tokens that enter the
+loss, and its logits are computed, normalised and differentiated in one buffer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """log softmax(hidden · weightᵀ)[token]. [N, D], [V, D], [N] -> [N]."""
+    """Log-probabilities of tokens, log softmax(hidden · weightᵀ)[token]. [N, D], [V, D], [N] -> [N]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-        """Keeps exp(logits − largest), in the buffer of the logits."""
+        """Return the log-probabilities; keep exp(logits − largest) in the buffer of the logits."""
         logits = hidden @ weight.t()
         chosen = logits.gather(1, tokens.unsqueeze(1))
         top = logits.amax(1, keepdim=True)
@@ -40,7 +40,7 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """∂/∂logits = onehot − softmax, in the same buffer."""
+        """Return the gradients; ∂/∂logits = onehot − softmax is computed in the same buffer."""
         hidden, weight, tokens, exps, total = ctx.saved_tensors
         grad = grads[0].unsqueeze(1)
         exps.mul_(-grad / total).scatter_add_(1, tokens.unsqueeze(1), grad)
@@ -48,7 +48,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, layer: int, start: int) -> Tensor:
-    """Causal attention [B, H, T, d] over these and all cached keys, joined to [B, T, D]."""
+    """Compute causal attention over these and all cached keys. [B, H, T, d] -> [B, T, D]."""
     if cache is not None:
         for buffer, new in zip(cache[layer], (k, v), strict=True):
             buffer[:, :, start : start + new.size(2)] = new
@@ -58,14 +58,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, layer: int, sta
 
 
 class GPT2:
-    """GPT-2's trunk and head on a transformers model's weights."""
+    """The trunk and head of GPT-2, with the weights of a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.head = model, model.lm_head.weight
         self.layers, self.heads = model.transformer.h, model.config.n_head
 
     def trunk(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """Hidden states [B, T, D] of ids that stand at ``start`` and after."""
+        """Return the hidden states [B, T, D] of ids at positions ``start`` and after."""
         base = self.model.transformer
         x = F.embedding(ids, base.wte.weight) + base.wpe.weight[start : start + ids.size(1)]
         for i, layer in enumerate(self.layers):
@@ -76,7 +76,7 @@ class GPT2:
 
 
 class Llama:
-    """Llama's trunk and head on a transformers model's weights."""
+    """The trunk and head of Llama, with the weights of a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.head = model, model.lm_head.weight
@@ -87,11 +87,11 @@ class Llama:
         self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)  # the sign of rotate_half
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm."""
+        """Apply the RMS norm."""
         return F.rms_norm(x, (x.size(-1),), weight, self.eps)
 
     def trunk(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """Hidden states [B, T, D] of ids that stand at ``start`` and after."""
+        """Return the hidden states [B, T, D] of ids at positions ``start`` and after."""
         base, at = self.model.model, slice(start, start + ids.size(1))
         cos, sin = self.cos[at], self.sin[at]
         half = cos.size(-1) // 2
@@ -114,21 +114,21 @@ Net = GPT2 | Llama
 
 
 def logprobs(net: Net, ids: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [B, R] of the tokens after the prompt, and the states [B, R, D] before each."""
+    """Return log-probabilities [B, R] of the tokens after the prompt, and the states [B, R, D] before each."""
     states = net.trunk(ids[:, :-1])[:, prompt - 1 :]
     tokens = ids[:, prompt:]
     return HeadLogprobs.apply(states.flatten(0, 1), net.head, tokens.flatten()).view(tokens.shape), states
 
 
 def empty_cache(net: Net, rows: int, room: int) -> Cache:
-    """Keys and values [rows, H, room, d] of every layer, not yet written."""
+    """Create uninitialised keys and values [rows, H, room, d] for every layer."""
     shape = (rows, net.heads, room, net.model.config.hidden_size // net.heads)
     return [(torch.empty(shape), torch.empty(shape)) for _ in net.layers]
 
 
 @torch.no_grad()
 def generate(net: Net, prompts: Tensor, samples: int, new: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sampled sequences [B, T], log-probabilities [B, new] and states [B, new, D], ``samples`` rows per prompt."""
+    """Sample sequences [B, T], ``samples`` per prompt; return them, log-probabilities [B, new], states [B, new, D]."""
     prompt, rows = prompts.size(1), len(prompts) * samples
     width = net.model.config.hidden_size
     read = empty_cache(net, len(prompts), prompt)
@@ -151,12 +151,12 @@ def generate(net: Net, prompts: Tensor, samples: int, new: int) -> tuple[Tensor,
 
 
 def surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
-    """The clipped objective, negated."""
+    """Return the clipped objective, negated."""
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
 
 
 def gae(values: Tensor, rewards: Tensor) -> Tensor:
-    """Advantages [B, T] with γ = 1, λ = 0.95."""
+    """Compute advantages [B, T] by GAE with γ = 1, λ = 0.95."""
     columns, after, advantage = [], torch.zeros(len(values)), torch.zeros(len(values))
     for t in range(values.size(1) - 1, -1, -1):
         advantage = rewards[:, t] + after - values[:, t] + 0.95 * advantage
@@ -181,7 +181,7 @@ class Floor:
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-6, weight_decay=0.0, fused=True)
 
     def collect(self, samples: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sequences, old and reference log-probabilities, and states, of the next prompts."""
+        """Sample responses to the next prompts; return sequences, old and reference log-probabilities, and states."""
         work = self.work
         with self.turns.phase("generate"):
             prompts = work.ids(256, work.prompt).roll(-self.count, 0)[: work.rows // samples]
@@ -192,7 +192,7 @@ class Floor:
         return ids, old, reference, states
 
     def update(self, loss: Callable[[], Tensor]) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         with self.turns.phase("forward"):
             value = loss()
         with self.turns.phase("backward"):
@@ -203,7 +203,7 @@ class Floor:
         self.optimizer.zero_grad()
 
     def rloo(self) -> None:
-        """A collection and its one update."""
+        """Run a collection and its one update."""
         ids, old, reference, _ = self.collect(self.work.samples)
         rewards = (torch.arange(len(ids)) % 2 - 0.05 * (old - reference).sum(1)).view(-1, self.work.samples)
         others = (rewards.sum(1, keepdim=True) - rewards) / (self.work.samples - 1)
@@ -216,7 +216,7 @@ class Floor:
         self.update(loss)
 
     def ppo(self) -> None:
-        """A collection and its epochs."""
+        """Run a collection and the updates of its epochs."""
         ids, old, reference, states = self.collect(1)
         with torch.no_grad():
             values = self.value(states).squeeze(-1)
@@ -236,20 +236,20 @@ class Floor:
             self.update(loss)
 
     def sft(self) -> None:
-        """One batch."""
+        """Run the update of one batch."""
         ids = self.work.ids(64, LENGTH).roll(-self.count, 0)[: self.work.sft_rows]
         self.count += len(ids)
         self.update(lambda: -logprobs(self.net, ids, 1)[0].mean())
 
     def generate(self) -> None:
-        """Every prompt once."""
+        """Generate one response to every prompt."""
         with self.turns.phase("generate"):
             generate(self.net, self.work.ids(self.work.rows, self.work.prompt), 1, self.work.new)
 
 
 @torch.no_grad()
 def check(net: Net) -> float:
-    """The largest difference from the model's own log-probabilities, in reading and in sampling."""
+    """Return the largest difference from the model's own log-probabilities, in reading and in sampling."""
     ids, old, _ = generate(net, torch.arange(24).view(2, 12), 2, 8)
     logits = net.model(ids).logits[:, 11:-1].log_softmax(-1)
     right = logits.gather(2, ids[:, 12:].unsqueeze(2)).squeeze(2)

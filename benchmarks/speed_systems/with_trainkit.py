@@ -1,4 +1,4 @@
-"""trainkit, through `trainkit.train` and, for generation, `trainer.generate`; timed from outside by a callback."""
+"""The system trainkit: `trainkit.train`, and `trainer.generate` for generation, timed by a callback."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import trainkit
 from trainkit.config import ModelConfig
 
 FROZEN = "num_layers_unfrozen"
-"""The setting of ``trainkit-frozen``: 2 of the layers are trained."""
+"""The setting of ``trainkit-frozen``, in which only 2 layers are trained."""
 
 
 class Alternation:
-    """Gives the turn back after every ``updates`` optimizer steps."""
+    """A callback that ends the turn after every ``updates`` optimizer steps."""
 
     def __init__(self, turns: Turns, updates: int) -> None:
         self.turns, self.updates = turns, updates
 
     @trainkit.hookimpl
     def on_train_begin(self, trainer: Any) -> None:
-        """Time the phases, wait for the first turn."""
+        """Time the phases, and wait for the first turn."""
         turns = self.turns
         if trainer.online:
             turns.time(trainer, "sampler", "generate")
@@ -34,13 +34,13 @@ class Alternation:
 
     @trainkit.hookimpl
     def on_step(self, step: int) -> None:
-        """One optimizer step was made."""
+        """End the turn, if its last optimizer step was made."""
         if step % self.updates == 0:
             self.turns.end()
 
 
 def settings(work: Work) -> dict[str, Any]:
-    """The config: sizes and length of the work, everything else at its default but for the TensorBoard tracker."""
+    """Return the config: the sizes of the work, no trackers, evaluations or saves, all else at its default."""
     sft = work.case == "sft"
     frozen = {FROZEN: 2} if work.system == "trainkit-frozen" else {}
     train = {"batch_size": work.sft_rows if sft else work.rows, "total_steps": 10**6, "trackers": []}

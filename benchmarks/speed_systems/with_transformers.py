@@ -1,4 +1,4 @@
-"""transformers' own ``model.generate``."""
+"""The system transformers: ``model.generate``."""
 
 from __future__ import annotations
 

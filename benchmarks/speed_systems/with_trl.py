@@ -1,4 +1,4 @@
-"""TRL's RLOO and SFT trainers; runs in an environment of its own."""
+"""The system TRL: its RLOO and SFT trainers, in their own environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from work import LENGTH, Turns, Work, reward, serve
 
 
 class Alternation(TrainerCallback):
-    """Gives the turn back after every optimizer step."""
+    """A callback that ends the turn after every optimizer step."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -23,12 +23,12 @@ class Alternation(TrainerCallback):
         self.turns.ready()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """One optimizer step was made."""
+        """End the turn."""
         self.turns.end()
 
 
 def arguments(work: Work) -> dict[str, Any]:
-    """float32 on the CPU, no activation recomputed unless asked for; nothing written, no end."""
+    """Return the arguments of both trainers: float32 on the CPU, no logging or saving, and no end of training."""
     return {
         "output_dir": f"run-{work.system}",
         "use_cpu": True,
@@ -45,7 +45,7 @@ def arguments(work: Work) -> dict[str, Any]:
 
 
 def rloo(work: Work, turns: Turns, model: str) -> RLOOTrainer:
-    """RLOO on one collection a step."""
+    """Create the RLOO trainer, with one collection per step."""
     sizes = {"num_generations": work.samples, "max_completion_length": work.new}
     trainer = RLOOTrainer(
         model=model,
@@ -64,7 +64,7 @@ def rloo(work: Work, turns: Turns, model: str) -> RLOOTrainer:
 
 
 def sft(work: Work, model: str) -> SFTTrainer:
-    """SFT on full rows."""
+    """Create the SFT trainer, on rows without padding."""
     return SFTTrainer(
         model=model,
         args=SFTConfig(**arguments(work), max_length=LENGTH),

@@ -1,6 +1,6 @@
-"""What every system of ``benchmarks/speed.py`` is given: the work, its data, and a worker's side of the alternation.
+"""The work of every system of ``benchmarks/speed.py``, its data, and a worker's communication with the benchmark.
 
-Runs where TRL is installed, too.
+This module also runs in TRL's environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 LENGTH, FIRST = 256, 0x4E00
-"""Tokens of a row of SFT, which is also the models' context; the character that is token 0."""
+"""The tokens of a row of SFT, which are also the models' context; the code point of the character of token 0."""
 MODELS: dict[str, dict[str, Any]] = {
     "S": {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": LENGTH, "vocab_size": 300},
     "M": {
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One system's share of one case."""
+    """The work of one system in one case."""
 
     system: str
     case: str
@@ -54,29 +54,29 @@ class Work:
     sft_rows: int = 8
     threads: int = 1
     clock: str = "perf_counter"
-    """The function of `time` that seconds are taken from; `process_time` leaves out what other processes took."""
+    """The function of `time` that measures seconds; `process_time` excludes the time of other processes."""
     backend: str = "default"
-    """``equal``: "medium" is set for everyone. ``shared``: everyone gets trainkit's products and attention."""
+    """``equal``: all use the precision "medium". ``shared``: all use trainkit's products and attention."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The model's config: no token of its vocabulary is EOS."""
+        """The fields of the model's config, in which no token is EOS."""
         return {**MODELS[self.model], "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
     def network(self) -> PreTrainedModel:
-        """The model, with random weights."""
+        """Create the model with random weights."""
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields), dtype=torch.float32).eval()
 
     def ids(self, rows: int, length: int) -> Tensor:
-        """Random token ids [rows, length], the same for all systems."""
+        """Return random token ids [rows, length], the same for all systems."""
         return torch.randint(self.fields["vocab_size"] - 2, (rows, length), generator=torch.Generator().manual_seed(1))
 
     def texts(self, rows: int, length: int) -> list[str]:
-        """The same as text: a token is a character."""
+        """Return the same ids as texts with one character per token."""
         return ["".join(chr(FIRST + i) for i in row) for row in self.ids(rows, length).tolist()]
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One character per token; EOS has an id beyond the model's vocabulary, so that no row can end early."""
+        """Create a tokenizer of single characters, whose EOS is outside the model's vocabulary so that no row ends early."""
         vocabulary = {chr(FIRST + i): i for i in range(self.fields["vocab_size"] - 2)}
         vocabulary |= {"<pad>": len(vocabulary), "<eos>": 2**20}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
@@ -86,16 +86,16 @@ class Work:
 
 
 def reward(completions: list[Any] | None = None, outputs: list[str] | None = None, **_: Any) -> list[float]:
-    """Every other response is good: trivial to compute, with variance within a prompt."""
+    """Return 0 and 1 in turn: trivial to compute, and with variance within a prompt."""
     return [float(i % 2) for i in range(len(completions or outputs or []))]
 
 
 class Turns:
-    """A worker's side: it blocks until told to make a step, and reports seconds by phase and peak memory."""
+    """A worker's turns: it waits for the request of a step, and reports seconds by phase and peak memory."""
 
     def __init__(self, clock: str) -> None:
         self.clock: Callable[[], float] = getattr(time, clock)
-        self.answers = os.fdopen(os.dup(1), "w")  # what libraries print on standard output must not get between
+        self.answers = os.fdopen(os.dup(1), "w")  # libraries may print to standard output
         os.dup2(2, 1)
         self.phases: Counter[str] = Counter()
         self.nested: list[float] = []
@@ -107,12 +107,12 @@ class Turns:
         print(json.dumps({"peak": peak, **facts}), file=self.answers, flush=True)
 
     def ready(self) -> None:
-        """Everything is made: wait for the first turn."""
+        """Report that the model is created, and wait for the first turn."""
         self.say()
         self._wait()
 
     def end(self) -> None:
-        """A step is made: report it and wait for the next turn."""
+        """Report the step, and wait for the next turn."""
         seconds = self.clock() - self.started
         self.say(seconds=seconds, phases={**self.phases, "rest": seconds - sum(self.phases.values())})
         self._wait()
@@ -125,7 +125,7 @@ class Turns:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as ``name``, phases within it excepted."""
+        """Count the time within the context as phase ``name``, except the time of phases inside it."""
         started = self.clock()
         self.nested.append(0.0)
         yield
@@ -135,7 +135,7 @@ class Turns:
             self.nested[-1] += seconds
 
     def time(self, owner: Any, method: str, name: str | Callable[..., str]) -> None:
-        """Count every call of ``owner.method`` as a phase: ``name``, or what it says about the arguments."""
+        """Time every call of ``owner.method`` as the phase ``name``; a function returns the name for the arguments."""
         inner = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class Turns:
 
 
 def serve(run: Callable[[Work, Turns], None]) -> None:
-    """Be a worker for the work that the command line describes."""
+    """Run the work that the command line describes."""
     work = Work(**json.loads(sys.argv[1]))
     turns = Turns(work.clock)
     torch.manual_seed(1)

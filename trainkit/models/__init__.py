@@ -1,4 +1,4 @@
-"""Models behind the trainers: loading, the policy's one face, heads, wrappers with a head, the frozen reference."""
+"""The models that trainers use: loading, policies, heads, model classes with a value head, and frozen references."""
 
 from trainkit.models.adapters import make_peft_config
 from trainkit.models.loading import (

@@ -1,4 +1,4 @@
-"""Adapters, through peft: put on a model, switched off, merged into the weights."""
+"""peft adapters: added to a model, switched off, saved, and merged into the weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 HEADS = "heads.safetensors"
-"""In an export, the weights that transformers does not know, such as the value head's."""
+"""The file of an export with the weights that transformers does not load, such as those of the value head."""
 MARK = "trainkit.json"
-"""The file that says which step of which algorithm an export is of."""
+"""The file of an export that names the algorithm and the step."""
 BASE = "base"
-"""In an export, the directory of the weights below an adapter, where they have no path of their own."""
+"""The directory of an export with the base weights of an adapter, where these have no path of their own."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a directory an adapter's."""
+"""The file that every saved adapter has."""
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-"""Arguments of `from_pretrained` that say where files are; all that is loaded is looked for there."""
+"""Arguments of `from_pretrained` that say where to look for files."""
 
 
 def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
-    """peft's configuration from its fields; ``peft_type`` is LoRA unless they say otherwise.
+    """Create a peft configuration from its fields; ``peft_type`` defaults to LoRA.
 
     Raises:
-        ConfigError: peft knows no such type or field.
+        ConfigError: peft has no such type or field, or the type is not one of adapters within layers.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -56,10 +56,10 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
 
 
 def check_within_layers(config: PeftConfig) -> None:
-    """Refuse what is no adapter within layers.
+    """Raise a ConfigError if the configuration is not of an adapter within the model's layers.
 
     Raises:
-        ConfigError: it puts tokens before the prompt.
+        ConfigError: it is of prompt learning, which puts tokens before the prompt.
     """
     if getattr(config, "is_prompt_learning", False):
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -71,7 +71,7 @@ def check_within_layers(config: PeftConfig) -> None:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Within, peft does not tell of what it settles by itself."""
+    """Suppress the warnings of peft that need no action by the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
@@ -79,15 +79,15 @@ def quiet_peft() -> Iterator[None]:
 
 
 def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
-    """Put a new adapter into the model's layers and freeze everything else.
+    """Add a new adapter to the model's layers and freeze everything else.
 
     Raises:
-        ConfigError: it fits no module of the model, or the model has one already.
+        ConfigError: the adapter fits no module of the model, or the model already has an adapter.
     """
     if has_adapter(model):
         raise ConfigError(
-            "model.peft_config is given, and the live model has an adapter already; leave peft_config out to train "
-            "that one, or merge it first"
+            "model.peft_config is given, but the live model already has an adapter; omit peft_config to train the "
+            "existing adapter, or merge that one first"
         )
     with fitting(model):
         model.add_adapter(config)
@@ -95,15 +95,17 @@ def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
 
 @contextmanager
 def fitting(model: Any, adapter: str | Path | None = None, **hub: Any) -> Iterator[None]:
-    """Within, an adapter is put on the model; what peft and torch raise where it does not fit says so.
+    """Convert the errors that peft and torch raise for an adapter that does not fit the model into a ConfigError.
+
+    The context manager goes around the call that adds the adapter.
 
     Args:
         model: a transformers model, or a `peft.PeftModel`.
-        adapter: the directory or hub id of one that was saved; None: a new one, of ``peft_config``.
-        **hub: for hub ids.
+        adapter: the directory or hub id of a saved adapter; None for a new one, made from ``peft_config``.
+        **hub: arguments for hub ids, such as ``revision``.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the adapter does not fit.
     """
     try:
         with quiet_peft():
@@ -120,12 +122,12 @@ def _no_module(model: PreTrainedModel, error: Exception) -> str:
     linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
     return (
         f"model.peft_config fits no module of {type(model).__name__}: {error}\n"
-        f"Modules that adapters fit are called {', '.join(linear)}; name those in target_modules"
+        f"Adapters fit the modules called {', '.join(linear)}; name some of these in target_modules"
     )
 
 
 SHAPES = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\) from checkpoint, .*?Size\((\[.*?\])\)")
-"""How torch says that a saved tensor has another shape."""
+"""The part of torch's error message that names a tensor and its two shapes."""
 
 
 def _another_model(model: PreTrainedModel, adapter: str, error: Exception, hub: Mapping[str, Any]) -> str:
@@ -134,22 +136,22 @@ def _another_model(model: PreTrainedModel, adapter: str, error: Exception, hub: 
     except (OSError, ValueError):
         base = None
     if base is None:
-        return f"there is no adapter at {adapter!r}: {error}. Give a directory or hub id that has an {ADAPTER_CONFIG}"
+        return f"there is no adapter at {adapter!r}: {error}. Give a directory or hub id with an {ADAPTER_CONFIG}"
     shapes = SHAPES.search(str(error))
-    fault = "{} is {} there, and {} here".format(*shapes.groups()) if shapes else str(error)
+    fault = "{} has shape {} in the adapter and {} in the model".format(*shapes.groups()) if shapes else str(error)
     return (
-        f"the adapter {adapter!r} does not fit this {type(model).__name__}: {fault}. As its base it "
-        f"names {base!r}; give the model that it was trained on, or set base_model_name_or_path in its {ADAPTER_CONFIG}"
+        f"the adapter {adapter!r} does not fit this {type(model).__name__}: {fault}. The adapter names {base!r} as its "
+        f"base model; give the model that it was trained on, or set base_model_name_or_path in its {ADAPTER_CONFIG}"
     )
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether the model has adapters in its layers."""
+    """Return whether the model has adapters in its layers."""
     return bool(adapted(model))
 
 
 def adapted(model: nn.Module) -> list[Any]:
-    """The modules that peft has wrapped; they know their base layer."""
+    """Return the modules that peft has wrapped; each holds its base layer."""
     if not hasattr(model, "peft_config"):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -159,28 +161,28 @@ def adapted(model: nn.Module) -> list[Any]:
 
 
 def switch_off(model: nn.Module) -> None:
-    """The model as it is without its adapters."""
+    """Disable the model's adapters, so that it computes what its base weights alone give."""
     for module in adapted(model):
         module.enable_adapters(False)
 
 
 def switch_on(model: nn.Module) -> None:
-    """The model with its adapters."""
+    """Enable the model's adapters again."""
     for module in adapted(model):
         module.enable_adapters(True)
 
 
 def language_model(model: Any) -> PreTrainedModel:
-    """The transformers model in a wrapper, or a `peft.PeftModel`, or both; adapters stay in its layers."""
+    """Return the transformers model inside a wrapper, a `peft.PeftModel`, or both; adapters stay in its layers."""
     model = getattr(model, "pretrained_model", model)
     return cast("PreTrainedModel", model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 def bare(model: Any) -> PreTrainedModel:
-    """The `language_model` of a live model, of whose adapters one is trained and saved, and the others stay.
+    """Return the `language_model` of a live model. Its active adapter is trained and saved; others stay as they are.
 
     Raises:
-        ConfigError: several of its adapters are active, or none is.
+        ConfigError: the model has several adapters, and not exactly one is active.
     """
     inner = language_model(model)
     names = list(getattr(inner, "peft_config", None) or {})
@@ -188,24 +190,28 @@ def bare(model: Any) -> PreTrainedModel:
         inner._hf_peft_config_loaded = True  # or transformers would save the wrapped layers as a whole model
     if len(names) > 1 and len(active := inner.active_adapters()) != 1:
         raise ConfigError(
-            f"of the live model's adapters {', '.join(names)} there are {len(active)} active ones; the one that is "
-            "trained should be: call set_adapter(name)"
+            f"the live model has the adapters {', '.join(names)}, of which {len(active)} are active; one has to be "
+            "active, and is trained: call set_adapter(name)"
         )
     return inner
 
 
 def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments of `from_pretrained`, those that say where files are."""
+    """Return those arguments of `from_pretrained` that say where to look for files."""
     return {name: arguments[name] for name in HUB if name in arguments}
 
 
 def find_base(path: str, arguments: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """What lies below the adapter at ``path``, if one is there, and the arguments by which whole weights are loaded.
+    """Return the path of the adapter's base model, None without an adapter, and the arguments that load full weights.
 
-    Where in the adapter's repository it is says nothing of the base's.
+    ``revision`` and ``subfolder`` refer to the adapter's repository, so they are removed for its base model.
+
+    Args:
+        path: the directory or hub id of an adapter or of a model.
+        arguments: those of `from_pretrained`.
 
     Raises:
-        ConfigError: the adapter does not say what it belongs to.
+        ConfigError: the adapter names no base model.
     """
     base = adapter_base(path, **hub_arguments(arguments))
     gone = () if base is None else ("revision", "subfolder")
@@ -213,14 +219,14 @@ def find_base(path: str, arguments: Mapping[str, Any]) -> tuple[str | None, dict
 
 
 def adapter_base(path: str | Path, **hub: Any) -> str | None:
-    """What lies below the adapter at ``path``, a directory or a hub id: another such path. None: no adapter is there.
+    """Return the directory or hub id of the adapter's base model; None if there is no adapter at ``path``.
 
     Args:
-        path: where to look.
+        path: a directory or a hub id.
         **hub: ``token``, ``revision`` and the like, for hub ids.
 
     Raises:
-        ConfigError: the adapter does not say what it belongs to.
+        ConfigError: the adapter names no base model.
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -230,21 +236,21 @@ def adapter_base(path: str | Path, **hub: Any) -> str | None:
     beside = Path(file).parent / BASE
     base = str(beside) if beside.is_dir() else json.loads(Path(file).read_text("utf-8"))["base_model_name_or_path"]
     if not base:
-        raise ConfigError(f"{file} names no base model; set base_model_name_or_path there to where its weights are")
+        raise ConfigError(f"{file} names no base model; set base_model_name_or_path there to its path or hub id")
     return str(base)
 
 
 def has_score_head(directory: Path) -> bool:
-    """Whether a reward model's export is there with its head beside it: a language model, not a classifier."""
+    """Return whether the directory is the export of a reward model that is a language model with a separate head."""
     mark = directory / MARK
     made_by = json.loads(mark.read_text("utf-8"))["method"] if mark.is_file() else None
     return made_by == "reward" and (directory / HEADS).is_file()
 
 
 def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
-    """Save the model into ``directory``, which will become ``target``: whole, or of an adapted one the adapter alone.
+    """Save the model, or only its adapter if it has one, into ``directory``, which is later moved to ``target``.
 
-    Weights below an adapter that have no path of their own (random ones) are saved beside it.
+    Base weights of an adapter that have no path of their own (random ones) are saved beside the adapter.
     """
     if not has_adapter(model):
         model.save_pretrained(directory)
@@ -255,7 +261,7 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     source = "" if isinstance(start, str) and start != "gaussian" else model.name_or_path  # those change the weights
     saved: dict[str, Any] = {"base_model_name_or_path": source or str(target / BASE)}
     if not source and hasattr(config, "init_lora_weights"):
-        saved["init_lora_weights"] = True  # what is saved beside has been changed already
+        saved["init_lora_weights"] = True  # the base weights saved beside it are changed already
     with warnings.catch_warnings(), _set_to(config, saved):
         warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
         model.save_pretrained(directory)
@@ -265,7 +271,7 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
 
 @contextmanager
 def _set_to(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within, the configuration has these values."""
+    """Set these values of the configuration within the context, and restore the previous ones afterwards."""
     before = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:
@@ -275,7 +281,7 @@ def _set_to(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """The model below the adapter, sharing its weights."""
+    """Return the model without its adapter; the two share the base weights."""
     tensors = [*model.parameters(), *model.buffers()]
     base = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     wrapped = {id(module) for module in adapted(base)}
@@ -290,17 +296,17 @@ def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
-    """The base ``model`` with the adapter at ``path``, a directory or a hub id, added to its weights.
+    """Return the base ``model`` with the adapter at ``path``, a directory or a hub id, merged into its weights.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the adapter does not fit the model.
     """
     from peft import PeftModel
 
     with fitting(model, path, **hub):
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path), **hub).merge_and_unload()
-    merged.requires_grad_(True)  # peft has frozen what is below the adapter
-    merged.name_or_path = merged.config.name_or_path = ""  # these weights are nowhere yet
+    merged.requires_grad_(True)  # peft has frozen the base weights
+    merged.name_or_path = merged.config.name_or_path = ""  # the merged weights have no path yet
     return merged
 
 

@@ -1,4 +1,4 @@
-"""The matrix-product backend: the fastest one that is exact on this machine."""
+"""The library for float32 matrix products: the fastest one that is exact on this machine."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 SHAPES = ((256, 512, 1024), (32, 1024, 256))
-"""(rows, summed over, columns) of the products that are compared: of many tokens, and of one sampled token."""
+"""(rows, inner dimension, columns) of the products that are compared: for many tokens, and for one sampled token."""
 
 TOLERANCE = 8.0
-"""How many times larger the largest error may be. Another order of summation makes it 1 to 4 times as large, TF32
-over 500, bfloat16 over 5,000."""
+"""The largest ratio of the two libraries' errors that counts as exact. Another order of summation gives a ratio of 1
+to 4, TF32 over 500, bfloat16 over 5,000."""
 
 _set_here = False
 
 
 def use_fast_exact_matmul(device: torch.device) -> bool:
-    """Let float32 products on the CPU go through oneDNN if they stay float32 there; whether they now do.
+    """Use oneDNN for float32 products on the CPU if it computes them in float32; return whether it is used.
 
-    torch hands products to oneDNN where `torch.get_float32_matmul_precision` is "medium", which also allows it to
-    round the factors to bfloat16. CPUs without matrix units for bfloat16 do not round, and many (AMD's above all)
-    are about twice as fast as with the default library; so "medium" is tried out, and kept where it rounds nothing.
-    Attention, whose many small products oneDNN makes slower, then stays with the default library.
+    torch passes products to oneDNN where `torch.get_float32_matmul_precision` is "medium", which also allows oneDNN
+    to round the factors to bfloat16. CPUs without matrix units for bfloat16 do not round, and many of them (AMD's in
+    particular) are about twice as fast as with the default library. So "medium" is tried, and kept if nothing is
+    rounded. Attention keeps the default library, because oneDNN is slower for its many small products.
 
-    Nothing is changed on other devices, where "medium" does round, nor if another precision has been set. The
-    setting is the process's, and depends on the CPU and torch's build alone.
+    Other devices do round with "medium": for them a "medium" that this function set is reset to "highest", and
+    nothing else is changed. Nothing is changed either if the precision is "high". The setting holds for the whole
+    process, and depends only on the CPU and on torch's build.
     """
     global _set_here
     chosen = torch.get_float32_matmul_precision()
     if device.type != "cpu" and _set_here and chosen == "medium":
-        torch.set_float32_matmul_precision("highest")  # what is exact on the CPU is not here
+        torch.set_float32_matmul_precision("highest")  # "medium" is exact on the CPU only
         _set_here = False
     if device.type != "cpu" or chosen == "high":
         return False
@@ -49,7 +50,7 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
 
 @cache
 def _medium_is_exact() -> bool:
-    """Whether oneDNN's products are as exact as the default library's; the caller sets the precision."""
+    """Return whether oneDNN's products are as exact as the default library's; the caller sets the precision after."""
     torch.set_float32_matmul_precision("highest")
     before = list(_errors())
     torch.set_float32_matmul_precision("medium")
@@ -57,7 +58,7 @@ def _medium_is_exact() -> bool:
 
 
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``function(*tensors)`` as if the precision were "highest", in the forward and in the backward pass."""
+    """Return ``function(*tensors)``, with the precision "highest" in the forward and in the backward pass."""
     if torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
         return function(*tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -72,7 +73,7 @@ def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Ten
 
 
 class _Precision(torch.autograd.Function):
-    """The identity; sets one precision when the forward pass comes by, another when the backward pass does."""
+    """The identity function, which sets one precision in the forward pass and another in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, forward: str, backward: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +90,7 @@ class _Precision(torch.autograd.Function):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention, its products by the default library."""
+    """Compute transformers' SDPA attention, with the products of the default library."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)[0]
@@ -98,7 +99,7 @@ def _attention(
 
 
 def _errors() -> Iterator[float]:
-    """The largest error of each kind of product, against float64."""
+    """Yield the largest error of each kind of product, compared with float64."""
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in SHAPES:
         a, b = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (inner, columns)))

@@ -1,4 +1,4 @@
-"""From a configuration to a model, its policy and a tokenizer; the only place that knows kinds of models."""
+"""Load models, policies and tokenizers from a configuration, by the kind of model that it names."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ from trainkit.models.trunk import depth_of, freeze_below
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
-    """The language model (or classifier) that ``config`` names, or the live ``model``, with what is to be trained
-    trainable.
+    """Load the model that ``config`` names, or take the live ``model``, and set what is trained as ``config`` says.
 
-    A mapping as ``model_path`` gives random weights from torch's global generator. Where ``model_path`` holds an
-    adapter, it is merged into the weights it belongs to. A live model, or what a wrapper holds, stays the object it
-    is; its parameters are frozen as the config says.
+    The model is a language model or a classifier. A mapping as ``model_path`` gives random weights from torch's
+    global generator. An adapter at ``model_path`` is merged into the weights of its base model. A live model, or the
+    model in a live wrapper, is modified in place and returned.
 
     Raises:
-        ConfigError: nothing names a model, transformers cannot load it, or what is to be trained does not fit it.
+        ConfigError: no model is given, transformers cannot load it, or what is to be trained does not fit it.
     """
     live, model = model, _load(config) if model is None else bare(model)
     if config.peft_config is not None:
@@ -56,7 +55,7 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "nothing in the live model is trainable; load its adapter with is_trainable=True, or unfreeze something"
+            "the live model has no trainable parameters; load its adapter with is_trainable=True, or unfreeze some"
         )
     if config.disable_dropout:
         disable_dropout(model if live is None else live)  # a wrapper's heads have dropout too
@@ -65,14 +64,14 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class of automatic models for what the config says that the model is."""
+    """Return transformers' ``AutoModelFor...`` class for the kind of model that the config describes."""
     if is_classifier(config):
         return AutoModelForSequenceClassification
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether the config is that of a model that gives texts scores, not tokens probabilities."""
+    """Return whether the config is of a sequence classifier, which gives scores to texts, not of a language model."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
@@ -84,7 +83,7 @@ def make_policy(
     value_head: bool = False,
     head: nn.Module | None = None,
 ) -> Policy:
-    """The policy that fits the model's architecture; the arguments are those of `Policy`."""
+    """Create the policy for the model's architecture; the arguments are those of `Policy`."""
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
     return kind(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
 
@@ -105,11 +104,43 @@ def _load(config: ModelConfig) -> PreTrainedModel:
     return merge_adapter(model, config.model_path, **hub_arguments(config.kwargs))
 
 
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's EOS and those of the model's generation config, of which chat models have several (S-65)."""
+    return sorted({tokenizer.eos_token_id, *_named_eos(getattr(model, "generation_config", None))})
+
+
+def name_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Write the EOS ids at which responses end into the configurations of ``model``; return whether one was missing.
+
+    transformers' ``generate`` stops at those of the generation config. Without this it would go on past the EOS that
+    was trained, where the tokenizer's is another than the one that the model was made with.
+    """
+    ids = [token for token in eos_ids(model, tokenizer) if token < model.config.get_text_config().vocab_size]
+    text, generation = model.config.get_text_config(), getattr(model, "generation_config", None)
+    lacking = [c for c in (text, generation) if c is not None and tokenizer.eos_token_id not in _named_eos(c)]
+    if generation is not None:
+        generation.eos_token_id = ids[0] if len(ids) == 1 else ids
+    if text in lacking:
+        text.eos_token_id = tokenizer.eos_token_id
+    return bool(lacking)
+
+
+def _named_eos(config: Any) -> list[int]:
+    """Return the EOS ids of a configuration of a model or of its generation."""
+    named = getattr(config, "eos_token_id", None)
+    return named if isinstance(named, list) else [] if named is None else [named]
+
+
 def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
-    """Write the whole model of an exported adapter to ``out``: weights with the adapter added, tokenizer and heads.
+    """Merge an exported adapter into its base model, and write the full model to ``out``, with tokenizer and heads.
+
+    Args:
+        adapter: the directory of the export.
+        out: a new or empty directory.
+        base: the base model's directory or hub id, instead of the one that the adapter names.
 
     Raises:
-        ConfigError: there is no adapter, ``out`` holds something, or the base model cannot be loaded.
+        ConfigError: there is no adapter, ``out`` is not empty, or the base model cannot be loaded.
     """
     found = base or adapter_base(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file() or found is None:
@@ -121,19 +152,26 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
         merged = merge_adapter(model, adapter)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"the adapter {adapter} does not merge into {found!r}: {error}. Say where its base model is with --base"
+            f"the adapter {adapter} cannot be merged into {found!r}: {error}. Give the path of its base model as --base"
         ) from error
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    name_eos(merged, tokenizer)
     merged.save_pretrained(out)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     if (adapter / HEADS).exists():
         shutil.copy2(adapter / HEADS, out)
 
 
 def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:
-    """Try what is to be trained on a model without weights, before one with weights is loaded.
+    """Check the settings of what is trained on a model without weights, before the weights are loaded.
+
+    Args:
+        config: the settings.
+        model_config: the transformers config of the model.
+        live: whether the model is a live one, whose adapter is checked when it is added.
 
     Raises:
-        ConfigError: there are fewer layers than ``num_layers_unfrozen``, or the adapter fits nowhere.
+        ConfigError: the model has fewer layers than ``num_layers_unfrozen``, or the adapter fits none of its modules.
     """
     depth = depth_of(model_config)
     if depth is not None and config.num_layers_unfrozen > depth:
@@ -149,30 +187,30 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
                 trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
                 skeleton = auto_class(model_config).from_config(model_config, **trust)
             if hasattr(wanted, "init_lora_weights"):
-                wanted.init_lora_weights = False  # some ways of initialising read the weights
+                wanted.init_lora_weights = False  # some initialisations read the weights
             add_adapter(skeleton, wanted)
 
 
 def check_adapter_dropout(config: ModelConfig) -> None:
-    """Refuse dropout within an adapter that `disable_dropout` would switch off without a word.
+    """Raise a ConfigError if the adapter has dropout that ``disable_dropout`` would silently switch off.
 
     Raises:
-        ConfigError: ``peft_config`` asks for dropout, and ``disable_dropout`` is true.
+        ConfigError: ``peft_config`` has a dropout above 0, and ``disable_dropout`` is true.
     """
     fields = config.peft_config or {}
     dropout = [name for name, value in fields.items() if name.endswith("dropout") and value]
     if dropout and config.disable_dropout:
         raise ConfigError(
             f"model.peft_config.{dropout[0]} is {fields[dropout[0]]}, and model.disable_dropout switches all dropout "
-            "off; set that to false, or leave the adapter's out"
+            f"off; set model.disable_dropout to false, or omit {dropout[0]}"
         )
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
-    """The transformers config of the model, read without loading weights.
+    """Load the transformers config of the model, without its weights.
 
     Raises:
-        ConfigError: nothing names a model, or it cannot be read.
+        ConfigError: no model is given, or its config cannot be loaded.
     """
     path = config.model_path
     if path is None:
@@ -192,9 +230,10 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _fuse_activation(config: PreTrainedConfig) -> list[str]:
-    """Name the tanh form of GELU, where a config has it step by step, as the one that runs in one kernel.
+    """Replace ``gelu_new`` in a config by ``gelu_pytorch_tanh``; return the fields that now have it.
 
-    The function is the same; GPT-2 spends a quarter of a pass on its eight steps. Returns the fields that name it.
+    Both are the tanh form of GELU. ``gelu_new`` takes eight steps, on which GPT-2 spends a quarter of a pass; the
+    other runs in one kernel.
     """
     fields = [name for name in ("activation_function", "hidden_act") if getattr(config, name, None) == "gelu_new"]
     for name in fields:
@@ -203,18 +242,18 @@ def _fuse_activation(config: PreTrainedConfig) -> list[str]:
 
 
 def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:
-    """The live ``tokenizer``, or the one that ``config`` names.
+    """Return the live ``tokenizer``, or load the one that ``config`` names.
 
     Raises:
-        ConfigError: nothing names a tokenizer, or it cannot be loaded.
-        DataError: it has no EOS token, so no response could be taught to end.
+        ConfigError: no tokenizer is given, or it cannot be loaded.
+        DataError: the tokenizer has no EOS token, so the model cannot learn to end a response.
     """
     if tokenizer is None:
         path = config.tokenizer.tokenizer_path or config.model.model_path
         if not isinstance(path, str):
             raise ConfigError(
                 "no tokenizer is given; set tokenizer.tokenizer_path (hub id or directory), or pass tokenizer=. "
-                "A model made from a config has none of its own"
+                "A model made from a config comes without a tokenizer"
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **config.tokenizer.kwargs)
@@ -229,15 +268,15 @@ def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | 
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """An id to fill padding with. Any will do: masks come from lengths and pad values never matter (law 1)."""
+    """Return the id for padding. Any id works: masks come from lengths, so padding values have no effect (law 1)."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens the model can attend to, of an encoder-decoder on either side; None if it sets no limit."""
+    """Return the model's maximum number of tokens, None if unlimited; for an encoder-decoder, that of each side."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    if not config.is_encoder_decoder:  # T5's n_positions is how long its training data was
+    if not config.is_encoder_decoder:  # T5's n_positions is the length of its training data, not a limit
         limit = limit or getattr(text, "n_positions", None)
     return int(limit) if limit else None
 
@@ -257,4 +296,4 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
-    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. Give a hub id, or a local directory that holds one"
+    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. Give a hub id, or a local directory with a {what}"

@@ -1,4 +1,4 @@
-"""Noise on embeddings while training (NEFTune)."""
+"""Noise on embeddings during training (NEFTune)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
-    """Within, in training mode, e_t + U(−1, 1) · α / sqrt(L · D) for e_t of a sample of L tokens; 0 on padding (F-20).
+    """Add noise U(−1, 1) · α / sqrt(L · D) to the embeddings of a sample of L tokens; none to padding (F-20).
 
-    NEFTune: Jain et al. 2023, algorithm 1. Noise is drawn from the global generator, as dropout is. Packed samples
-    have each its own L. It is made anew for every micro-batch, so other micro-batches are other noise.
+    NEFTune: Jain et al. 2023, algorithm 1. The noise is added within the context, and in training mode only. It is
+    sampled for each forward pass from the global generator, as dropout is, so it depends on how a batch is divided
+    into micro-batches. Each packed sample has its own L.
+
+    Args:
+        model: the model whose input embeddings get the noise.
+        alpha: α; 0 adds none.
     """
     lengths: list[Tensor] = []
 
@@ -43,7 +48,7 @@ def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
 
 
 def _lengths(mask: Tensor | None, positions: Tensor) -> Tensor:
-    """How long the sample is that each token belongs to; 0 in padding. -> [B, T]."""
+    """Return the length of the sample that each token belongs to; 0 for padding. -> [B, T]."""
     if mask is not None:
         return mask.sum(1, keepdim=True) * mask
     begins = positions == 0

@@ -1,4 +1,4 @@
-"""Whether a model can read packed rows: several samples in one, none of which sees another."""
+"""The check that a model can read packed rows: several samples in one row, none of which attends to another."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from trainkit.errors import ConfigError
 from trainkit.models.policy import hidden_states
 
 LENGTHS = (5, 3, 4)
-"""Tokens of the samples that are packed to see what a model makes of them."""
+"""The lengths of the samples that the check packs, in tokens."""
 
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> None:
-    """See to it that a packed sample gets the hidden states that it gets alone.
+    """Raise a ConfigError if a packed sample does not get the hidden states that it gets alone.
 
-    Two packed rows are compared with their samples one by one, and with themselves after another first sample. That
-    may round otherwise where experts see other tokens, but not change a hundredth of what it does when it is seen.
+    Two packed rows are compared with their samples one by one, and with the same rows after a change of the first
+    sample. Such a change may alter the rounding of the later samples' states (by the routing of experts, for example),
+    but by no more than a hundredth of what it alters where the samples do attend to each other.
 
     Raises:
-        ConfigError: it does not; a recurrent model carries its state over, and some attention ignores positions.
+        ConfigError: the states differ. A recurrent model carries its state over from sample to sample, and some
+            attention implementations ignore positions.
     """
     training, vocabulary = model.training, model.config.get_text_config().vocab_size
     model.eval()
@@ -41,11 +43,11 @@ def check_packing(model: PreTrainedModel) -> None:
 
 
 def _fault(model: PreTrainedModel, vocabulary: int) -> str:
-    """What is wrong with the model's reading of packed rows; empty if nothing is."""
+    """Return what is wrong with the model's states of packed rows; an empty string if nothing is."""
     if model.config.is_encoder_decoder:
-        return "its prompts and outputs are read apart"
+        return "an encoder-decoder reads prompts and outputs separately"
     total = 2 * sum(LENGTHS)
-    ids = [(7 * i * i + i) % vocabulary for i in range(total)]  # without a pattern that positions could follow
+    ids = [(7 * i * i + i) % vocabulary for i in range(total)]  # no pattern that positions could explain
     samples = _samples(ids, model)
     other = _samples([(i + 1) % vocabulary if at < LENGTHS[0] else i for at, i in enumerate(ids)], model)
     rows = [each.packed([3, 3]) for each in (samples, other)]
@@ -57,14 +59,14 @@ def _fault(model: PreTrainedModel, vocabulary: int) -> str:
     alone = hidden_states(model, samples)
     apart = torch.cat([state[:length] for state, length in zip(alone, samples.lengths.tolist(), strict=True)])
     if _change(packed, spoilt) > _change(seen, changed) / 100:
-        return "what a sample's tokens are changes the states of the sample behind it"
+        return "the tokens of a sample change the states of the sample after it"
     if not _close(packed.flatten(0, 1), apart):
-        return "a sample's states are others than those that it has alone"
+        return "a packed sample has other states than the same sample alone"
     return ""
 
 
 def _change(states: Tensor, others: Tensor) -> float:
-    """How far the first row's states are from others, behind its first sample."""
+    """Return the largest difference between two results for the first row, after its first sample."""
     return float((states - others)[0, LENGTHS[0] :].abs().max())
 
 
@@ -77,7 +79,7 @@ def _samples(ids: list[int], model: PreTrainedModel) -> Sequences:
 
 
 def _close(packed: Tensor, apart: Tensor) -> bool:
-    """Equal but for rounding, which in half precision is coarse."""
+    """Return whether the states are equal up to rounding, which is coarser in half precision."""
     coarse = packed.dtype in (torch.bfloat16, torch.float16)
     tolerance = (5e-2 if coarse else 1e-4) * max(float(apart.abs().max()), 1.0)
     return torch.allclose(packed.float(), apart.float(), rtol=0, atol=tolerance)

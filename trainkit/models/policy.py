@@ -1,4 +1,4 @@
-"""The policy: sequences in, token-aligned numbers out."""
+"""Policies: language models that return numbers aligned with the tokens of sequences."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=nn.Module)
 
 CHUNK = 2**22
-"""Logits that are alive at a time: 16 MB in float32."""
+"""The number of logits in memory at a time: 16 MB in float32."""
 
 
 PASS_COST = {"cpu": 1024}
-"""What one more pass through a model costs beside its arithmetic, in tokens, by kind of device ..."""
+"""The fixed cost of one more forward pass by kind of device, as the number of tokens that cost as much."""
 OTHER_PASS_COST = 4096
-"""... and on others, where launching the kernels costs as much as the arithmetic of many tokens."""
+"""The same for other devices, where launching the kernels costs as much as the arithmetic of many tokens."""
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy says about the response tokens of sequences; [B, T] each, 0 off the response.
+    """The outputs of a policy for the response tokens of sequences; [B, T] each, 0 at all other positions.
 
-    Typed as tensors throughout: who reads `values` or `entropy` knows that the policy was built, or asked, to give it.
+    Fields that can be None are typed as tensors, so that code which has requested them need not check for None.
     """
 
     logprobs: Tensor
@@ -49,39 +49,39 @@ class TokenOutputs(NamedTuple):
     values: Tensor = None  # type: ignore[assignment]
     """Value of the state in which each token was chosen; None without a value head."""
     entropy: Tensor = None  # type: ignore[assignment]
-    """Entropy of the distribution each token was chosen from; None unless asked for."""
+    """Entropy of the distribution from which each token was chosen; None unless requested."""
     kl: Tensor = None  # type: ignore[assignment]
-    """Its divergence KL(π‖π_ref) from a reference's, over the whole vocabulary; None unless asked for."""
+    """KL(π‖π_ref) of that distribution from the reference's, over the whole vocabulary; None without a reference."""
     head: Mapping[str, Tensor] = {}
-    """What the policy's further head says, by name."""
+    """Outputs of the policy's additional head, by name."""
 
 
 class FrozenPolicy(Protocol):
-    """What `Policy.forward` needs of a reference to compute divergences from it."""
+    """The interface of a reference that `Policy.forward` needs to compute divergences."""
 
     policy: Policy
     """The frozen policy, of the same architecture."""
 
 
 class Policy(nn.Module, ABC):
-    """A language model as a policy: ``policy(sequences) -> TokenOutputs``. Subclasses know an architecture.
+    """A language model as a policy: ``policy(sequences) -> TokenOutputs``. There is a subclass per architecture.
 
-    Where the lower layers are frozen, `through_trunk` runs them once for sequences that are read often.
+    Where the lower layers are frozen, `through_trunk` computes their output once for sequences that are read often.
 
-    The language-model head runs at response positions only, so nothing of size [B, T, V] is made. At construction
-    it is compared with the model's own logits on a small input; where a model scales or caps its logits in ways
-    that the head alone does not show, the policy uses full logits and says so.
+    The language-model head runs at response positions only, so no tensor of size [B, T, V] is created. At
+    construction, the head's logits are compared with the model's own on a small input. Some models scale or cap the
+    logits after the head; for these the policy uses the model's full logits and logs a warning.
 
     Args:
         model: the language model, trained in place.
-        temperature: divides the logits everywhere, as in sampling (F-02).
+        temperature: divides the logits in every computation, as in sampling (F-02).
         logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed, as in sampling.
-        value_head: whether to add a critic's head on the trunk.
-        head: a further head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``, which reads the states in which
-            response tokens were chosen, and these tokens; its answers are `TokenOutputs.head`.
+        value_head: whether to add a value head.
+        head: an additional head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``. It gets the hidden states in which
+            response tokens were chosen, and these tokens; `TokenOutputs.head` has its outputs.
 
     Attributes:
-        head_alone: whether the model's logits are those of its output head on the states that `_states` gives.
+        head_alone: whether the model's logits are what its output head gives for the states that `_states` returns.
     """
 
     logit_mask: Tensor | None
@@ -98,7 +98,7 @@ class Policy(nn.Module, ABC):
     ) -> None:
         super().__init__()
         if model.get_output_embeddings() is None:
-            raise ConfigError(f"{type(model).__name__} gives tokens no probabilities; give a causal language model")
+            raise ConfigError(f"{type(model).__name__} gives tokens no probabilities; give a language model")
         self.model = model
         self.temperature = temperature
         self.value_head = ValueHead(state_width(model.config)) if value_head else None
@@ -111,19 +111,22 @@ class Policy(nn.Module, ABC):
     @property
     @abstractmethod
     def has_trunk(self) -> bool:
-        """Whether there are frozen lower layers from whose output the model can go on."""
+        """Whether there are frozen lower layers whose output can be computed once and reused."""
 
     @abstractmethod
     def _through_trunk(self, sequences: Sequences) -> Tensor:
-        """What the frozen lower layers say about sequences [B, ≤ T, D]."""
+        """Return the output of the frozen lower layers for sequences, [B, ≤ T, D]."""
 
     @abstractmethod
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the N states in which response tokens were chosen, row after row: what the head reads [N, D] (or full
-        logits [N, V]), the hidden states [N, D], and the tokens before [N]."""
+        """Return three tensors for the N states in which response tokens were chosen, row after row.
+
+        These are the inputs of the output head [N, D] (or full logits [N, V], unless `head_alone`), the hidden
+        states [N, D], and the previous tokens [N].
+        """
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode for what is trained; frozen lower layers stay in evaluation mode."""
+        """Set the mode of the trained modules; frozen lower layers stay in evaluation mode."""
         super().train(mode)
         for module in self._frozen():
             module.eval()
@@ -131,19 +134,19 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def _frozen(self) -> Iterable[nn.Module]:
-        """The frozen lower layers, which with dropout would say something else each time."""
+        """Return the frozen lower layers. Dropout would change their output at each pass."""
 
     def forward(
         self, sequences: Sequences, entropy: bool = False, reference: FrozenPolicy | None = None
     ) -> TokenOutputs:
-        """Log-probabilities and values of the response tokens; from the same pass entropies, and divergences.
+        """Return log-probabilities and values of the response tokens, and on request entropies and divergences.
 
-        Rows of like length go through the model together, where that saves more padding than it costs.
+        Rows of similar length share a forward pass where this saves more padding than another pass costs.
 
         Args:
-            sequences: what is read, B rows of T tokens.
-            entropy: whether to give ``entropy``.
-            reference: what to give ``kl`` from.
+            sequences: B rows of T tokens.
+            entropy: whether to compute ``entropy``.
+            reference: the reference for ``kl``; without it ``kl`` is None.
         """
         buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
         if len(buckets) == 1:
@@ -174,7 +177,7 @@ class Policy(nn.Module, ABC):
 
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
-        """The sequences with what the frozen trunk says about them; as they are where nothing is frozen."""
+        """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
         buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
@@ -184,7 +187,7 @@ class Policy(nn.Module, ABC):
     def _read_states(
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: FrozenPolicy | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities [N] of tokens, and entropies and divergences [N] if asked for, in chunks."""
+        """Compute log-probabilities [N] of tokens, and on request entropies and divergences [N], in chunks."""
         read = partial(self._read_chunk, entropy=entropy, reference=reference)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
@@ -207,9 +210,9 @@ class Policy(nn.Module, ABC):
         return token_logprobs(logits, tokens), entropy_from_logits(logits) if entropy else none, divergence
 
     def _logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits [N, V] in float32 of the distribution that is sampled from."""
+        """Return the logits [N, V], in float32, of the distribution that tokens are sampled from."""
         logits = (self.model.get_output_embeddings()(states) if self.head_alone else states).float()
-        scaled = logits if self.temperature == 1 else logits / self.temperature  # a copy of all logits
+        scaled = logits if self.temperature == 1 else logits / self.temperature  # copies all logits
         return allow_logits(scaled, previous, self.logit_mask)
 
 
@@ -229,7 +232,7 @@ class CausalPolicy(Policy):
 
     @property
     def has_trunk(self) -> bool:
-        """Whether there are frozen lower layers from whose output the model can go on."""
+        """Whether there are frozen lower layers whose output can be computed once and reused."""
         return self.trunk.depth > 0
 
     def _frozen(self) -> Iterable[nn.Module]:
@@ -239,7 +242,7 @@ class CausalPolicy(Policy):
         return self.trunk(self.model.base_model, _inputs(sequences))
 
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """As they are where token t is chosen: in the state that ends with token t − 1."""
+        """Return them for each response token t: the state after token t − 1."""
         chosen = sequences.response_mask[:, 1:]
         previous = sequences.input_ids[:, :-1][chosen]
         known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
@@ -252,10 +255,15 @@ class CausalPolicy(Policy):
 
 
 def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns: Tensor | None) -> tuple[Tensor, ...]:
-    """``read(*columns)`` for columns [N, *] (the first no None), in chunks of which each makes few logits [n, V].
+    """Compute ``read(*columns)`` for columns [N, *] in chunks of rows, to limit the logits [n, V] in memory.
 
-    Where there are several chunks, the backward pass computes their logits again rather than keep them: at no time
-    are more than `CHUNK` of them alive. What ``read`` gives are tensors [n].
+    With several chunks, the backward pass recomputes the logits of each instead of keeping them, so no more than
+    `CHUNK` logits are in memory at a time.
+
+    Args:
+        read: a function of the rows of a chunk; it returns tensors [n].
+        vocabulary: the size V of the vocabulary.
+        *columns: the arguments of ``read`` for all rows; the first must not be None.
     """
     size = max(CHUNK // vocabulary, 1)
     assert columns[0] is not None, "it says how many there are"
@@ -267,16 +275,16 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
 
 
 def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = MappingProxyType({})) -> P:
-    """The policy, or scorer, with the heads of ``source``, if it has any.
+    """Load the heads of ``source``, if it has any, into the policy or scorer, and return it.
 
     Args:
-        policy: what they are for.
-        source: the directory or hub id of an export, which has them beside the model, or of what TRL has saved, or a
-            live model with a value head, which is then trained in place.
-        arguments: those of `from_pretrained` by which the model was loaded; they say where on the hub to look.
+        policy: the policy or scorer.
+        source: the directory or hub id of an export, which has a file with the heads, or of a model that TRL saved; or
+            a live model, whose value head, if it has one, is then trained in place.
+        arguments: the arguments of `from_pretrained` with which the model was loaded, for the location on the hub.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the heads do not fit.
     """
     critic: Any = policy if getattr(policy, "value_head", None) is not None else None
     own = getattr(source, "v_head", None)
@@ -292,13 +300,13 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
     there, here = ({name for name in names if name.startswith("head.")} for names in (found, state))
     if there and here and there != here:
         raise ConfigError(
-            f"{where} holds another head than this policy has: {min(there ^ here)} is in one of them only; give the "
-            "settings of the run that made it, or remove the file to start with a new head"
+            f"{where} holds another head than this policy has: {min(there ^ here)} is in only one of them; use the "
+            "settings of the run that exported it, or remove the file to start with a new head"
         )
     found = {name: tensor for name, tensor in found.items() if name in state}
     if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
         raise ConfigError(
-            f"{where} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, and this policy has "
+            f"{where} holds {wrong[0]} of shape {tuple(found[wrong[0]].shape)}, but in this policy it has shape "
             f"{tuple(state[wrong[0]].shape)}; remove the file to start with a new head"
         )
     policy.load_state_dict({**state, **found})
@@ -306,7 +314,7 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
 
 
 def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
-    """The model's last hidden states [B, T, D]."""
+    """Return the model's last hidden states [B, T, D]."""
     if model.base_model is model:
         return logits_and_hidden(model, **_inputs(sequences))[1]
     states: Tensor = model.base_model(**_inputs(sequences)).last_hidden_state
@@ -314,7 +322,7 @@ def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
 
 
 def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """The model's own logits [B, T, V], and the last hidden state [B, T, D] they come from."""
+    """Return the model's own logits [B, T, V], and the last hidden states [B, T, D] from which they are computed."""
     if model.base_model is model:
         outputs = model(**inputs, output_hidden_states=True)
         return outputs.logits, outputs.hidden_states[-1]
@@ -328,7 +336,7 @@ def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Te
 
 
 def _inputs(sequences: Sequences) -> dict[str, Any]:
-    """What the model is called with; without a mask, transformers tells packed samples apart by their positions."""
+    """Return the model's inputs; without a mask, transformers separates packed samples by their positions."""
     return {
         "input_ids": sequences.input_ids,
         "attention_mask": sequences.attention_mask if sequences.segments is None else None,
@@ -338,10 +346,10 @@ def _inputs(sequences: Sequences) -> dict[str, Any]:
 
 
 def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
-    """The mask on the model's device, or None.
+    """Return the mask on the model's device; None for None.
 
     Raises:
-        ConfigError: it is no boolean [V] or [V, V] tensor, or allows nothing somewhere.
+        ConfigError: the mask is not a boolean tensor [V] or [V, V], or some row of it allows no token.
     """
     if mask is None:
         return None
@@ -359,7 +367,7 @@ def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | No
 
 @torch.no_grad()
 def _head_gives_logits(model: PreTrainedModel) -> bool:
-    """Whether head(trunk(x)) is what the model returns as logits."""
+    """Return whether the output head, applied to the base model's states, gives the model's logits."""
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
@@ -373,11 +381,11 @@ def _head_gives_logits(model: PreTrainedModel) -> bool:
 
 
 SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""What configs call a change of the logits after the head."""
+"""Config fields that change the logits after the head."""
 
 
 def gives_logits(model: PreTrainedModel, alone: Tensor, full: Tensor) -> bool:
-    """Whether ``alone``, what the model's head gives on a small input, is what the whole model does."""
+    """Return whether ``alone``, the logits of the head alone for a small input, equal the model's logits ``full``."""
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in SCALED) or full.shape != alone.shape:
         return False
@@ -385,7 +393,7 @@ def gives_logits(model: PreTrainedModel, alone: Tensor, full: Tensor) -> bool:
 
 
 def warn_of_full_logits(model: PreTrainedModel) -> None:
-    """Say that full logits are used."""
+    """Log a warning that full logits are used."""
     log.warning(
         "%s changes its logits after the head; using full logits, which needs more memory", type(model).__name__
     )
@@ -393,7 +401,7 @@ def warn_of_full_logits(model: PreTrainedModel) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in evaluation mode."""
+    """Set the model to evaluation mode within the context, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The reference policy: what the trained one must not drift from."""
+"""The reference policy, from which the divergence of the trained policy is measured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from trainkit.models.trunk import find_blocks, modules_below, tiny_input
 
 
 class Reference:
-    """A policy as it is now, frozen, without its further heads: ``reference(sequences) -> TokenOutputs``.
+    """A frozen copy of a policy's current state, without its value head and additional head.
 
-    Parameters that are not trained are shared with the policy, not copied. So with everything trained it is a full
-    copy; with frozen lower layers, a copy of the upper ones on the shared trunk; with an adapter, the model without
-    it, where a new adapter changes nothing (else the adapter as it is now).
+    ``reference(sequences) -> TokenOutputs``. Parameters that are not trained are shared with the policy, not copied:
 
-    Always in evaluation mode, never with a gradient. Temperature and logit mask are the policy's, so that the
-    divergence is exactly 0 before the first update.
+    * If all parameters are trained, the reference is a full copy.
+    * If lower layers are frozen, it is a copy of the upper layers on the shared frozen trunk.
+    * If the model has an adapter that does not change the model's outputs yet (a new one), it is the model without
+      the adapter, and copies no base weights. If the adapter does change them, its current state is copied.
+
+    The reference is always in evaluation mode and computes no gradients. It has the policy's temperature and logit
+    mask, so the divergence is exactly 0 before the first update.
+
+    Args:
+        policy: the policy to copy.
+
+    Attributes:
+        policy: the frozen copy.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -45,35 +54,36 @@ class Reference:
         model, probe = self.policy.model, tiny_input(self.policy.model)
         adapted = model(**probe).logits
         switch_off(model)
-        if not torch.equal(model(**probe).logits, adapted):  # one that goes on, or changes the weights
+        if not torch.equal(model(**probe).logits, adapted):  # trained already, or its start changed the weights
             switch_on(model)
             self.policy.requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, sequences: Sequences) -> TokenOutputs:
-        """Log-probabilities of the response tokens under the reference."""
+        """Return the log-probabilities of the response tokens under the reference."""
         outputs: TokenOutputs = self.policy(sequences)
         return outputs
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
-    """A frozen copy in evaluation mode, of a wrapper or of a model of transformers or peft.
+    """Create a frozen copy, in evaluation mode, of a wrapper or of a transformers or peft model.
 
-    What is shared is one tensor in memory, so it is frozen in ``model`` too: the blocks below ``num_shared_layers`` and
-    all that runs before them, such as the embeddings (and a head that is tied to these), or a whole encoder.
+    The lowest ``num_shared_layers`` blocks and all modules that run before them, such as the embeddings (and a head
+    that is tied to these) or a whole encoder, are shared with ``model``, not copied. Because shared parameters are the
+    same tensors, they are frozen in ``model`` too.
 
     Args:
-        model: what to refer to, as it is now.
-        num_shared_layers: how many blocks, from 0 (what runs before them is) to all of them; -1 shares everything;
-            None shares nothing and freezes nothing.
-        pattern: where the blocks are, if they are not to be looked for: ``transformer.h.{layer}``.
+        model: the model to copy.
+        num_shared_layers: the number of shared blocks. 0 shares only the modules before the blocks, -1 shares
+            everything; None shares nothing and freezes nothing in ``model``.
+        pattern: the name of the blocks, such as ``transformer.h.{layer}``; found automatically without it.
 
     Raises:
-        ConfigError: there are fewer blocks, or none are found.
+        ConfigError: the model has fewer blocks, or they are not found.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ConfigError(
-            "the parameters are DeepSpeed's (ZeRO-3), and no process has them whole; load the model twice"
+            "the parameters are partitioned by DeepSpeed (ZeRO-3), so no process can copy them; load the model twice"
         )
     shared = _shared(model, num_shared_layers, pattern)
     for parameter in shared:
@@ -104,7 +114,7 @@ def _shared(model: Any, count: int | None, pattern: str | None) -> list[nn.Param
 
 
 def _blocks_called(model: PreTrainedModel, pattern: str) -> nn.ModuleList:
-    """The module list whose blocks are called so: the whole of the last parts of their names (S-25)."""
+    """Return the module list whose name is the pattern's path, or ends in it at a whole name component (S-25)."""
     path, _, layer = pattern.rpartition(".")
     found = {
         name: module
@@ -121,7 +131,7 @@ def _blocks_called(model: PreTrainedModel, pattern: str) -> nn.ModuleList:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """A short hash of names, shapes and bytes, by which a run recognises the weights it started from."""
+    """Compute a short hash of names, shapes and bytes, by which a run recognises the weights it started from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Models that give a text a number, and such a model as the reward function of a run."""
+"""Reward models: models that give a text one score, and their use as a reward function."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ log = logging.getLogger(__name__)
 
 
 class Scorer(nn.Module):
-    """r = wᵀ h_last, one number for a whole sequence: ``scorer(sequences) -> [B]``.
+    """A model that gives each sequence one score, r = wᵀ h_last: ``scorer(sequences) -> [B]``.
 
-    h_last is the hidden state of the last token that is attended to, which the mask tells, and no token id (S-27). The
-    model is a causal language model, to which a head is added, or one that transformers calls a sequence classifier,
-    with one label: its own head is used. Classifiers that do not read the last token, as BERT's, read what they read.
+    h_last is the hidden state of the last attended token, which is found by the attention mask, not by a token id
+    (S-27). The model is either a causal language model, to which a linear head is added, or a sequence classifier of
+    transformers with one label, whose own head is used. A classifier that does not use the last token (BERT's uses the
+    first) is called as it is.
 
     Args:
         model: the model, trained in place.
 
+    Attributes:
+        head: the added head; None for a classifier.
+        reads_last: whether the score is that of the last attended token.
+
     Raises:
-        ConfigError: it is a classifier with several labels, or an encoder-decoder.
+        ConfigError: the model is a classifier with several labels, or an encoder-decoder language model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,7 +56,7 @@ class Scorer(nn.Module):
         self.reads_last = self.head is not None or _reads_last(model)
 
     def forward(self, sequences: Sequences) -> Tensor:
-        """Scores of the sequences, in one pass. -> [B]."""
+        """Return the scores of the sequences, in one forward pass. -> [B]."""
         if not self.reads_last:
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
@@ -64,12 +69,12 @@ class Scorer(nn.Module):
 
 def _check(model: PreTrainedModel) -> None:
     if _is_classifier(model):
-        labels, fault = model.config.num_labels, "a reward is one number; give one with num_labels 1"
+        labels, fault = model.config.num_labels, "a reward is one number; give a classifier with num_labels 1"
         if labels != 1:
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and {fault}, or write a reward function")
     elif model.config.is_encoder_decoder:
         raise ConfigError(
-            f"{type(model).__name__} is an encoder-decoder, whose states no score is read from; give a causal language "
+            f"{type(model).__name__} is an encoder-decoder, which cannot be a reward model; give a causal language "
             "model or a sequence classifier"
         )
 
@@ -79,19 +84,19 @@ def _is_classifier(model: PreTrainedModel) -> bool:
 
 
 def _new_head(model: PreTrainedModel) -> nn.Linear:
-    """A linear head of small random weights (Stiennon et al. 2020), on the model's device."""
+    """Create a linear head with small random weights (Stiennon et al. 2020) on the model's device."""
     width = state_width(model.config)
     head = nn.Linear(width, 1, bias=False)
     nn.init.normal_(head.weight, std=(width + 1) ** -0.5)
     words, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if words is not None and words.weight is not embeddings.weight:
-        words.requires_grad_(False)  # no score depends on it
+        words.requires_grad_(False)  # scores do not depend on the language-model head
     return head.to(model.device)
 
 
 @torch.no_grad()
 def _reads_last(classifier: PreTrainedModel) -> bool:
-    """Whether a classifier's number is its ``score`` of the last token, so that it can be read where the mask says."""
+    """Return whether a classifier's output is its ``score`` layer applied to the state of the last token."""
     if not hasattr(classifier, "score"):
         return False
     training, probe = classifier.training, tiny_input(classifier)
@@ -104,23 +109,24 @@ def _reads_last(classifier: PreTrainedModel) -> bool:
 
 
 class RewardModel:
-    """A reward function that is a model: ``trainkit.train(reward_fn=RewardModel.from_pretrained(path), prompts=...)``.
+    """A model as a reward function: ``trainkit.train(reward_fn=RewardModel.from_pretrained(path), prompts=...)``.
 
-    It reads prompt and output as one text that ends in EOS, as reward training does; or as two turns of a chat, in the
-    tokenizer's template. The tokenizer is its own, so the policy may have another. Texts that are too long lose their
-    beginning, and `truncated` counts them. Nothing has a gradient, and the order of rows is kept.
+    Prompt and output are read as one text that ends in EOS, as in reward training; or as two turns of a chat, in the
+    tokenizer's chat template. The reward model has its own tokenizer, so the policy's may differ. Texts that are too
+    long are truncated at the beginning, and `truncated` counts them. No gradients are computed, and the scores are in
+    the order of the texts.
 
     Args:
-        scorer: gives sequences their scores.
-        tokenizer: the scorer's.
-        chat: whether texts go through the tokenizer's chat template.
-        batch_size: texts that go through the model at a time.
-        max_length: the most tokens of a text; the model's context without it.
-        device: where the model goes; without it to this process's GPU if there is one.
+        scorer: the model that scores sequences.
+        tokenizer: the scorer's tokenizer.
+        chat: whether to apply the tokenizer's chat template.
+        batch_size: the number of texts per forward pass.
+        max_length: the maximum number of tokens of a text, which the context of model and tokenizer limits further.
+        device: the model's device; by default this process's GPU, or the CPU if there is none.
     """
 
     truncated: int
-    """How many texts were cut so far."""
+    """The number of texts that have been truncated so far."""
 
     def __init__(
         self,
@@ -133,7 +139,7 @@ class RewardModel:
         device: torch.device | str | None = None,
     ) -> None:
         if chat and not tokenizer.chat_template:
-            raise ConfigError("chat is asked for, and the tokenizer has no chat template; give chat=False")
+            raise ConfigError("chat is True, but the tokenizer has no chat template; give chat=False")
         self.scorer = scorer.to(device or _default_device()).eval()
         self.tokenizer, self.chat, self.batch_size = tokenizer, chat, batch_size
         limits = (max_length, context_length(scorer.model.config), tokenizer.model_max_length)
@@ -151,32 +157,32 @@ class RewardModel:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         **options: Any,
     ) -> Self:
-        """The reward model at a path, or a live one.
+        """Load the reward model at a path, or create one from a live model.
 
         Args:
-            model: an export of reward training (an adapter's too), the directory or hub id of any sequence classifier
-                with one label, or a live one of these.
-            tokenizer: its tokenizer, instead of the one beside it.
-            chat: as for the class. Without it: no for what trainkit trained, whose texts were taken as they are; for
-                others yes if the tokenizer has a chat template.
-            dtype: of its weights, unless it is live.
+            model: an export of reward training (also of an adapter), the directory or hub id of any sequence
+                classifier with one label, or a live model or scorer.
+            tokenizer: the tokenizer; by default the one saved with the model. Required with a live model.
+            chat: as for the class. By default False for models that trainkit trained on plain texts; for other models
+                True if the tokenizer has a chat template.
+            dtype: the type of the weights, of a model that is loaded.
             **options: further arguments of the class.
 
         Raises:
-            ConfigError: there is no such model, it gives no score, or it comes without a tokenizer.
+            ConfigError: there is no such model, it gives no score, or it has no tokenizer.
         """
         if isinstance(model, str | Path):
             tokenizer = _at_the_door(str(model), tokenizer)
             scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))
             if scorer.head is not None and "head.weight" not in saved_heads(str(model), {}):
                 raise ConfigError(
-                    f"{str(model)!r} is a language model without a head for scores; give an export of reward training, "
+                    f"{str(model)!r} is a language model without a head for scores; give an export of reward training "
                     "or a sequence classifier with one label"
                 )
         else:
             scorer = model if isinstance(model, Scorer) else Scorer(model)
         if tokenizer is None:
-            raise ConfigError("a live reward model is given without a tokenizer; give it as tokenizer=")
+            raise ConfigError("a live reward model is given without a tokenizer; pass its tokenizer as tokenizer=")
         if chat is None:
             chat = bool(tokenizer.chat_template) and not _trained_here(model)
         return cls(scorer, tokenizer, chat=chat, **options)
@@ -188,10 +194,16 @@ class RewardModel:
         outputs: Sequence[str] | None = None,
         **_: Any,
     ) -> list[float]:
-        """A score for each text: samples, or prompts and outputs; for a chat always the two.
+        """Return a score for each text.
+
+        Args:
+            samples: the texts; ignored if `chat` is set.
+            prompts: their beginnings, used if `chat` is set or without ``samples``.
+            outputs: one continuation per prompt.
 
         Raises:
-            DataError: neither is given whole, not as lists of strings, or not one output for each prompt.
+            DataError: neither ``samples`` nor both of the others are given, something is not a list of strings, or
+                the numbers of prompts and outputs differ.
         """
         rows = [self._fit(ids) for ids in self._encode(samples, prompts, outputs)]
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
@@ -204,13 +216,20 @@ class RewardModel:
         return scores
 
     def save_pretrained(self, directory: str | Path) -> Path:
-        """Write it for `from_pretrained`, and for ``AutoModelForSequenceClassification`` if that knows such models.
+        """Save the model for `from_pretrained`, and as a sequence classifier if transformers has one for it.
 
-        What transformers itself says of a batch is equal as long as the padding token, by whose id it looks for the
-        last token, is in no text; so none is set where it is EOS, and transformers then takes one text at a time.
+        ``AutoModelForSequenceClassification`` finds the last token of a text by the id of the padding token, so it
+        gives the same scores only if no text contains that token. Where the padding token is EOS, which ends every
+        text, no padding token is saved in the config; transformers then accepts one text at a time.
+
+        Args:
+            directory: created if it does not exist.
+
+        Returns:
+            The directory.
 
         Raises:
-            ConfigError: the model has an adapter, which the trainer's export holds.
+            ConfigError: the model has an adapter. `from_pretrained` merges the adapter of the trainer's export.
         """
         path = Path(directory)
         if has_adapter(self.scorer.model):
@@ -226,14 +245,14 @@ class RewardModel:
     def _encode(
         self, samples: Sequence[str] | None, prompts: Sequence[str] | None, outputs: Sequence[str] | None
     ) -> list[list[int]]:
-        """Token ids of the texts, whole."""
+        """Return the token ids of the texts, not truncated."""
         if samples is not None and not self.chat:
             return [self._encode_text(text) for text in _texts("samples", samples)]
         if prompts is None or outputs is None:
             raise DataError(
-                "a reward model of chats reads prompts and outputs; give both"
+                "a reward model with chat=True reads prompts and outputs; give both"
                 if self.chat
-                else "a reward model reads samples, or prompts and outputs; give the one, or both of the others"
+                else "a reward model reads samples, or prompts and outputs; give samples, or both of the others"
             )
         prompts, outputs = _texts("prompts", prompts), _texts("outputs", outputs)
         if len(prompts) != len(outputs):
@@ -255,9 +274,9 @@ class RewardModel:
         if len(ids) <= self.limit:
             return ids
         if not self.truncated:
-            log.warning("a text of %d tokens lost its beginning; the reward model reads %d", len(ids), self.limit)
+            log.warning("a text of %d tokens is truncated to %d, the reward model's limit", len(ids), self.limit)
         self.truncated += 1
-        first = 0 if self.scorer.reads_last else 1  # the token that an encoder's answer stands at
+        first = 0 if self.scorer.reads_last else 1  # the token whose state an encoder scores
         return [*ids[:first], *ids[first - self.limit :]]
 
     @torch.no_grad()
@@ -268,19 +287,19 @@ class RewardModel:
 
 
 def _at_the_door(path: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, or the one at ``path``, where a model should be too."""
+    """Return the tokenizer, or load the one at ``path``; raise a ConfigError if a model or tokenizer is missing."""
     missing = "model"
     try:
         AutoConfig.from_pretrained(adapter_base(path) or path)
         missing = "tokenizer"
         return tokenizer or AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, TypeError) as error:
-        advice = "give a hub id or directory that holds one" + (", or tokenizer=" if missing == "tokenizer" else "")
+        advice = f"give a hub id or directory with a {missing}" + (", or tokenizer=" if missing == "tokenizer" else "")
         raise ConfigError(f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}") from error
 
 
 def _texts(name: str, given: Any) -> Sequence[str]:
-    """What is given as texts, if it is some."""
+    """Return the given texts as a list; raise a DataError if they are not strings."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise DataError(f"{name} should be a list of strings; given {describe(given)}")
     texts = list(given)
@@ -297,10 +316,12 @@ def _default_device() -> torch.device:
 
 
 def load_scorer(config: ModelConfig, model: PreTrainedModel | None = None) -> Scorer:
-    """The scorer that ``config`` names, or the live ``model`` as one; its head is trained, also beside an adapter.
+    """Load the scorer that ``config`` names, or create one from the live ``model``.
+
+    The head is trained, also where an adapter is trained instead of the model's weights.
 
     Raises:
-        ConfigError: as `load_model`, and if it is a classifier with several labels.
+        ConfigError: as for `load_model` and `Scorer`.
     """
     if config.peft_config is not None and (
         is_classifier(load_model_config(config)) if model is None else _is_classifier(model)
@@ -311,7 +332,7 @@ def load_scorer(config: ModelConfig, model: PreTrainedModel | None = None) -> Sc
 
 
 def _trained_here(model: Any) -> bool:
-    """Whether trainkit has trained or saved it to read texts as they are."""
+    """Return whether trainkit has trained or saved the model to read texts without a chat template."""
     if isinstance(model, Scorer):
         return True
     mark = find_file(str(model), MARK, {}) if isinstance(model, str | Path) else None
@@ -319,7 +340,7 @@ def _trained_here(model: Any) -> bool:
 
 
 def _as_classifier(scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
-    """The scorer as transformers' classifier of its architecture, sharing its weights; None if there is none."""
+    """Return the scorer as a transformers classifier with shared weights; None if its architecture has none."""
     config = copy.deepcopy(scorer.model.config)
     config.num_labels = 1
     if tokenizer.pad_token_id != tokenizer.eos_token_id:

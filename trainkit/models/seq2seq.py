@@ -1,4 +1,4 @@
-"""Encoder-decoders as policies: the encoder reads the prompt, the decoder chooses the response."""
+"""Policies of encoder-decoders: the encoder reads the prompt, the decoder generates the response."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainkit.models.trunk import find_blocks, tiny_input
 class Seq2SeqPolicy(Policy):
     """An encoder-decoder as a policy; the arguments are those of `Policy`.
 
-    The encoder reads each row up to its first response token. The decoder reads its start token (and a first token
-    that the model forces, if it has one) and then the response, so the first response token is an action like the
-    others (S-03, S-23, S-41).
+    The encoder reads each row up to its first response token. The decoder reads its start token, then a forced first
+    token if the model has one, then the response. So the first response token is an action like the others (S-03,
+    S-23, S-41).
 
     Attributes:
-        scale: what the decoder's states are multiplied with before the head reads them, as T5 does.
+        scale: the factor by which the decoder's states are multiplied before the head, as in T5.
     """
 
     def __init__(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class Seq2SeqPolicy(Policy):
 
     @property
     def has_trunk(self) -> bool:
-        """Whether the encoder is frozen, so that its output can be kept; the decoder's lower layers run again."""
+        """Whether the encoder is frozen and its output reused; frozen decoder layers run in every pass."""
         return self.encoder_frozen
 
     def _frozen(self) -> Iterable[nn.Module]:
@@ -72,10 +72,10 @@ class Seq2SeqPolicy(Policy):
 
 
 def decoder_prefix(model: PreTrainedModel) -> list[int]:
-    """What the decoder reads before it chooses: its start token, and the first token that the model forces, if any.
+    """Return the tokens that the decoder reads before the response: its start token, and a forced first token if any.
 
     Raises:
-        ConfigError: the model does not say which token its decoder starts with.
+        ConfigError: the model's config names no start token.
     """
     places = (getattr(model, "generation_config", None), model.config)
 
@@ -94,13 +94,13 @@ def decoder_prefix(model: PreTrainedModel) -> list[int]:
 
 
 def encode(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """What the encoder says about prompts [B, P], of which ``mask`` says what is real. -> [B, P, D]."""
+    """Return the encoder's states for prompts [B, P], whose ``mask`` is True at real tokens. -> [B, P, D]."""
     states: Tensor = model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
     return states
 
 
 def _decode(model: PreTrainedModel, before: Tensor, mask: Tensor, ids: Tensor, real: Tensor) -> Tensor:
-    """The decoder's last states [B, R, D] over ``ids`` [B, R], after an encoder that said ``before`` [B, P, D]."""
+    """Return the decoder's last states [B, R, D] for ``ids`` [B, R] and the encoder's states ``before`` [B, P, D]."""
     states: Tensor = model.get_decoder()(
         input_ids=ids,
         attention_mask=real,
@@ -112,12 +112,12 @@ def _decode(model: PreTrainedModel, before: Tensor, mask: Tensor, ids: Tensor, r
 
 
 def _before(sequences: Sequences) -> Tensor:
-    """bool [B, T]: real tokens before the first response token."""
+    """Return the mask, bool [B, T], of the real tokens before the first response token."""
     return sequences.attention_mask & (sequences.response_mask.cumsum(1) == 0)
 
 
 def _prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """What stands before each row's first response token, as ids and bool mask [B, P]."""
+    """Return what precedes the first response token of each row: ids [B, P] and a bool mask [B, P]."""
     prompt = _before(sequences)
     width = int(prompt.sum(1).max())
     return sequences.input_ids[:, :width], prompt[:, :width]
@@ -125,16 +125,16 @@ def _prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Responses:
-    """What the decoder reads, and where it chooses: the prefix of K tokens, then each response but for its last."""
+    """The decoder's inputs (a prefix of K tokens, then each response except its last token) and its actions."""
 
     input_ids: Tensor  # [B, K + R − 1]
     real: Tensor  # bool, as input_ids
-    chosen: Tensor  # bool [B, R]: whether the next token is one that the policy chose
-    start: int  # K − 1, the state in which the first response token is chosen
+    chosen: Tensor  # bool [B, R]: whether each token was chosen by the policy
+    start: int  # K − 1, the index of the state in which the first response token is chosen
 
     @classmethod
     def of(cls, sequences: Sequences, prefix: list[int]) -> _Responses:
-        """From rows of prompt and response."""
+        """Extract the responses from rows of prompt and response, and put the decoder's prefix before each."""
         device, total = sequences.input_ids.device, sequences.input_ids.size(1)
         begins = _before(sequences).sum(1, keepdim=True)
         used = sequences.attention_mask | sequences.response_mask
@@ -153,7 +153,7 @@ class _Responses:
         )
 
     def at_actions(self, values: Tensor) -> Tensor:
-        """Those of ``values`` [B, K + R − 1, *] that stand where a response token is chosen. -> [N, *]."""
+        """Return those of ``values`` [B, K + R − 1, *] at the positions where a response token is chosen. -> [N, *]."""
         return values[:, self.start :][self.chosen]
 
 
@@ -163,7 +163,7 @@ def _is_frozen(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _head_scale(model: PreTrainedModel) -> float | None:
-    """The factor between the decoder's states and what the head makes the model's logits of; None if there is none."""
+    """Return the factor on the decoder's states for which the head gives the model's logits; None if there is none."""
     head, probe = model.get_output_embeddings(), tiny_input(model)
     ids, mask = probe["input_ids"], probe["attention_mask"].bool()
     with evaluating(model):

@@ -1,7 +1,7 @@
-"""The frozen trunk: the lower blocks of a model of which only the upper ones are trained.
+"""The frozen trunk: the lower blocks of a model of which only the upper blocks are trained.
 
-What the trunk says about a sequence never changes, so it is computed once; the reference and every pass of the
-update go on from there. Works on any model whose blocks stand in one module list, by standing in for blocks.
+The trunk's output for a sequence never changes, so it is computed once. The reference, and every pass of the update,
+start from this output. This works for any model whose blocks are in one module list: blocks are replaced temporarily.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def depth_of(config: PreTrainedConfig) -> int | None:
-    """How many transformer blocks are counted: a causal model's, and of an encoder-decoder the decoder's."""
+    """Return the number of transformer blocks, of an encoder-decoder those of the decoder; None if it is not given."""
     text = config.get_text_config()
     names = ("num_decoder_layers", "decoder_layers") if config.is_encoder_decoder else ()
     found = (getattr(text, name, None) for name in (*names, "num_hidden_layers"))
@@ -30,8 +30,10 @@ def depth_of(config: PreTrainedConfig) -> int | None:
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The model's transformer blocks, of an encoder-decoder the decoder's: the first module list that is as long as
-    the config says; None without one."""
+    """Return the model's transformer blocks, of an encoder-decoder those of the decoder; None if they are not found.
+
+    These are the first module list with the length that the config gives.
+    """
     depth = depth_of(model.config)
     root = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
     lists = (module for module in root.modules() if isinstance(module, nn.ModuleList))
@@ -39,19 +41,19 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def freeze_below(model: PreTrainedModel, unfrozen: int) -> None:
-    """Leave only the top ``unfrozen`` blocks, and what follows them, trainable: embeddings and lower blocks are frozen.
+    """Freeze the embeddings and all blocks except the top ``unfrozen``; what follows the blocks stays trainable.
 
-    A head that is tied to the embeddings is frozen with them. The blocks of an encoder-decoder are the decoder's
+    A head that is tied to the embeddings is frozen with them. The blocks of an encoder-decoder are those of the decoder
     (S-59); its encoder is frozen.
 
     Raises:
-        ConfigError: the model has fewer blocks, none that can be found, or nothing that would be trained.
+        ConfigError: the model has fewer blocks, its blocks are not found, or nothing would be trained.
     """
     blocks = find_blocks(model)
     if blocks is None:
         raise ConfigError(
-            f"model.num_layers_unfrozen is {unfrozen}, and the blocks of {type(model).__name__} cannot be found; "
-            "leave it at -1, or freeze parameters of a live model yourself"
+            f"model.num_layers_unfrozen is {unfrozen}, but the blocks of {type(model).__name__} cannot be found; "
+            "set it to -1, or freeze parameters of a live model yourself"
         )
     if unfrozen > len(blocks):
         raise ConfigError(
@@ -62,20 +64,21 @@ def freeze_below(model: PreTrainedModel, unfrozen: int) -> None:
         module.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model.num_layers_unfrozen is {unfrozen}, and in {type(model).__name__} nothing follows the layers that "
-            f"could be trained; give 1 to {len(blocks)}, or -1 to train everything"
+            f"model.num_layers_unfrozen is {unfrozen}, and in {type(model).__name__} nothing follows the layers, so "
+            f"nothing would be trained; give 1 to {len(blocks)}, or -1 to train everything"
         )
 
 
 class Trunk:
-    """The blocks below the first that is trained, and what runs before them: embeddings and their dropout.
+    """The blocks below the first trained block, and the modules that run before them: embeddings and their dropout.
 
     Args:
         model: the language model.
 
     Attributes:
-        depth: how many blocks it has; 0 if a trainable parameter comes before any of them, or if standing in for
-            the blocks does not give what the model gives.
+        depth: the number of blocks in the trunk; 0 if a parameter before them is trained, or if the model's output is
+            not reproduced from the trunk's output.
+        frozen: the modules of the trunk.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -92,7 +95,7 @@ class Trunk:
 
     @torch.no_grad()
     def __call__(self, base: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """What the first trained block reads, [B, T, D]: the trunk's own work and no block above."""
+        """Return the input of the first trained block, [B, T, D]; the blocks above the trunk are not run."""
         assert self.blocks is not None
         found: list[Tensor] = []
         handle = self.blocks[self.depth - 1].register_forward_hook(lambda _, __, output: found.append(_first(output)))
@@ -106,7 +109,7 @@ class Trunk:
 
     @contextmanager
     def given(self, hidden: Tensor) -> Iterator[None]:
-        """Within, the model does not run the trunk: its first trained block reads ``hidden`` [B, T, D]."""
+        """Use ``hidden`` [B, T, D] as the trunk's output within the context, instead of running the trunk."""
         assert self.blocks is not None
         known = _Known(hidden, self.tuples)
         with stand_in(self.blocks, dict.fromkeys(range(self.depth), known)):
@@ -114,19 +117,21 @@ class Trunk:
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
-        """Set ``depth`` to 0 unless trunk and upper blocks, one after the other, give what the whole model gives."""
-        training, inputs, fault = model.training, tiny_input(model), "it says something else then"
+        """Set ``depth`` to 0 unless the upper blocks, applied to the trunk's output, give the model's output."""
+        training, inputs, fault = model.training, tiny_input(model), "its output differs"
         model.eval()
         try:
             if self._goes_on(model, inputs):
                 return
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            fault = f"{type(error).__name__}: {error}"  # blocks that hand each other more than a hidden state
+            fault = f"{type(error).__name__}: {error}"  # blocks that pass each other more than a hidden state
         finally:
             model.train(training)
         self.depth = 0
         log.warning(
-            "%s cannot go on from its frozen layers (%s); they are run in every pass", type(model).__name__, fault
+            "%s: the output of its frozen layers cannot be reused (%s); they are run in every pass",
+            type(model).__name__,
+            fault,
         )
 
     def _goes_on(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
@@ -139,38 +144,38 @@ class Trunk:
             handle.remove()
         self.tuples = isinstance(outputs[0], tuple)
         known = self(model.base_model, inputs)
-        model.base_model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)})  # nothing is left of the first
+        model.base_model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)})  # clears any state of the first pass
         with self.given(known):
             return torch.equal(whole, model.base_model(**inputs).last_hidden_state)
 
 
 class _Known(nn.Module):
-    """Stands in for a block of the trunk: gives the trunk's output, whatever it reads."""
+    """A replacement for a block of the trunk, which returns the trunk's output for any input."""
 
     def __init__(self, hidden: Tensor, as_tuple: bool) -> None:
         super().__init__()
         self.hidden, self.as_tuple = hidden, as_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's output."""
+        """Return the trunk's output."""
         return (self.hidden,) if self.as_tuple else self.hidden
 
 
 class _Skip(nn.Module):
-    """Stands in for a block: gives what it reads."""
+    """A replacement for a block, which returns its input."""
 
     def __init__(self, as_tuple: bool) -> None:
         super().__init__()
         self.as_tuple = as_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Its input."""
+        """Return the input."""
         return (hidden_states,) if self.as_tuple else hidden_states
 
 
 @contextmanager
 def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Within, the modules ``others`` stand at their indices in ``blocks``; nothing is registered or copied."""
+    """Replace blocks by the modules ``others``, by index, within the context; nothing is registered or copied."""
     own = dict(blocks._modules)
     try:
         blocks._modules.update({str(index): other for index, other in others.items()})
@@ -181,7 +186,10 @@ def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator
 
 @torch.no_grad()
 def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
-    """The first ``depth`` blocks, and the modules without children that run before or between them, in a tiny pass."""
+    """Return the first ``depth`` blocks, and the modules without children that run before or between them.
+
+    A forward pass on a small input shows which modules these are. The whole encoder of an encoder-decoder is included.
+    """
     outside = {id(inner) for block in blocks for inner in block.modules()}
     called: list[nn.Module] = []
     reached = False
@@ -212,9 +220,9 @@ def _first(output: Any) -> Tensor:
 
 
 def tiny_input(model: PreTrainedModel) -> dict[str, Any]:
-    """Four tokens, to see what a model does; for an encoder-decoder, on both sides.
+    """Return an input of four tokens, for test passes through a model; for an encoder-decoder, on both sides.
 
-    None is the padding token, which some models, such as transformers' classifiers, take for the end of the text.
+    The padding token is avoided: some models, such as transformers' classifiers, take it for the end of the text.
     """
     text = model.config.get_text_config()
     tokens = [token for token in range(min(text.vocab_size, 5)) if token != getattr(text, "pad_token_id", None)]

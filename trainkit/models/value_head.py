@@ -1,4 +1,4 @@
-"""The critic's head, for policies and for the model classes."""
+"""The value head, for policies and for the model classes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from trainkit.models.adapters import HEADS
 
 
 class ValueHead(nn.Module):
-    """V(s) from a hidden state: dropout, Linear(D, 2D) and ReLU if it is deep, then a linear layer to 1. [*, D] -> [*].
+    """A head for values V(s) of hidden states, [*, D] -> [*].
 
-    Deep it has the shape that trlX uses, else TRL's. Computed in the type of its weights, also
-    under autocast, and given in float32.
+    It applies dropout, then (if deep) Linear(D, 2D) and ReLU, then a linear layer with one output. The deep head has
+    trlX's shape, the other TRL's. Values are computed in the type of the head's weights, also under autocast, and
+    returned in float32.
 
     Args:
         width: D.
         deep: whether there is a hidden layer.
-        dropout: the probability of leaving out a number of the hidden state, while training.
-        start: how the last layer starts: `zero`, so that the first values are 0 whatever the trunk is; `normal` with
-            deviation ``std`` and no bias; or torch's `default`.
-        std: for `normal`.
+        dropout: the dropout probability for elements of the hidden state, in training mode.
+        start: the initialisation of the last layer: `zero`, so that all values are 0 at first; `normal`, with standard
+            deviation ``std`` and a zero bias; or torch's `default`.
+        std: the standard deviation of `normal`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ValueHead(nn.Module):
             nn.init.normal_(self.summary.weight, std=std) if start == "normal" else nn.init.zeros_(self.summary.weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Values of the hidden states."""
+        """Return the values of the hidden states."""
         with torch.autocast(states.device.type, enabled=False):
             states = self.dropout(states.to(self.summary.weight.dtype))
             if self.hidden is not None:
@@ -62,40 +63,40 @@ class ValueHead(nn.Module):
 
     @property
     def width(self) -> int:
-        """D."""
+        """The width D of the hidden states."""
         return (self.summary if self.hidden is None else self.hidden).in_features
 
     @classmethod
     def like(cls, state: Mapping[str, Tensor], width: int, dropout: float = 0.0) -> Self:
-        """A head of the shape and with the weights of a state dictionary.
+        """Create a head with the shape and the weights of a state dictionary.
 
         Raises:
-            ConfigError: it is no head's, or that of another width than ``width``.
+            ConfigError: the dictionary is not of a value head, or of one with another width than ``width``.
         """
         head = cls(width, "hidden.weight" in state, dropout=dropout)
         try:
             head.load_state_dict(state)
         except RuntimeError as error:
             raise ConfigError(
-                f"the value head that was saved does not fit hidden states of width {width}: {error}; "
-                "give the model it belongs to, or take the head away to start with a new one"
+                f"the saved value head does not fit hidden states of width {width}: {error}; "
+                "give the model it belongs to, or remove the head to start with a new one"
             ) from error
         return head
 
 
 def state_width(config: PreTrainedConfig) -> int:
-    """The width of the hidden states that the model's (decoder's) language-model head reads."""
+    """Return the width of the hidden states that the language-model head of the model, or of its decoder, reads."""
     text = config.get_text_config(decoder=True)
     return int(getattr(text, "word_embed_proj_dim", None) or text.hidden_size)  # OPT-350m projects them at the end
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a state dictionary is under a prefix, without it."""
+    """Return the entries of a state dictionary that begin with a prefix, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def find_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """Where the file is, which is looked for in a directory or on the hub; None if it is not there."""
+    """Return the local path of a file in a directory or a hub repository; None if there is no such file."""
     quiet: dict[str, Any] = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
@@ -104,13 +105,13 @@ def find_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
 
 
 def saved_heads(path: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an export at a directory or hub id has beside its model: `value_head.*`, `head.*`; empty without."""
+    """Load the heads of the export at a directory or hub id, `value_head.*` and `head.*`; empty if it has none."""
     file = find_file(path, HEADS, hub)
     return {} if file is None else load_file(file)
 
 
 def saved_modules(path: str, modules: tuple[str, ...], hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """``v_head.*`` at a directory or hub id: in a file of their own, or as TRL has them, among the model's weights."""
+    """Load ``v_head.*`` from a directory or hub id: from the file of the heads or, as TRL saves it, the model's."""
     look: Callable[[str], str | None] = partial(find_file, path, hub=hub)
     if heads := saved_heads(path, hub):
         return {f"v_head.{name}": tensor for name, tensor in under("value_head.", heads).items()}
@@ -125,7 +126,7 @@ def saved_modules(path: str, modules: tuple[str, ...], hub: Mapping[str, Any]) -
 
 
 def _read(file: str, modules: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of a file that belong to the modules."""
+    """Load the tensors of a file that belong to the modules."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as tensors:
             return {key: tensors.get_tensor(key) for key in tensors.keys() if key.split(".")[0] in modules}  # noqa: SIM118

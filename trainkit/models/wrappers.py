@@ -1,4 +1,4 @@
-"""Language models with a value head, as TRL's and trlX's users know them, and frozen references to any model."""
+"""Language models with a value head, compatible with the classes of TRL and trlX."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ log = logging.getLogger(__name__)
 
 
 class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
-    """A language model with more on it: ``pretrained_model``, and the modules that ``supported_modules`` names.
+    """A language model, ``pretrained_model``, with the additional modules that ``supported_modules`` names.
 
     Args:
         pretrained_model: a transformers model, or a `peft.PeftModel` of one.
-        score_module: reads rewards from hidden states, under the adapter ``rm_adapter_name``.
-        supports_rm_adapter: whether there are these two.
-        rm_adapter_name: the reward model's adapter.
-        **kwargs: what the subclass takes.
+        score_module: the layer that computes rewards from hidden states, with the adapter ``rm_adapter_name`` active.
+        supports_rm_adapter: whether the model has a reward adapter and a ``score_module``.
+        rm_adapter_name: the name of the reward adapter.
+        **kwargs: arguments of the subclass.
     """
 
     transformers_parent_class: ClassVar[Any] = None
-    """The class of transformers by which ``pretrained_model`` is loaded."""
+    """The transformers class that loads ``pretrained_model``."""
     supported_args: ClassVar[tuple[str, ...]] = ()
-    """Arguments of `from_pretrained` that are the wrapper's own."""
+    """Arguments of `from_pretrained` for the wrapper itself."""
     supported_modules: ClassVar[tuple[str, ...]] = ("v_head",)
-    """The wrapper's modules whose weights are saved with the model's."""
+    """The wrapper's modules, whose weights are saved together with the model's."""
     supported_rm_modules: ClassVar[tuple[str, ...]] = ("score",)
-    """Modules of a reward adapter that are not within layers."""
+    """Modules of a reward adapter that are not inside the model's layers."""
 
     def __init__(
         self,
@@ -114,23 +114,24 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Self:
-        """Load a model, with what was saved with it, or put the wrapper around a live one.
+        """Load a model and the heads saved with it, or wrap a live model.
 
-        Weights are loaded in float32 unless ``dtype`` says otherwise. Where there is an adapter and ``peft_config``
-        is given too, the same holds as for `trainkit.train`: one that is saved is merged into the weights, and the
-        new one goes on top; one on a live model is an error.
+        Weights are loaded in float32 unless ``dtype`` is given. With ``peft_config``, an existing adapter is treated
+        as by `trainkit.train`: a saved adapter is merged into the weights before the new one is added, and an adapter
+        on a live model is an error.
 
         Args:
-            pretrained_model_name_or_path: a hub id, a directory (either may hold an adapter), a live transformers
-                model, or a live `peft.PeftModel`.
-            *model_args: for transformers' ``from_pretrained``.
-            **kwargs: ``peft_config`` (an object or its fields) adds a new adapter; ``is_trainable=True`` trains the
-                one that is loaded; ``reward_adapter`` (a hub id or a directory) is loaded as
-                ``reward_adapter_name="reward_adapter"``, for `compute_reward_score`; ``load_in_8bit`` and
-                ``load_in_4bit`` quantise. Then `supported_args`; the rest is transformers'.
+            pretrained_model_name_or_path: a hub id or directory of a model or an adapter, a live transformers model,
+                or a live `peft.PeftModel`.
+            *model_args: passed to transformers' ``from_pretrained``.
+            **kwargs: ``peft_config`` (an object or its fields) adds a new adapter. ``is_trainable=True`` makes a
+                loaded adapter trainable. ``reward_adapter`` (a hub id or directory) is loaded under the name
+                ``reward_adapter_name`` (default ``"reward_adapter"``), for `compute_reward_score`. ``load_in_8bit``
+                and ``load_in_4bit`` quantise the weights. The arguments in `supported_args` are passed to the class,
+                all others to transformers.
 
         Raises:
-            ConfigError: something fits nothing else that is given.
+            ConfigError: the arguments, the model and its adapters do not fit together.
         """
         path = pretrained_model_name_or_path
         peft_config = _peft_config(kwargs.pop("peft_config", None))
@@ -147,7 +148,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         if peft_config is not None:
             model = _add_adapter(model, peft_config, preparation)
         elif preparation:
-            raise ConfigError(f"{', '.join(preparation)} prepare a quantised model for peft_config, which is not given")
+            raise ConfigError(f"{', '.join(preparation)} prepare a quantised model for peft_config; give that too")
         if reward_adapter is not None:
             score = cls.add_and_load_reward_modeling_adapter(
                 model, str(reward_adapter), reward_adapter_name, base.get("token")
@@ -160,7 +161,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @classmethod
     def _split_kwargs(cls, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Arguments of the wrapper, of transformers, and of peft's preparation of quantised models."""
+        """Split the arguments: for the wrapper, for transformers, for peft's ``prepare_model_for_kbit_training``."""
         from peft import prepare_model_for_kbit_training
 
         prepares = [name for name in inspect.signature(prepare_model_for_kbit_training).parameters if name != "model"]
@@ -186,19 +187,16 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
         state = saved_modules(path, self.supported_modules, hub)
         if not state:
-            log.warning("%s has no %s; it starts anew", path, " or ".join(self.supported_modules))
+            log.warning("%s has no %s; it is newly initialised", path, " or ".join(self.supported_modules))
         self.post_init(state)
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take over the wrapper's modules from a state dictionary, as far as it has them; subclasses say how."""
+        """Load the wrapper's modules from a state dictionary that may have them; subclasses implement this."""
 
     # ------------------------------------------------------------------------------------------------------ saving
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The model's weights under their own names, as transformers reads them, and ``v_head.*``.
-
-        Of a model with an adapter, ``v_head.*`` alone.
-        """
+        """Return the model's weights, named as in transformers, and ``v_head.*``; with an adapter, only the latter."""
         state: dict[str, Any] = {} if destination is None else destination
         if not self.is_peft_model:
             self.pretrained_model.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
@@ -207,7 +205,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over what `state_dict` gives."""
+        """Load what `state_dict` returns."""
         prefixes = tuple(f"{name}." for name in self._modules_of_its_own())
         base = {name: tensor for name, tensor in state_dict.items() if not name.startswith(prefixes)}
         loaded = []
@@ -224,13 +222,17 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return {name: getattr(self, name) for name in self.supported_modules if hasattr(self, name)}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Save the model as transformers knows it, or of an adapted one the adapter, and the heads in a file beside.
+        """Save the model in transformers' format, or only its adapter if it has one, and the heads in a separate file.
 
-        The directory can be given to `from_pretrained`, to transformers, and as ``model_path`` to `trainkit.train`.
+        The directory can be passed to `from_pretrained`, to transformers, and as ``model_path`` to `trainkit.train`.
 
         Args:
-            save_directory: made if it is not there.
-            **kwargs: ``state_dict``, if it is not to be `state_dict`'s; the rest is transformers', for whole models.
+            save_directory: created if it does not exist.
+            **kwargs: ``state_dict`` replaces the wrapper's own; all others are passed to transformers, for a model
+                without an adapter.
+
+        Raises:
+            ConfigError: ``push_to_hub`` is given.
         """
         if kwargs.pop("push_to_hub", False):
             raise ConfigError("save_pretrained saves to disk; call push_to_hub(repo_id) to upload")
@@ -257,17 +259,23 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         adapter_name: str = "reward_model_adapter",
         token: str | bool | None = None,
     ) -> nn.Linear:
-        """Put a reward model's adapter on a `peft.PeftModel`, frozen and not active, and return its score layer.
+        """Add a reward model's adapter to a `peft.PeftModel`, frozen and not active, and return its score layer.
+
+        Args:
+            pretrained_model: the `peft.PeftModel`.
+            adapter_model_id: the directory or hub id of the reward adapter.
+            adapter_name: the name that the adapter gets in the model.
+            token: the token for the hub.
 
         Raises:
-            ConfigError: the model has no adapter, or the reward model's has no score layer or is another model's.
+            ConfigError: the model has no adapter, or the reward adapter has no score layer or does not fit the model.
         """
         from peft import PeftModel
 
         if not isinstance(pretrained_model, PeftModel):
             raise ConfigError(
-                f"a reward adapter goes beside a policy's, and {type(pretrained_model).__name__} is no peft.PeftModel; "
-                "give peft_config, or a model that has one"
+                f"a reward adapter needs a peft.PeftModel, and {type(pretrained_model).__name__} is no peft.PeftModel; "
+                "give peft_config, or a model with an adapter"
             )
         hub: dict[str, Any] = {} if token is None else {"token": token}
         with fitting(pretrained_model, adapter_model_id, **hub), _as_it_was(pretrained_model):
@@ -280,13 +288,13 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @torch.no_grad()
     def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """What the reward model says at every token, in float32. [B, T] -> [B, T, labels].
+        """Compute the reward model's scores at every token, in float32. [B, T] -> [B, T, labels].
 
-        `trainkit.functional.at_last` picks the response's own number, at the last attended token (S-27). Adapters,
-        gradients and modes are afterwards as they were.
+        A response's score is that of the last attended token, which `trainkit.functional.at_last` selects (S-27). The
+        active adapters, ``requires_grad`` of the parameters and the training mode are restored afterwards.
 
         Raises:
-            ConfigError: there is no reward adapter.
+            ConfigError: the model has no reward adapter.
         """
         if not self.supports_rm_adapter or self.rm_adapter_name is None:
             raise ConfigError("this model has no reward adapter; give from_pretrained a reward_adapter")
@@ -300,7 +308,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return scores.float()
 
     def _run(self, **inputs: Any) -> tuple[Any, Tensor]:
-        """The model's outputs, and the last hidden states [B, T, D] of its decoder."""
+        """Return the model's outputs, and the last hidden states [B, T, D] of its decoder."""
         outputs = self.pretrained_model(**inputs, output_hidden_states=True, return_dict=True)
         states = outputs.decoder_hidden_states if self.config.is_encoder_decoder else outputs.hidden_states
         return outputs, states[-1]
@@ -310,13 +318,13 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
 
 class _WithValueHead(PreTrainedModelWrapper):
-    """What both architectures share."""
+    """The base class of the two model classes with a value head."""
 
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
     is_encoder_decoder: ClassVar[bool] = False
-    """Which of the two architectures the class is for."""
+    """Whether the class is for encoder-decoders."""
     lm_head_namings: ClassVar[tuple[str, ...]] = ("lm_head", "embed_out")
-    """What language-model heads are called, where a model does not say which module is its."""
+    """Names of language-model heads, for models whose ``get_output_embeddings`` returns None."""
 
     def __init__(
         self,
@@ -332,12 +340,12 @@ class _WithValueHead(PreTrainedModelWrapper):
         self._check_architecture(inner.config, type(inner).__name__)
         if inner.get_output_embeddings() is None and not any(hasattr(inner, name) for name in self.lm_head_namings):
             raise ConfigError(
-                f"{type(inner).__name__} has no language-model head; load it by "
+                f"{type(inner).__name__} has no language-model head; load it with "
                 f"{self.transformers_parent_class.__name__}"
             )
         if v_head_init_strategy not in (None, "normal"):
             raise ConfigError(
-                f"v_head_init_strategy is {v_head_init_strategy!r}; give 'normal', or None for torch's own"
+                f"v_head_init_strategy is {v_head_init_strategy!r}; give 'normal', or None for torch's default"
             )
         if summary_dropout_prob is None:
             summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
@@ -366,7 +374,7 @@ class _WithValueHead(PreTrainedModelWrapper):
         try:
             return super()._load(path, model_args, kwargs, trainable, merge)
         except ValueError as error:
-            if "Unrecognized configuration class" in str(error):  # it names every class that there is
+            if "Unrecognized configuration class" in str(error):  # that message lists all model classes
                 below, arguments = find_base(path, kwargs)
                 cls._check_architecture(AutoConfig.from_pretrained(below or path, **hub_arguments(arguments)), path)
             raise
@@ -378,13 +386,13 @@ class _WithValueHead(PreTrainedModelWrapper):
         places = {str(place) for place in self._device_map().values()}
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise ConfigError(
-                f"parts of the model are offloaded to {' and '.join(sorted(places & {'cpu', 'disk'}))}, from where "
-                "they cannot be trained; give a device_map of accelerators alone, or a smaller model"
+                f"parts of the model are offloaded to {' and '.join(sorted(places & {'cpu', 'disk'}))}, where they "
+                "cannot be trained; give a device_map with accelerators only, or a smaller model"
             )
         return language_model(self.pretrained_model).device
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the head over from the ``v_head.*`` of a state dictionary, if it has them, in the shape it has there."""
+        """Load the head from the ``v_head.*`` of a state dictionary, if it has them; the head takes their shape."""
         if head := under("v_head.", state_dict):
             width, dropout = self.v_head.width, self.v_head.dropout.p
             self._put(ValueHead.like(head, width, dropout))
@@ -396,9 +404,9 @@ class _WithValueHead(PreTrainedModelWrapper):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits [B, T, V] in float32, the loss if ``labels`` are given, and values [B, T] of the state at each token.
+        """Return logits [B, T, V] in float32, the loss with ``labels``, and values [B, T] of the state at each token.
 
-        Of an encoder-decoder, T is the decoder's.
+        For an encoder-decoder, T is the length of the decoder's input.
         """
         outputs, hidden = self._run(
             input_ids=input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
@@ -407,34 +415,35 @@ class _WithValueHead(PreTrainedModelWrapper):
         return outputs.logits.float(), outputs.loss, values.to(outputs.logits.device)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own generation."""
+        """Generate with the model's own ``generate``."""
         return self.pretrained_model.generate(*args, **kwargs)
 
 
 class AutoModelForCausalLMWithValueHead(_WithValueHead):
     """A causal language model with a value head: ``model(input_ids) -> (logits, loss, values)``.
 
-    A new head has TRL's shape; one that was saved keeps the shape it has.
+    A new head has TRL's shape; a saved head keeps its shape.
 
     Args:
         pretrained_model: a language model.
-        summary_dropout_prob: dropout before the head; what the model's config says, or 0.1. It acts in training mode
-            only, and not under `trainkit.train` unless ``model.disable_dropout`` is false.
-        v_head_init_strategy: ``normal``, or None for torch's own.
-        v_head_initializer_range: standard deviation of ``normal``.
-        **kwargs: `PreTrainedModelWrapper`'s.
+        summary_dropout_prob: the dropout probability before the head; by default that of the model's config, or 0.1.
+            Dropout acts in training mode only, and in `trainkit.train` only if ``model.disable_dropout`` is false.
+        v_head_init_strategy: ``normal``, or None for torch's default.
+        v_head_initializer_range: the standard deviation of ``normal``.
+        **kwargs: those of `PreTrainedModelWrapper`.
 
     Raises:
-        ConfigError: the model has no language-model head, parts that are offloaded, or no such strategy is known.
+        ConfigError: the model has no language-model head or is partly offloaded, or the strategy is unknown.
     """
 
     transformers_parent_class = AutoModelForCausalLM
 
 
 class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
-    """An encoder-decoder with a value head on its decoder: ``model(input_ids, decoder_input_ids=...)`` gives as much.
+    """An encoder-decoder with a value head on its decoder.
 
-    The arguments are those of `AutoModelForCausalLMWithValueHead`.
+    ``model(input_ids, decoder_input_ids=...)`` returns ``(logits, loss, values)``. The arguments are those of
+    `AutoModelForCausalLMWithValueHead`.
     """
 
     transformers_parent_class = AutoModelForSeq2SeqLM
@@ -444,7 +453,7 @@ class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
 
 @contextmanager
 def unwrap_model_for_generation(model: Any, accelerator: Accelerator, is_peft_model: bool = False) -> Iterator[Any]:
-    """Within, the model outside what accelerate wrapped it in; with ``is_peft_model`` without its adapters (S-26)."""
+    """Yield the model without accelerate's wrappers, and with ``is_peft_model`` without its adapters (S-26)."""
     unwrapped = accelerator.unwrap_model(model)
     peft = getattr(unwrapped, "pretrained_model", unwrapped)
     with peft.disable_adapter() if is_peft_model else nullcontext():
@@ -470,7 +479,7 @@ def _live(model: Any, unused: list[str]) -> Any:
     if not hasattr(model, "get_output_embeddings") and not hasattr(model, "get_base_model"):
         raise ConfigError(f"give a hub id, a directory, or a model of transformers or peft; given {describe(model)}")
     if unused:
-        raise ConfigError(f"a live model is given, and {', '.join(unused)} would say how to load one; leave them out")
+        raise ConfigError(f"a live model is given, and {', '.join(unused)} would say how to load one; omit them")
     return model
 
 
@@ -479,33 +488,33 @@ def _add_adapter(model: Any, config: PeftConfig, preparation: dict[str, Any]) ->
 
     if has_adapter(model):
         raise ConfigError(
-            "peft_config is given, and the live model has an adapter already; leave peft_config out to train that one, "
-            "or merge it first"
+            "peft_config is given, but the live model already has an adapter; omit peft_config to train the existing "
+            "adapter, or merge that one first"
         )
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, **preparation)  # type: ignore[no-untyped-call]
     elif preparation:
-        raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; leave them out")
+        raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; omit them")
     with fitting(model):
         return get_peft_model(model, config)
 
 
 def _score_weights(adapter: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """``weight``, and ``bias`` if there is one, of the score layer that was saved with an adapter."""
+    """Load the ``weight``, and the ``bias`` if any, of the score layer that was saved with an adapter."""
     from peft.utils import load_peft_weights
 
     weights = load_peft_weights(adapter, device="cpu", **hub)
     score = {match[2]: weights[key] for key in weights if (match := re.search(r"(^|\.)score\.(weight|bias)$", key))}
     if "weight" not in score:
         raise ConfigError(
-            f"the adapter {adapter!r} has no score layer, which gives the reward; train it on an "
+            f"the adapter {adapter!r} has no score layer, which computes the reward; give one that was trained on an "
             "AutoModelForSequenceClassification, with task_type SEQ_CLS"
         )
     return score
 
 
 def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Transformers' arguments for ``load_in_8bit`` and ``load_in_4bit``; a quantised model goes to one device whole."""
+    """Convert ``load_in_8bit`` and ``load_in_4bit`` to transformers' arguments; by default, use a single device."""
     bits = [name for name in ("load_in_8bit", "load_in_4bit") if kwargs.pop(name, False)]
     if bits and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{bits[0]} needs bitsandbytes, which is not installed; pip install bitsandbytes")
@@ -521,7 +530,7 @@ def _quantisation(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_it_was(model: Any) -> Iterator[None]:
-    """Afterwards, adapters are active, parameters take gradients and modules are in training as before."""
+    """Restore the active adapters, ``requires_grad`` of the parameters and the training mode after the context."""
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     first, active = model.active_adapter, list(model.active_adapters)
@@ -529,7 +538,7 @@ def _as_it_was(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_adapter(first)
-        model.base_model.set_adapter(active)  # which may be several
+        model.base_model.set_adapter(active)  # there may be several active ones
         for parameter, wanted in gradients:
             parameter.requires_grad_(wanted)
         for module, training in modes:

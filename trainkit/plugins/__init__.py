@@ -1,4 +1,4 @@
-"""Finding, refusing, guarding and writing plugins. The names are loaded when they are first used."""
+"""Discovery, validation, registration and templates of plugins. Each name is imported when it is first used."""
 
 from __future__ import annotations
 

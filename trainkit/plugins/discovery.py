@@ -1,6 +1,6 @@
-"""Finding plugins by their entry points, refusing those that cannot be used, importing the ones a run names.
+"""Discovery of plugins by their entry points. Unusable plugins are refused, and those that a run names are imported.
 
-What is wrong with one plugin is said of that plugin alone, with its distribution and version; the others work.
+A fault of one plugin affects that plugin alone. The message names its distribution and version.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ BUILT_IN = {
     "rloo": "trainkit-rloo",
     "sft": "trainkit-sft",
 }
-"""trainkit's own algorithms, and the distributions they are in; no other may claim their names, installed or not."""
+"""trainkit's own algorithms and their distributions. No other distribution may use these names, installed or not."""
 DISABLE = "TRAINKIT_DISABLE_PLUGINS"
-"""The environment variable that names plugins or distributions to do without, separated by commas."""
+"""The environment variable that names plugins or distributions to disable, separated by commas."""
 
 OK, BROKEN, BLOCKED, SHADOWED = "ok", "broken", "blocked", "shadowed"
 
 _disabled: list[tuple[str, str]] = []
-"""What `disabled` names at present, each with what to call who said so."""
+"""(name, what disables it) of each name that `disabled` disables at present."""
 
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """One entry point of the group ``trainkit``, known without importing anything."""
+    """One entry point of the group ``trainkit``, read without importing anything."""
 
     name: str
-    """What a config writes."""
+    """The name that a configuration uses."""
     module: str
     """The module that holds the plugin."""
     distribution: str
@@ -63,26 +63,26 @@ class PluginInfo:
     api: str = ""
     """The versions of trainkit that its distribution requires; empty if it requires none."""
     origin: str = ""
-    """``built-in``, ``editable`` and the source's directory, or the directory that it is installed in."""
+    """``built-in``, ``editable`` with the directory of the source, or the directory that it is installed in."""
     kind: str = UNKNOWN
     """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe), or several; ``?`` if its source
-    does not tell."""
+    does not show it."""
     state: str = OK
-    """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another trainkit) or ``shadowed`` (its
-    name is another's)."""
+    """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another version of trainkit) or
+    ``shadowed`` (its name belongs to another plugin)."""
     why: str = ""
-    """Why it is not ``ok``, in a line that names distribution and version."""
+    """Why it is not ``ok``, in one line with distribution and version."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version}, module {self.module})"
 
     def refused(self, state: str, reason: str) -> PluginInfo:
-        """The same in another state."""
+        """Return the same plugin in another state, for this reason."""
         return replace(self, state=state, why=f"{self.distribution} {self.version}: {reason}")
 
 
 def discover() -> list[PluginInfo]:
-    """Every installed plugin, sorted by name; reads metadata and source, imports nothing.
+    """Return every installed plugin, sorted by name. Read metadata and source, and import nothing.
 
     The same name may appear twice.
     """
@@ -90,10 +90,10 @@ def discover() -> list[PluginInfo]:
 
 
 def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
-    """The one usable plugin called ``name`` (case-insensitive); ``registered`` are further names to suggest.
+    """Return the one usable plugin called ``name`` (case-insensitive); ``registered`` are further names to suggest.
 
     Raises:
-        RegistryError: there is none, or its name is a built-in's or claimed twice; the message lists the choices.
+        RegistryError: there is none, or its name is reserved for a built-in or claimed twice; lists the choices.
         PluginError: it is disabled, made for another version of trainkit, or cannot be imported.
     """
     claims = _claims()
@@ -105,7 +105,7 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
         own = BUILT_IN.get(name.lower())
         raise RegistryError(
             f"no plugin {name!r} is installed{suggest(name.lower(), names)}; available: {', '.join(names) or 'none'}. "
-            + (f"It is in {own}: pip install {own}" if own else f"One of yours needs an entry point in {GROUP!r}")
+            + (f"It is in {own}: pip install {own}" if own else f"Your own plugin needs an entry point in the group {GROUP!r}")
         )
     told = "; ".join(plugin.why for plugin in found)
     if {plugin.state for plugin in found} == {SHADOWED} and name.lower() not in BUILT_IN:
@@ -132,7 +132,7 @@ def _import(plugin: PluginInfo) -> ModuleType:
         return importlib.import_module(plugin.module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin may even call sys.exit() at import; only its own runs may suffer
+    except BaseException as error:  # a plugin may even call sys.exit() at import; that must not affect other plugins
         raise PluginError(
             f"plugin {plugin} failed to import: {said(error)}. "
             f"Repair or uninstall the distribution {plugin.distribution!r}, or disable it; other plugins are not "
@@ -144,7 +144,7 @@ def _import(plugin: PluginInfo) -> ModuleType:
 
 
 def _claims() -> list[PluginInfo]:
-    """Every installed plugin, as far as metadata tell what it is; the same name may appear twice."""
+    """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
     for dist in distributions():
@@ -162,7 +162,7 @@ def _claims() -> list[PluginInfo]:
 def _identity(dist: Distribution) -> tuple[str, str]:
     try:
         return dist.name or "?", dist.version or "?"
-    except Exception:  # metadata that are not there, or no text; what is raised differs by version
+    except Exception:  # missing or unreadable metadata; the error differs between versions
         return "?", "?"
 
 
@@ -184,10 +184,10 @@ def _plugins_of(dist: Distribution, name: str, version: str) -> Iterator[PluginI
 
 
 def _required(dist: Distribution) -> str:
-    """The versions of trainkit that the distribution requires.
+    """Return the versions of trainkit that the distribution requires.
 
     Raises:
-        ValueError: that requirement does not parse.
+        ValueError: the requirement does not parse.
     """
     from packaging.requirements import Requirement
 
@@ -215,19 +215,19 @@ def _text(dist: Distribution, file: str) -> str:
 
 
 def canonical(distribution: str) -> str:
-    """The name of a distribution as installers compare it."""
+    """Return the normalised name of a distribution, as installers compare it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
-    """``plugin``, blocked or shadowed if it is."""
+    """Return ``plugin``, in the state ``blocked`` or ``shadowed`` if that applies."""
     if reason := _blocked(plugin):
         return plugin.refused(BLOCKED, reason)
     if plugin.state == BROKEN:
         return plugin
     owner = BUILT_IN.get(plugin.name)
     if owner and canonical(plugin.distribution) != owner:
-        return plugin.refused(SHADOWED, f"the name {plugin.name!r} is that of trainkit's own {owner}; it needs another")
+        return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to trainkit's own {owner}; choose another")
     if owner:
         return plugin
     rivals = [p for p in claims if p.name == plugin.name and p is not plugin and not _blocked(p)]
@@ -240,7 +240,7 @@ def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
 
 
 def _blocked(plugin: PluginInfo) -> str:
-    """Why ``plugin`` may not be used, whatever it holds; empty if it may."""
+    """Return why ``plugin`` may not be used, whatever its module contains; empty if it may."""
     if by := disabled_by(plugin.name, plugin.distribution):
         return f"disabled by {by}"
     if plugin.api in ("", "?"):
@@ -251,11 +251,11 @@ def _blocked(plugin: PluginInfo) -> str:
 
     if SpecifierSet(plugin.api).contains(__version__, prereleases=True):
         return ""
-    return f"it is made for trainkit {plugin.api}, and this is trainkit {__version__}; install another version"
+    return f"it requires trainkit {plugin.api}, and this is trainkit {__version__}; install another version"
 
 
 def _examined(plugin: PluginInfo) -> PluginInfo:
-    """``plugin`` with its kind, broken if its module cannot be imported, as its source tells."""
+    """Return ``plugin`` with its kind; in the state ``broken`` if its source shows that it cannot be imported."""
     if plugin.state == BROKEN:
         return plugin
     if all(part.isidentifier() for part in plugin.module.split(".")):
@@ -263,7 +263,7 @@ def _examined(plugin: PluginInfo) -> PluginInfo:
         known, fault = replace(plugin, kind=reading.kind), reading.fault
     else:
         known = plugin
-        fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value is a module alone, without a class"
+        fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module alone, without a class"
     return known.refused(BROKEN, fault) if fault and known.state == OK else known
 
 
@@ -272,7 +272,7 @@ def _examined(plugin: PluginInfo) -> PluginInfo:
 
 @contextmanager
 def disabled(names: Iterable[str], by: str) -> Iterator[None]:
-    """Do without the plugins or distributions ``names`` inside; ``by`` is what errors say they are disabled by."""
+    """Disable the plugins or distributions ``names`` inside the block; errors name ``by`` as the reason."""
     given = [(name.strip().lower(), by) for name in names]
     _disabled.extend(given)
     try:
@@ -283,7 +283,7 @@ def disabled(names: Iterable[str], by: str) -> Iterator[None]:
 
 
 def disabled_by(name: str, distribution: str | None = None) -> str:
-    """What disables the plugin: the environment variable, an option; empty if nothing does."""
+    """Return what disables the plugin, the environment variable or an option; empty if nothing does."""
     for given, by in _disabling():
         if given == name.lower() or (distribution and canonical(given) == canonical(distribution)):
             return by
@@ -296,21 +296,21 @@ def _disabling() -> list[tuple[str, str]]:
 
 
 def unknown_disabled(known: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """(by, what is wrong) of every name that is disabled and belongs to no installed plugin, nor to ``known``."""
+    """Return (by, message) for every disabled name that is neither installed nor in ``known``."""
     if not _disabling():
         return []
     claims = _claims()
     names = {plugin.name for plugin in claims} | {name.lower() for name in known}
     homes = {canonical(plugin.distribution) for plugin in claims}
     return [
-        (by, f"{by} names {name!r}, which is no installed plugin or distribution{suggest(name, names | homes)}")
+        (by, f"{by} names {name!r}, which is not an installed plugin or distribution{suggest(name, names | homes)}")
         for name, by in _disabling()
         if name not in names and canonical(name) not in homes
     ]
 
 
 def without_disabled(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of the plugins ``names`` that are not disabled, and what to tell people: which are, and what by."""
+    """Return the plugins in ``names`` that are not disabled, and messages about those that are."""
     told = [message for _, message in unknown_disabled(names)]
     gone = {name: by for name in names if (by := why_disabled(name))}
     told += [f"the plugin {name!r} is disabled by {by}; the run goes on without it" for name, by in gone.items()]
@@ -318,7 +318,7 @@ def without_disabled(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def why_disabled(name: str, module: str = "") -> str:
-    """What disables all that is called ``name``, or what of it is in ``module``; empty if nothing does."""
+    """Return what disables every plugin called ``name`` (or those in ``module``); empty if one is not disabled."""
     if not _disabling():
         return ""
     claims = [plugin for plugin in _claims() if plugin.name == name.lower() and _is_of(plugin, module)]
@@ -326,21 +326,21 @@ def why_disabled(name: str, module: str = "") -> str:
     return reasons[0] if all(reasons) else ""
 
 
-# ---------------------------------------------------------------------------------------------------- for names
+# -------------------------------------------------------------------------------------------------------- names
 
 
 def is_installed(name: str, module: str) -> bool:
-    """Whether ``module`` belongs to an installed plugin of that name."""
+    """Return whether ``module`` belongs to an installed plugin called ``name``."""
     return any(plugin.name == name and _is_of(plugin, module) for plugin in _claims())
 
 
 def trainers() -> list[str]:
-    """Names of the installed plugins that can be used and, as their source tells, are trainers."""
+    """Return the names of the usable installed plugins that are trainers, according to their source."""
     return sorted({plugin.name for plugin in discover() if plugin.state == OK and TRAINER in plugin.kind})
 
 
 def owner_of(name: str, module: str) -> str:
-    """Whose the plugin name is, in words, where ``module`` is no part of its owner; empty otherwise."""
+    """Return the owner of the plugin name, in words; empty if there is none, or if ``module`` belongs to it."""
     own = BUILT_IN.get(name)
     if own:
         return "" if own.replace("-", "_") == module.split(".")[0] else f"trainkit's own {own}"
@@ -349,7 +349,7 @@ def owner_of(name: str, module: str) -> str:
 
 
 def _is_of(plugin: PluginInfo, module: str) -> bool:
-    """Whether ``module`` is in the plugin's package; an empty one is in any."""
+    """Return whether ``module`` is in the plugin's package; an empty one is in any."""
     return not module or plugin.module.split(".")[0] == module.split(".")[0]
 
 
@@ -357,16 +357,16 @@ def _is_of(plugin: PluginInfo, module: str) -> bool:
 
 
 def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.PluginManager:
-    """Hooks of the named plugins and of plain objects (callbacks, trackers), checked for misspelt names.
+    """Return a manager with the hooks of the named plugins and of plain objects (callbacks, trackers).
 
-    An error that one of them raises when it is called says whose it is; see `trainkit.plugins.guard`.
+    Names and arguments of the hooks are checked. An error of a hook names its owner; see `trainkit.plugins.guard`.
 
     Args:
-        modules: plugin names to load; each module is registered once, whatever its number of names.
+        modules: plugin names to load; a module with several names is registered once.
         objects: instances with ``@hookimpl`` methods.
 
     Raises:
-        PluginError: a hook does not exist, has wrong arguments, or an object implements none.
+        PluginError: a hook does not exist or has wrong arguments, or an object implements no hook.
     """
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
@@ -403,27 +403,27 @@ def _register_hooks(manager: pluggy.PluginManager, plugin: object, label: str) -
 
 
 def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
-    """What pluggy lets pass, and then never gives or never runs.
+    """Check for signatures that pluggy accepts, but calls without the arguments or never runs.
 
     Raises:
-        ValueError: says what.
+        ValueError: the hook has one; says which.
     """
     function, told = hook.function, caller.spec.argnames if caller.spec else ()
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"{caller.name} is async, and hooks are not awaited; write def")
     if inspect.isgeneratorfunction(function) and not (hook.wrapper or hook.hookwrapper):
-        raise ValueError(f"{caller.name} is a generator, whose body would never run; leave yield out")
+        raise ValueError(f"{caller.name} is a generator, whose body would never run; remove yield")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ValueError(f"{caller.name} takes {parameter}, and would be given nothing; name the arguments")
         plain = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if not plain and (parameter.name in told or parameter.default is parameter.empty):
             raise ValueError(
-                f"{caller.name} takes {parameter.name!r} with a default or by keyword alone, and would not be given "
+                f"{caller.name} takes {parameter.name!r} with a default or as keyword-only, and would not be given "
                 f"it; write it as a plain argument"
             )
 
 
 def is_imported(plugin: PluginInfo) -> bool:
-    """Whether the plugin's module is loaded in this process."""
+    """Return whether the plugin's module is imported in this process."""
     return plugin.module in sys.modules

@@ -1,4 +1,4 @@
-"""Functions and files that people point at, imported."""
+"""Import of the functions and files that a user names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.errors import ConfigError, TrainkitError, suggest
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
+    """Return the function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
 
     Raises:
         ConfigError: it is not of that form, there is no such file, module or function, or importing it failed.
@@ -35,13 +35,15 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a file once, under its own name (its folder's before it where that is taken); modules beside it are found.
+    """Import a file once, and return its module. The file can import modules in its own folder.
+
+    The module has the name of the file, or FOLDER_FILE if that name is taken.
 
     Raises:
         ConfigError: there is no such file, or importing it failed.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+        raise ConfigError(f"there is no file {str(path)!r} (the working directory is {Path.cwd()})")
     path = path.resolve()
     name = path.stem if _is_at(sys.modules.get(path.stem), path) else f"{path.parent.name}_{path.stem}"
     if name in sys.modules and _is_at(sys.modules[name], path):
@@ -68,12 +70,12 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _is_at(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module is, or a name that is still free may become, the one of ``path``."""
+    """Return whether ``module`` is the one of ``path``, or None: its name is free."""
     return module is None or getattr(module, "__file__", None) == str(path)
 
 
 def _search_last(folder: Path) -> None:
-    """Let modules in ``folder`` be found, unless an installed one has the name: a folder `datasets` hides nothing."""
+    """Append ``folder`` to the import path, after installed modules: a file `datasets.py` in it must not hide any."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -1,4 +1,4 @@
-"""What becomes of a hook that raises: the run stops and says whose it was, or goes on without an optional observer."""
+"""Errors of hooks: the run stops and names the owner of the hook, or continues without an optional observer."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from trainkit.errors import HookError, PluginError, describe
 log = logging.getLogger(__name__)
 
 PROVIDERS = frozenset({"make_sampler"})
-"""Hooks whose answer the run is made with; every other one observes."""
+"""Hooks whose return value the run uses; all others observe."""
 LAST = "on_train_end"
-"""The hook that all are told, also after one has failed: its errors are returned to who calls it, not raised."""
+"""The hook that is called on all observers, even after one has failed: its errors are returned, not raised."""
 
 _FAILURES: WeakSet[HookError] = WeakSet()
-"""Errors that say already whose they are: one of them in another hook is of a hook that this one has set off."""
+"""Errors that already name the owner of a hook. They pass unchanged through a hook that triggered the failed one."""
 
 
 @dataclass
 class Watched:
-    """A plugin's module or an object, and the errors of its hooks."""
+    """A plugin's module or an object, whose hooks may fail."""
 
     owner: str
-    """Whose hooks they are, in words."""
+    """The plugin or object, in words."""
     place: str
-    """Where it would be declared optional, in words."""
+    """Where ``optional`` is to be written, in words."""
     optional: bool
-    """Whether the run goes on without it."""
+    """Whether a run continues without it if one of its hooks fails."""
     dismissed: bool = False
-    """It was optional and failed, and is told nothing more."""
+    """Whether it is optional and has failed. Then its observing hooks are not called again."""
 
     def guard(self, impl: pluggy.HookImpl, hook: str) -> None:
-        """Have the errors of one of its hooks go through `failed`.
+        """Wrap one of its hooks, so that `failed` handles the hook's errors.
 
         Raises:
-            PluginError: it would wrap around the others' hooks instead of being one itself.
+            PluginError: the hook is a wrapper around the hooks of others.
         """
         if impl.wrapper or impl.hookwrapper:
             raise PluginError(
-                f"the hook {hook} of {self.owner} is a wrapper around those of others, and hooks of a run stand beside "
-                "each other; mark it with @trainkit.hookimpl alone"
+                f"the hook {hook} of {self.owner} is a wrapper around those of others, which trainkit does not "
+                "support; mark it with @trainkit.hookimpl, without wrapper or hookwrapper"
             )
         told = impl.function
 
@@ -59,13 +59,13 @@ class Watched:
             return answer if hook in PROVIDERS else None
 
         impl.function = guarded  # type: ignore[misc]
-        impl.argnames = ("trainer", *impl.argnames)  # type: ignore[misc]  # an error says the step
+        impl.argnames = ("trainer", *impl.argnames)  # type: ignore[misc]  # an error names the step
 
     def failed(self, hook: str, trainer: Any, error: Exception) -> HookError | None:
-        """What follows from an error of a hook.
+        """Handle an error of a hook: log it if the observer is optional; return it if the hook is `LAST`; else raise it.
 
         Raises:
-            HookError: unless it is optional, or the hook is the `LAST`, which gets the error back.
+            HookError: names the hook, its owner and the step; the error is its cause.
         """
         if isinstance(error, HookError) and error in _FAILURES:
             failure = error
@@ -73,7 +73,7 @@ class Watched:
             what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {said(error)}"
             if self.optional and hook not in PROVIDERS:
                 self.dismissed = True
-                log.warning("%s. It is optional: it is told nothing more, and the run goes on", what, exc_info=error)
+                log.warning("%s. It is optional: the run goes on, and does not call it again", what, exc_info=error)
                 return None
             failure = HookError(f"{what}. {self._way_out(hook)}")
             failure.__cause__ = error
@@ -84,27 +84,27 @@ class Watched:
 
     def _way_out(self, hook: str) -> str:
         if hook in PROVIDERS:
-            return "Repair it or leave it out; what a run is made with is never optional"
-        return f"Repair it, leave it out, or write optional = True in {self.place}: runs then go on without it"
+            return "Repair it or remove it; a hook that a run depends on is never optional"
+        return f"Repair it, remove it, or write optional = True in {self.place}: runs then go on without it"
 
 
 def one_line(text: object) -> str:
-    """``text`` without line breaks, as a message quotes it."""
+    """Return ``text`` without line breaks, as messages quote it."""
     return " ".join(str(text).split())
 
 
 def said(error: BaseException) -> str:
-    """The error in one line: its type, and what it says, if it says anything."""
+    """Return the error in one line: its type, and its message if it has one."""
     return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
 
 
 def watch(manager: pluggy.PluginManager, plugin: object, owner: str) -> None:
-    """Guard the hooks of a registered module or object; ``owner`` is what it is in words.
+    """Guard the hooks of a registered module or object; ``owner`` describes it in words.
 
     It is optional if it has an attribute ``optional`` that is True.
 
     Raises:
-        PluginError: ``optional`` is no truth value, or one of the hooks is a wrapper.
+        PluginError: ``optional`` is not a bool, or one of the hooks is a wrapper.
     """
     optional = getattr(plugin, "optional", False)
     if not isinstance(optional, bool):

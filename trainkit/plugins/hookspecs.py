@@ -1,4 +1,4 @@
-"""The hooks. Observers are told what happened and change nothing; ``make_sampler`` is the one provider."""
+"""The hooks. They observe a run and change nothing, except ``make_sampler``, which provides the sampler."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 @hookspec
 def on_train_begin(trainer: Trainer) -> None:
-    """Called when training begins; model, tokenizer and run directory are ready."""
+    """Observe the beginning of training; model, tokenizer and run directory are ready."""
 
 
 @hookspec
 def on_train_end(trainer: Trainer) -> None:
-    """Called when training has ended, also by an error."""
+    """Observe the end of training, also after an error."""
 
 
 @hookspec
 def on_experience(trainer: Trainer, experience: Batch, rollouts: list[Rollouts]) -> None:
-    """A collection of experience is complete; ``rollouts`` is empty for offline algorithms."""
+    """Observe a complete collection of experience; ``rollouts`` is empty for offline algorithms."""
 
 
 @hookspec
 def on_step(trainer: Trainer, step: int) -> None:
-    """One optimizer step was made; ``step`` counts from 1."""
+    """Observe an optimizer step; ``step`` counts from 1."""
 
 
 @hookspec
 def on_evaluate(trainer: Trainer, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-    """An evaluation is done; ``samples`` holds one dict per response: prompt, output, reward, metrics.
+    """Observe an evaluation; ``samples`` holds one dict per response: prompt, output, reward, metrics.
 
-    It is empty where held-out samples alone were measured.
+    ``samples`` is empty if the evaluation only measured held-out samples.
     """
 
 
 @hookspec
 def on_save(trainer: Trainer, step: int, path: Path) -> None:
-    """A checkpoint was written, whole, at ``path``."""
+    """Observe a checkpoint that has been written completely to ``path``."""
 
 
 @hookspec
 def log_metrics(trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-    """Metrics as floats, already reduced over processes. Called on the main process only."""
+    """Receive metrics as floats, already reduced over processes. Called on the main process only."""
 
 
 @hookspec(firstresult=True)
 def make_sampler(trainer: Trainer) -> Sampler | None:
-    """Return the sampler to use instead of the core's, or None to leave the choice to others."""
+    """Return the sampler to use instead of trainkit's own, or None to leave the choice to other plugins."""

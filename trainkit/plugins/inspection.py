@@ -1,4 +1,4 @@
-"""What a plugin's module holds, read from its source: nothing is imported, so nothing of it can run."""
+"""The contents of a plugin's module, read from its source. The module is not imported, so none of its code runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Reading:
     """What was found in a module, or why nothing was."""
 
     kind: str = UNKNOWN
-    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several of them with commas."""
+    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several are separated by commas."""
     fault: str = ""
-    """Why importing it cannot succeed; empty where the source shows no reason."""
+    """Why the import cannot succeed; empty if the source shows no reason."""
 
 
 def read_module(module: str, name: str) -> Reading:
-    """What the plugin called ``name`` is, by the source of ``module`` and of what it imports from its own package.
+    """Return the kind of the plugin called ``name``, from the source of ``module`` and of its package's modules.
 
-    Only what stands in the source is seen: decorators and calls of ``register_trainer``, functions marked
-    ``hookimpl``. A module that is not there, or does not parse, is a fault.
+    Of the package, the modules that ``module`` imports are read. Their source shows decorators and calls of
+    ``register_trainer``, and functions marked ``hookimpl``. A module that does not exist or parse is a fault.
     """
     found: set[str] = set()
     waiting, seen = [module], {module}
@@ -39,7 +39,7 @@ def read_module(module: str, name: str) -> Reading:
         except ModuleNotFoundError as error:
             if current == module:
                 return Reading(fault=str(error))
-            continue  # an attribute of a package, or made by an import hook
+            continue  # an attribute of a package, or a module from an import hook
         except SyntaxError as error:
             where = f" (line {error.lineno})" if error.lineno else ""
             return Reading(fault=f"{current} does not parse: {error.msg}{where}")
@@ -52,25 +52,25 @@ def read_module(module: str, name: str) -> Reading:
 
 
 def _parse(module: str) -> ast.Module | None:
-    """The module's syntax tree; None where there is no source to read."""
+    """Return the module's syntax tree, or None if there is no source to read."""
     spec = _find(module)
     read = getattr(spec.loader, "get_source", None) if spec else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what its author would be warned of is no concern of who lists it
+        warnings.simplefilter("ignore")  # these warnings are for the author of the plugin, not for its users
         try:
             source: str | None = read(module) if read else None
             return None if source is None else ast.parse(source)
         except ImportError:
             return None
-        except (ValueError, RecursionError, MemoryError) as error:  # not text, or nothing that Python can parse
+        except (ValueError, RecursionError, MemoryError) as error:  # not text, or not parseable
             raise SyntaxError(f"{type(error).__name__}: {error}") from error
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Where the module is; None where that cannot be told.
+    """Return the module's spec, or None if it cannot be determined.
 
     Raises:
-        ModuleNotFoundError: nowhere.
+        ModuleNotFoundError: there is no such module.
     """
     top, *rest = module.split(".")
     try:
@@ -96,7 +96,7 @@ def _find_inside(module: str, places: Sequence[str]) -> ModuleSpec | None:
 
 
 def _kinds(tree: ast.Module, name: str) -> Iterator[str]:
-    """What the tree makes of the plugin called ``name``."""
+    """Yield the kinds of the plugin called ``name`` that the tree shows."""
     marks = {mark: mark for mark in _MARKS} | {
         alias.asname: alias.name
         for node in ast.walk(tree)
@@ -114,7 +114,7 @@ def _kinds(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
-    """Whether it registers a trainer called ``name``: by its class's own name, or by a call that gives one."""
+    """Return whether the node registers a trainer called ``name``, by its class's name or by a call with a name."""
     if isinstance(node, ast.ClassDef):
         bare = [d for d in node.decorator_list if not isinstance(d, ast.Call)]
         return node.name.lower() == name and any(_mark(d, marks) == "register_trainer" for d in bare)
@@ -122,19 +122,19 @@ def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
 
 
 def _mark(node: ast.expr, marks: dict[str, str]) -> str | None:
-    """``register_trainer`` or ``hookimpl``, if that is what the expression names."""
+    """Return ``register_trainer`` or ``hookimpl`` if the expression names it, or None."""
     last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return marks.get(last)
 
 
 def _may_name(call: ast.Call, name: str) -> bool:
-    """Whether the call's first argument is ``name``, or something that only running it would tell."""
+    """Return whether the call's first argument is ``name``, or has a value that is only known at run time."""
     first = call.args[0] if call.args else None
     return not isinstance(first, ast.Constant) or str(first.value).lower() == name
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[str]:
-    """The modules of its own package that importing it imports first thing."""
+    """Yield the modules of its own package that ``module`` imports at top level."""
     top = module.split(".")[0]
     package = module if _is_package(module) else module.rpartition(".")[0]
     for node in tree.body:

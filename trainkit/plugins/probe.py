@@ -1,4 +1,4 @@
-"""Whether plugins can be imported, each tried in a process of its own: whatever one does there, it does it alone."""
+"""Test imports of plugins, each in a separate process, so that an import cannot affect anything else."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainkit.plugins.guard import one_line, said
 TIMEOUT = 120.0
 """Seconds that an import may take."""
 AT_ONCE = 2
-"""Processes at a time; one may take a gigabyte."""
+"""Number of processes at a time; each may need a gigabyte of memory."""
 
 
 def probe(plugins: Iterable[PluginInfo], timeout: float = TIMEOUT) -> list[PluginInfo]:
-    """The plugins, those broken whose import fails, does not end, or yields hooks that do not fit, or nothing.
+    """Return the plugins, in the state ``broken`` if their import fails or does not end, or their hooks do not fit.
 
-    Only plugins in the state ``ok`` are imported.
+    A plugin that defines neither a trainer of its name nor hooks is ``broken`` too. Only plugins in the state ``ok`` are imported.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda plugin: _probed(plugin, timeout) if plugin.state == OK else plugin, plugins))
@@ -34,7 +34,7 @@ def probe(plugins: Iterable[PluginInfo], timeout: float = TIMEOUT) -> list[Plugi
 
 def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
     with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"  # what a plugin prints is its own
+        result = Path(directory) / "result.json"  # a file, as the plugin may print anything
         search = os.pathsep.join(place or os.getcwd() for place in sys.path)
         try:
             code = subprocess.run(
@@ -64,7 +64,7 @@ def _ended(code: int) -> str:
 
 
 def examine(name: str) -> None:
-    """Import the plugin called ``name`` in this process and look at what it brings.
+    """Import the plugin called ``name`` in this process, and check its hooks and its trainer.
 
     Raises:
         RegistryError, PluginError: it cannot be used.
@@ -80,7 +80,7 @@ def _main(name: str, result: str) -> None:
         cause = error.__cause__
         fault = said(cause) if isinstance(error, PluginError) and cause else one_line(error)
     Path(result).write_text(json.dumps(fault), encoding="utf-8")
-    os._exit(0)  # what the plugin has started ends with it
+    os._exit(0)  # without waiting for threads that the plugin has started
 
 
 if __name__ == "__main__":

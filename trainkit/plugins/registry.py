@@ -1,4 +1,4 @@
-"""Trainer names: registered by a decorator, found through entry points. Imports no plugin until one is asked for."""
+"""Trainer names, registered by a decorator or found through entry points. A plugin is imported on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARROWS = {
     "experience": "scored rollouts → experience",
     "loss": "experience → loss and metrics",
 }
-"""The arrows of an algorithm, and what each is from and to."""
+"""The methods that an algorithm implements, and the input and output of each."""
 
 
 @overload
@@ -37,8 +37,8 @@ def register_trainer(name: str | C) -> Callable[[C], C] | C:
     Names are case-insensitive. Running the same definition again (a notebook cell, a reload) replaces it.
 
     Raises:
-        RegistryError: the name belongs to another class or to an installed plugin, or the class is no trainer of that
-            name, or misses one of the arrows; says which.
+        RegistryError: the name belongs to another class or to an installed plugin; the class has no method config of
+            that name; or it lacks a method that an algorithm implements. Says which.
     """
     if isinstance(name, str):
         return lambda cls: _register(cls, name.lower())
@@ -64,26 +64,26 @@ def _register(cls: C, name: str) -> C:
         )
     if missing := _missing(cls):
         raise RegistryError(
-            f"{cls.__qualname__} cannot be registered as {name!r}: it misses "
+            f"{cls.__qualname__} cannot be registered as {name!r}: it does not define "
             f"{' and '.join(f'{m} ({ARROWS[m]})' if m in ARROWS else m for m in missing)}; write it in the class"
         )
     if owner := owner_of(name, cls.__module__):
         raise RegistryError(
             f"the trainer name {name!r} belongs to {owner}, whose module alone may register it; "
-            f"give {cls.__module__}.{cls.__qualname__} another"
+            f"give {cls.__module__}.{cls.__qualname__} another name"
         )
     taken = _TRAINERS.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise RegistryError(
             f"the trainer name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
-            f"give {cls.__module__}.{cls.__qualname__} another"
+            f"give {cls.__module__}.{cls.__qualname__} another name"
         )
     _TRAINERS[name] = cls
     return cls
 
 
 def _missing(cls: type) -> list[str]:
-    """What a trainer must say and this one does not: arrows, and what else its base class leaves to it."""
+    """Return the methods and attributes that a trainer must define and this one does not."""
     told = getattr(cls, "_unwritten", None)
     if told is not None:
         return list(told())
@@ -91,16 +91,16 @@ def _missing(cls: type) -> list[str]:
 
 
 def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
-    """The trainer class registered as ``name`` (case-insensitive), importing its plugin if need be.
+    """Return the trainer class registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     Raises:
-        RegistryError: no such trainer; lists what is installed.
+        RegistryError: there is no such trainer; lists the installed ones.
         PluginError: its plugin is disabled, or cannot be used; names the distribution.
     """
     key = name.lower()
     if key in _TRAINERS and (by := why_disabled(key, _TRAINERS[key].__module__)):
         if is_installed(key, _TRAINERS[key].__module__):
-            find_plugin(key)  # raises, with its distribution
+            find_plugin(key)  # raises an error that names the distribution
         raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
         before = dict(_TRAINERS)
@@ -118,30 +118,30 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a trainer of that name is there, without importing anything for it."""
+    """Return whether a trainer of that name is registered; import nothing."""
     return name.lower() in _TRAINERS
 
 
 def check_brought(names: Iterable[str], hooks: pluggy.PluginManager) -> None:
-    """Refuse what brings a run nothing: each of the plugins ``names``, loaded into ``hooks``, trains or has hooks.
+    """Check that each of the plugins ``names``, loaded into ``hooks``, has a trainer of its name or hooks.
 
     Raises:
-        PluginError: one does neither.
+        PluginError: one has neither.
     """
     for plugin in map(find_plugin, names):
         if not is_registered(plugin.name) and not hooks.get_hookcallers(sys.modules[plugin.module]):
             raise PluginError(
-                f"plugin {plugin} brings nothing: it registers no trainer {plugin.name!r} and has no hooks; it needs "
+                f"plugin {plugin} provides nothing: it registers no trainer {plugin.name!r} and has no hooks; it needs "
                 f'@register_trainer("{plugin.name}"), or functions marked @trainkit.hookimpl'
             )
 
 
 def available_trainers() -> list[str]:
-    """Names that a config may use: registered ones and installed plugins that are usable (and are not imported).
+    """Return the names that a config may use: registered trainers and usable installed plugins, without importing any.
 
-    What is disabled, broken, shadowed or made for another version of trainkit is left out, as far as that shows
-    without importing it; so are plugins whose source registers no trainer of their name, and names that begin with an
-    underscore, which are somebody's own, such as the kit's.
+    Plugins that are disabled, broken, shadowed or made for another version of trainkit are excluded, as far as this is
+    known without importing them. So are plugins whose source registers no trainer of their name, and names that begin
+    with an underscore, which are private, such as those in `trainkit.testing`.
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
     return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""Beginning a plugin: a directory from a template, which is a working plugin itself."""
+"""New plugins, written from templates. Each template is itself a working plugin."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ TEMPLATES = Path(__file__).parent / "_templates"
 
 
 class Kind(StrEnum):
-    """What a plugin is for."""
+    """The kind of a plugin."""
 
     TRAINER = "trainer"
     """An algorithm."""
     TRACKER = "tracker"
     """Hooks that observe a run."""
     SAMPLER = "sampler"
-    """A hook that gives a run its sampler."""
+    """A hook that provides the sampler of a run."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a new plugin is called: ``my_algo`` in configurations, and from this ``trainkit_my_algo`` in Python,
-    ``trainkit-my-algo`` to pip, ``MyAlgo`` in classes. Hyphens and underscores are one, as they are to pip."""
+    """The names of a new plugin: ``my_algo`` in configurations, ``trainkit_my_algo`` as a module, ``trainkit-my-algo``
+    for pip, ``MyAlgo`` in names of classes. Hyphens and underscores are equivalent, as for pip."""
 
     plugin: str
-    """What a configuration writes."""
+    """The name in configurations."""
     classes: str
-    """What names of classes begin with."""
+    """The beginning of the names of classes."""
 
     @classmethod
     def of(cls, given: str) -> Names:
-        """The names that follow from the one on the command line.
+        """Return the names that follow from the one on the command line.
 
         Raises:
-            ConfigError: Python or pip could not use them.
+            ConfigError: Python, pip or a configuration cannot use them.
         """
         import yaml
 
@@ -60,23 +60,23 @@ class Names:
             )
         if plugin.startswith("trainkit_"):
             raise ConfigError(
-                f"given {given!r}; 'trainkit-' is put before the name by itself: "
+                f"given {given!r}; 'trainkit-' is put before the name automatically: "
                 f"trainkit new-plugin {given[len('trainkit-') :]}"
             )
         return cls(plugin, "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", given)))
 
     @property
     def distribution(self) -> str:
-        """What pip calls it."""
+        """The name of the distribution, for pip."""
         return f"trainkit-{self.plugin.replace('_', '-')}"
 
     @property
     def module(self) -> str:
-        """Its one module."""
+        """The name of the plugin's only module."""
         return f"trainkit_{self.plugin}"
 
     def fill(self, text: str) -> str:
-        """A template's text, or path, under these names instead of its own."""
+        """Return a template's text or path, with these names in place of the template's own."""
         written = {
             "new_plugin": self.plugin,
             "new-plugin": self.plugin.replace("_", "-"),
@@ -87,15 +87,15 @@ class Names:
 
 
 def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, list[Path]]:
-    """Write the directory of a new plugin: what it is called, and its files.
+    """Write the directory of a new plugin; return the plugin's names and files.
 
     Args:
         given: its name.
-        kind: what it is for.
-        out: the directory; ``trainkit-NAME``, here, without it.
+        kind: its kind.
+        out: the directory; by default ``trainkit-NAME`` in the working directory.
 
     Raises:
-        ConfigError: it cannot be called so; the directory is not empty, or cannot be written.
+        ConfigError: the name cannot be used; the directory is not empty, or cannot be written.
         RegistryError: the name is taken.
     """
     names = Names.of(given)
@@ -113,7 +113,7 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
 
 
 def _check_free(names: Names) -> None:
-    """Raise a `RegistryError` if a plugin or a distribution is called so, or the name is one of trainkit's own."""
+    """Raise a `RegistryError` if a plugin or distribution has the name, or it is one of trainkit's own."""
     if own := BUILT_IN.get(names.plugin):
         raise RegistryError(f"the name {names.plugin!r} belongs to trainkit's own {own}; choose another")
     for plugin in discover():
@@ -126,7 +126,10 @@ def _check_free(names: Names) -> None:
 
 
 def _requirement() -> str:
-    """This trainkit and what will be compatible with it: the minor number changes when something is taken away."""
+    """Return the requirement of this version of trainkit and the later ones that are compatible with it.
+
+    Removing something raises the minor number, and from 1.0 on the major number.
+    """
     from trainkit import __version__
 
     major, minor = (int(number) for number in __version__.split(".")[:2])
@@ -134,7 +137,7 @@ def _requirement() -> str:
 
 
 def _write(target: Path, files: dict[Path, str]) -> None:
-    """Write all files into the directory, which is empty or not there, or leave it as it was."""
+    """Write all files into the directory, which is empty or does not exist; on an error, leave it as it was."""
     existed = target.is_dir()
     try:
         target.mkdir(exist_ok=True)
@@ -151,8 +154,8 @@ def _write(target: Path, files: dict[Path, str]) -> None:
 
 
 def _clear(target: Path, *, keep: bool) -> None:
-    """Remove the directory, or what is in it."""
-    if not target.is_dir():  # there was nothing to remove, or a file that is not ours
+    """Remove the contents of the directory, and unless ``keep`` the directory too."""
+    if not target.is_dir():  # it does not exist, or is a file that was there before
         return
     for path in target.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -22,7 +22,6 @@ from trainkit.rollouts.sampler import (
     assemble,
     cut_at_stop,
     decode,
-    eos_ids,
     make_sampler,
 )
 
@@ -40,7 +39,6 @@ __all__ = [
     "check_scores",
     "cut_at_stop",
     "decode",
-    "eos_ids",
     "explained",
     "make_sampler",
     "means",

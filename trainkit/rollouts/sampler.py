@@ -22,7 +22,7 @@ from transformers import (
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
-from trainkit.models.loading import pad_id
+from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
 from trainkit.seeding import row_seeds
@@ -403,13 +403,6 @@ class _Ended(StoppingCriteria):
 
 
 # ---------------------------------------------------------------------------------------------------- ids and text
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's EOS and those of the model's generation config, of which chat models have several (S-65)."""
-    more = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    more = more if isinstance(more, list) else [] if more is None else [more]
-    return sorted({tokenizer.eos_token_id, *more})
 
 
 def assemble(

@@ -1,4 +1,4 @@
-"""A run's directory: checkpoints, exports and their cards, the lock, provenance, trackers, stopping by SIGTERM."""
+"""A run's directory: checkpoints, exports and their model cards, the lock, provenance, trackers, SIGTERM."""
 
 from trainkit.runs.checkpoint import find_fault, newest_whole, read_state, write_state
 from trainkit.runs.lock import RunLock

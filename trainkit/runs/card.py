@@ -1,4 +1,4 @@
-"""The model card of an export, ``README.md``: what it is, how it is loaded, by what and how it was trained."""
+"""The model card of an export, ``README.md``: how to load the model, its provenance, evaluation and configuration."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
-"""The line by which a card of ours is known from one that somebody has written."""
+"""The line that marks a model card as written by trainkit, not by hand."""
 LIBRARIES = ("torch", "transformers")
 PRIVATE = ("token", "use_auth_token", "cache_dir")
-"""Arguments of `from_pretrained` that are nobody else's business."""
+"""Arguments of `from_pretrained` that the model card does not show."""
 
 
 def write(trainer: Trainer, building: Path, target: Path) -> None:
-    """Write the card of an export into ``building``, in the place of any that a library has left there.
+    """Write the model card of an export into ``building``, replacing any that a library has written there.
 
-    A card that somebody has written into ``target``, where the export goes, is kept.
+    A card in ``target``, the destination of the export, is kept if it was written by hand.
     """
     if written_by_hand(target / CARD):
         (building / CARD).unlink(missing_ok=True)
@@ -35,12 +35,12 @@ def write(trainer: Trainer, building: Path, target: Path) -> None:
 
 
 def written_by_hand(path: Path) -> bool:
-    """Whether a card is there, and is none of ours."""
+    """Return whether there is a model card at ``path`` that trainkit did not write."""
     return path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")
 
 
 def model_card(trainer: Trainer) -> str:
-    """The card of the model as it is now; the same for equal runs on equal libraries, wherever they are."""
+    """Return the text of the model card. Equal runs with equal libraries give equal cards, on any machine."""
     method, kind = trainer.config.method.name, trainer.model_card()
     base, steps = base_model(trainer), trainer.progress.step
     hub = {"base_model": base, **{name: value for name, value in kind.items() if name != "loading"}}
@@ -50,7 +50,7 @@ def model_card(trainer: Trainer) -> str:
         f"# A model trained by {method}\n",
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
-        _table("## By what", _facts(trainer)),
+        _table("## Provenance", _facts(trainer)),
         _evaluation(trainer),
         f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
     ]
@@ -58,7 +58,7 @@ def model_card(trainer: Trainer) -> str:
 
 
 def base_model(trainer: Trainer) -> str | None:
-    """The hub id of the model that the run started from; None where it has none."""
+    """Return the hub id of the model that the run started from, or None if it has none."""
     live = trainer.live_model
     path = trainer.config.model.model_path if live is None else _name(live)
     named = isinstance(path, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)
@@ -70,7 +70,7 @@ def _name(live: Any) -> Any:
 
 
 def shown(config: Plain) -> Plain:
-    """A configuration without what says where a run was, or who ran it."""
+    """Return a configuration without the settings that tell where a run was or who ran it."""
     train = {name: value for name, value in config["train"].items() if name not in ("run_dir", "resume")}
     loaded = {part: {**config[part], "kwargs": _shared(config[part]["kwargs"])} for part in ("model", "tokenizer")}
     return {**config, **loaded, "train": train}
@@ -121,7 +121,7 @@ def _cell(text: str) -> str:
 
 
 def fenced(text: str, language: str) -> str:
-    """A fenced block of ``text``, whatever fences are in it."""
+    """Return ``text`` as a fenced Markdown block; the fence is longer than any fence in the text."""
     longest = max((len(ticks) for ticks in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"

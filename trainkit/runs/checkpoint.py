@@ -1,6 +1,7 @@
-"""A checkpoint is a directory: built aside, safetensors and JSON only, its manifest last, then renamed into place.
+"""Checkpoints: directories of safetensors and JSON files. Reading one executes no code.
 
-So a checkpoint either is whole or is none, whenever the process dies; and reading one runs no code.
+A checkpoint is built in a temporary directory, its manifest last, and then renamed into place. So a directory with the
+name of a checkpoint is complete, whenever the process dies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ State = dict[str, Any]
 
 
 class Packer:
-    """Splits nested state into plain data that JSON holds and tensors that safetensors holds."""
+    """Nested state, split into plain data for JSON and tensors for safetensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -41,10 +42,10 @@ class Packer:
         self._stored: set[int] = set()
 
     def pack(self, value: Any, path: str = "") -> Any:
-        """``value`` as JSON can hold it; tensors are put aside under their path, tied ones once.
+        """Return ``value`` as data for JSON; store its tensors in `tensors` by their path, tied ones once.
 
         Raises:
-            CheckpointError: something is neither plain data, a batch nor a tensor; names where.
+            CheckpointError: a value is neither plain data nor a batch nor a tensor; names its path.
         """
         if isinstance(value, Tensor):
             return {"tensor": self._put(value.detach(), path)}
@@ -69,7 +70,7 @@ class Packer:
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and same in self._names:
             return self._names[same]
-        while path in self.tensors:  # as {"a.b": x, "a": {"b": y}} or {1: x, "1": y} would have it
+        while path in self.tensors:  # equal paths: {"a.b": x, "a": {"b": y}} or {1: x, "1": y}
             path += "'"
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._stored
@@ -86,7 +87,7 @@ def _plain_key(key: Any, path: str) -> Any:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `Packer.pack` was given."""
+    """Return the value that `Packer.pack` was given."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -97,7 +98,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(unpack(item, tensors) for item in value["tuple"])
     if "batch" in value:
         if value["batch"] not in BATCH_CLASSES:
-            raise CheckpointError(f"no loaded plugin defines {value['batch']}; add the one that does to plugins")
+            raise CheckpointError(f"no loaded plugin defines {value['batch']}; add its plugin to plugins")
         return BATCH_CLASSES[value["batch"]](**unpack(value["fields"], tensors))
     return {key: unpack(item, tensors) for key, item in value["dict"]}
 
@@ -114,7 +115,7 @@ def read_state(directory: Path, name: str) -> State:
     """Read what `write_state` wrote.
 
     Raises:
-        CheckpointError: a part is missing or not readable; names the file.
+        CheckpointError: a file is missing or not readable; names the file.
     """
     try:
         plain = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
@@ -125,16 +126,16 @@ def read_state(directory: Path, name: str) -> State:
 
 
 def building_directory(root: Path, step: int) -> Path:
-    """A fresh directory beside the checkpoints in which the one of ``step`` is built."""
+    """Create and return a temporary directory beside the checkpoints, to build the one of ``step`` in."""
     directory = root / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
     directory.mkdir(parents=True)
     return directory
 
 
 def commit(building: Path, step: int, keep: int) -> Path:
-    """Seal a built directory with its manifest, rename it into place, and let old checkpoints go.
+    """Write the manifest of a built directory, rename it into place, and remove old checkpoints; return its path.
 
-    Everything is flushed to disk before the rename, so the name is never seen on anything incomplete.
+    Everything is flushed to disk before the rename, so an incomplete directory never has the name of a checkpoint.
     """
     root, target = building.parent, building.parent / f"step_{step:08d}"
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
@@ -144,30 +145,30 @@ def commit(building: Path, step: int, keep: int) -> Path:
     (building / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*building.iterdir(), building]:
         _fsync(path)
-    if target.exists():  # the same step, saved by a run that was resumed from before it
+    if target.exists():  # saved by a run that was then resumed from an earlier step
         shutil.rmtree(target.with_suffix(OLD), ignore_errors=True)
-        target.rename(target.with_suffix(OLD))  # where it is still found if the next line is never reached
+        target.rename(target.with_suffix(OLD))  # still found there if the process dies before the next line
     building.rename(target)
     _fsync(root)
     others = [path for path in checkpoints(root) if path != target]
     kept = [path for path in reversed(others) if path.suffix != OLD][: keep - 1]
     for path in others:
-        if path not in kept:  # in one move, so that the name is never seen on what is half removed either
+        if path not in kept:  # one rename, so that a half-removed directory never has the name
             path.rename(root / f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     remove_leftovers(root)
     return target
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what was being built or removed under ``root`` when a process was killed."""
+    """Remove the directories under ``root`` that a killed process was building or removing."""
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
 
 
 def move_in(building: Path, target: Path, last: str) -> None:
-    """Move a finished directory's files into another, each in the place of the one of its name.
+    """Move the files of a finished directory into another, replacing files of the same name.
 
-    The file ``last`` is gone while they are being moved, so it says that all of them belong together.
+    The file ``last`` is removed first and moved last: where it is present, all files belong together.
     """
     if not target.exists():
         building.rename(target)
@@ -182,24 +183,24 @@ def move_in(building: Path, target: Path, last: str) -> None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Checkpoint directories under ``root``, oldest step first; found by scanning, never through a pointer."""
+    """Return the checkpoint directories under ``root``, oldest step first. They are found by scanning the directory."""
     found = [path for path in root.glob("step_*") if path.is_dir() and path.suffix in ("", OLD)]
     return sorted(found, key=lambda path: (path.stem, path.suffix == ""))
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The newest checkpoint that its manifest verifies. Broken ones are renamed ``*.corrupt`` and reported."""
+    """Return the newest intact checkpoint, or None. Rename damaged ones to ``*.corrupt``, with a warning for each."""
     for path in reversed(checkpoints(root)):
         fault = find_fault(path)
         if fault is None:
             return path
-        log.warning("checkpoint %s is not whole (%s); set aside, looking at the one before", path, fault)
+        log.warning("checkpoint %s is not intact (%s); renamed to *.corrupt, trying the one before it", path, fault)
         path.rename(path.with_name(f"{path.name}-{uuid.uuid4().hex[:4]}.corrupt"))
     return None
 
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is what its manifest says."""
+    """Return what is wrong with a checkpoint, or None if it is intact: every file matches the manifest."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
@@ -215,7 +216,7 @@ def find_fault(path: Path) -> str | None:
 
 
 def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """One line per value that differs between two plain configs."""
+    """Return one line per value that differs between two plain configs."""
     lines = []
     for key in dict.fromkeys([*saved, *now]):
         here, old, new = f"{path}{key}", saved.get(key), now.get(key)

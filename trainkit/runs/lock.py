@@ -26,13 +26,14 @@ NAME = "run.lock"
 
 
 class RunLock:
-    """Holds ``run_dir``, which is made if need be, until it is released or nothing refers to it any more.
+    """A lock on ``run_dir``, held until it is released or nothing refers to it any more.
 
-    The kernel keeps the lock for this process, so it ends with the process, however that ends; a file left behind by
-    a killed one locks nothing. Processes forked from this one do not hold it.
+    The directory is created if it does not exist. The kernel holds the lock for this process, so it ends with the
+    process, however that ends: a lock file left by a killed process locks nothing. Processes forked from this one do
+    not hold the lock.
 
     Raises:
-        ConfigError: it is held already; says by whom.
+        ConfigError: the directory is locked already; names the process.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -40,7 +41,7 @@ class RunLock:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._handle = _acquire(run_dir)
         self.release = weakref.finalize(self, _release, self._handle, run_dir / NAME, made)
-        """Let go and remove the file, and the directories that were made if they are still empty."""
+        """Release the lock; remove its file, and the directories that were created if they are still empty."""
         _held.add(self)
 
     def _abandon(self) -> None:
@@ -52,7 +53,7 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """In a forked process: the lock is the parent's, and must not outlive it here."""
+    """Close the locks in a forked process: they are the parent's, and must end with the parent."""
     for lock in list(_held):
         if lock.release.alive:
             lock._abandon()
@@ -70,11 +71,11 @@ def _acquire(run_dir: Path) -> int:
             holder = _holder(handle)
             os.close(handle)
             if holder.get("pid") == os.getpid() and gc.collect() and not path.exists():
-                continue  # an earlier trainer of this process held it, and nobody uses that one any more
+                continue  # it was held by a trainer of this process that nothing refers to any more
             raise ConfigError(_in_use(run_dir, holder))
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             break
-        os.close(handle)  # the holder removed it between the two lines above: it locks nothing
+        os.close(handle)  # the holder removed the file before it was locked here: this lock has no effect
     me = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
     os.ftruncate(handle, 0)
     os.write(handle, json.dumps(me).encode())
@@ -82,7 +83,7 @@ def _acquire(run_dir: Path) -> int:
 
 
 def _lock(handle: int, path: Path) -> bool:
-    """Whether the lock is ours now; where the system or the disk knows no locks, it is, with a warning."""
+    """Return whether the file is locked now. Where the system or disk has no locks, warn and return True."""
     try:
         if fcntl is None:
             raise OSError("this system has no fcntl")
@@ -90,25 +91,25 @@ def _lock(handle: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        log.warning("%s cannot be locked (%s); see to it that no other process uses the directory", path, error)
+        log.warning("%s cannot be locked (%s); make sure that no other process uses the directory", path, error)
     return True
 
 
 def _holder(handle: int) -> dict[str, Any]:
     try:
         return dict(json.loads(os.read(handle, 4096)))
-    except (ValueError, TypeError):  # it is about to be written
+    except (ValueError, TypeError):  # the holder has not written it yet
         return {}
 
 
 def _in_use(run_dir: Path, holder: dict[str, Any]) -> str:
     said = "process {pid} on {host} since {since}".format_map({"pid": "?", "host": "?", "since": "?", **holder})
     own = " (this process, another trainer)" if holder.get("pid") == os.getpid() else ""
-    return f"{run_dir} is in use by {said}{own}; wait for it, end it, or give another train.run_dir"
+    return f"{run_dir} is in use by {said}{own}; wait until it ends, stop it, or give another train.run_dir"
 
 
 def _release(handle: int, path: Path, made: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # the directory may be gone, or not be empty
+    with contextlib.suppress(OSError):  # the directory may have been removed
         path.unlink()
     os.close(handle)
     with contextlib.suppress(OSError):

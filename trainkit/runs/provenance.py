@@ -1,4 +1,4 @@
-"""What a run is made by: trainkit, and its plugins with their distributions and versions."""
+"""The provenance of a run: the distributions and versions of trainkit and of the plugins that it was made with."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from trainkit.plugins import find_plugin
 
 Maker = dict[str, str | None]
-"""``name``, ``distribution`` and ``version``; the last two are None where no distribution provides it."""
+"""``name``, ``distribution`` and ``version``; the last two are None if no distribution provides the plugin."""
 
 
 def makers(method: str, installed: Iterable[str]) -> list[Maker]:
-    """trainkit, the plugin of the ``method``, and the others among the ``installed`` ones that take part.
+    """Return the provenance of a run: trainkit, the plugin of the ``method``, and the ``installed`` plugins it uses.
 
-    A method that is not among them is registered by no distribution, but by a notebook or a script.
+    A method that is not among ``installed`` is registered by a notebook or a script, not by a distribution.
     """
     from trainkit import __version__
 
@@ -27,14 +27,14 @@ def makers(method: str, installed: Iterable[str]) -> list[Maker]:
 
 
 def said(maker: Maker) -> str:
-    """The distribution and its version."""
+    """Return the distribution and its version as text."""
     return f"{maker['distribution']} {maker['version']}" if maker["distribution"] else "no distribution"
 
 
 def changes(before: Sequence[Maker] | None, now: Sequence[Maker]) -> list[str]:
-    """A line for each maker that is another now, or gone, or new."""
+    """Return a line for trainkit and each plugin whose version has changed, and for each plugin added or removed."""
     if before is None:
-        return ["the checkpoint does not say which plugins it was made by"]
+        return ["the checkpoint does not record which plugins it was made with"]
     was, here = ({str(maker["name"]): said(maker) for maker in makers} for makers in (before, now))
     return [
         f"{'plugin ' * (name != 'trainkit')}{name}: "

@@ -1,14 +1,14 @@
-"""A run's directory: what is written where, saving, resuming, exporting.
+"""A run's directory: its layout, saving, resuming and exporting.
 
 ::
 
     <run_dir>/config.yaml           the whole configuration
-              run.lock              who is running here, while somebody is
+              run.lock              the process that uses the directory, while one does
               metrics.jsonl         one line per step or evaluation
               samples.jsonl         evaluation samples, and the first few of every collection
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
-              best/                 export with the highest evaluation reward, if asked for
+              best/                 export with the highest evaluation reward, with train.save_best
               model/                export at the end
 """
 
@@ -35,10 +35,10 @@ from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
 from trainkit.models.reference import fingerprint
-from trainkit.runs.trackers import default_trackers, without_progress_bars
 from trainkit.runs import card, checkpoint, provenance
 from trainkit.runs.lock import RunLock
 from trainkit.runs.stopping import EXIT_CODE, sigterm_noted
+from trainkit.runs.trackers import default_trackers, without_progress_bars
 
 if TYPE_CHECKING:
     from trainkit.trainer.setup import PreparedTrainer
@@ -48,33 +48,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.")
-"""Settings that may differ when resuming ..."""
+"""Beginnings of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
 MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
-"""... except these of the section ``train``, on which the course of training depends."""
+"""Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
-"""Settings that even a run which may differ cannot change: the checkpoint's state is theirs."""
+"""Settings that may not differ even with ``allow_drift``: the state in a checkpoint depends on them."""
 
 T = TypeVar("T")
 
 
 def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
-    """The run's trackers, on the main process."""
+    """Return the run's trackers; there are none on processes other than the main one."""
     return default_trackers(config.train.trackers) if accelerator.is_main_process else []
 
 
 @contextmanager
 def running(trainer: Trainer) -> Iterator[None]:
-    """A run: its directory is there and locked, and the hooks are told of its beginning and its end.
+    """Begin a run, and end it on exit: lock its directory, call the hooks `on_train_begin` and `on_train_end`.
 
-    SIGTERM is noted for `asked_to_stop` in runs that save checkpoints, and ends others at once.
+    A run that saves checkpoints records SIGTERM for `asked_to_stop`; SIGTERM ends any other run at once.
 
     Raises:
-        HookError: an observer failed at the end; all others were told of it. A run that ends by an error of its own
-            raises that one, and this one is logged.
+        HookError: an observer failed in `on_train_end`; all others were called. If the run itself ends with an error,
+            that error is raised, and the observer's is logged.
     """
     begin(trainer)
     assert trainer.run_dir is not None
-    _lock(trainer, trainer.run_dir)  # a run before this one of the same trainer has let go of it
+    _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
     try:
         with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
@@ -88,7 +88,7 @@ def running(trainer: Trainer) -> Iterator[None]:
 
 
 def _end(trainer: Trainer) -> list[HookError]:
-    """Tell all hooks of the end and let go of the directory; what the hooks raised."""
+    """Call the hook `on_train_end`, release the directory, and return the errors of the hook."""
     try:
         answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
@@ -102,15 +102,15 @@ def _log_errors(failures: list[HookError]) -> None:
 
 
 def asked_to_stop(trainer: Trainer) -> bool:
-    """Whether SIGTERM came, to any of the processes."""
+    """Return whether any of the processes has received SIGTERM."""
     return bool(trainer.reduce(torch.tensor(float(trainer._stop.asked))))
 
 
 def stop(trainer: Trainer) -> NoReturn:
-    """Save and end the process.
+    """Save a checkpoint and end the process.
 
     Raises:
-        SystemExit: with code 143, when the checkpoint is written.
+        SystemExit: with code 143, after the checkpoint is written.
     """
     path = save(trainer)
     log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
@@ -118,11 +118,11 @@ def stop(trainer: Trainer) -> NoReturn:
 
 
 def begin(trainer: Trainer) -> None:
-    """Make and lock the run directory, resume if the config says so, tell the hooks; only the first call does anything.
+    """Create and lock the run directory, resume if the config says so, call `on_train_begin`. Later calls do nothing.
 
     Raises:
-        ConfigError: another process runs there, or it holds another run and the config does not say to resume.
-        CheckpointError: there is nothing to resume from, or it belongs to another run; nothing has been written.
+        ConfigError: another process uses the directory, or it holds a run that the config does not say to resume.
+        CheckpointError: there is no checkpoint to resume from, or it belongs to another run; nothing has been written.
     """
     if trainer.run_dir is not None:
         return
@@ -134,7 +134,7 @@ def begin(trainer: Trainer) -> None:
         _check_directory(run_dir, config)
         with without_progress_bars():
             resume(trainer, run_dir / "checkpoints")
-            trainer.policy  # noqa: B018  (made by all processes together, and before anything is written)
+            trainer.policy  # noqa: B018  (all processes create it together, before anything is written)
         trainer.run_dir = run_dir
         everywhere(trainer, lambda: _tidy(trainer, run_dir) if trainer.accelerator.is_main_process else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
@@ -158,23 +158,23 @@ def _unlock(trainer: Trainer) -> None:
 
 
 def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
-    """Refuse to write one run over another, or to mix two."""
+    """Raise a ConfigError if this run would overwrite another run, or be mixed with it."""
     resume = config.train.resume
     if not (run_dir / "config.yaml").exists() or resume == "auto":
         return
     if resume is None:
         raise ConfigError(
-            f"{run_dir} already holds a run; set train.resume to 'auto' to go on with it, or give another train.run_dir"
+            f"{run_dir} already holds a run; set train.resume to 'auto' to resume it, or give another train.run_dir"
         )
     if run_dir.resolve() not in (Path(resume).resolve(), *Path(resume).resolve().parents):
         raise ConfigError(
-            f"{run_dir} already holds a run, and train.resume names a checkpoint of another, {resume}; set it to "
-            "'auto' to go on with what is there, or give another train.run_dir"
+            f"{run_dir} already holds a run, and train.resume names a checkpoint of another run, {resume}; set "
+            "train.resume to 'auto' to resume the run in this directory, or give another train.run_dir"
         )
 
 
 def _tidy(trainer: Trainer, run_dir: Path) -> None:
-    """Write the configuration, and remove what killed processes have left."""
+    """Write the configuration unless the run is finished, and remove the temporary files of killed processes."""
     if not finished(trainer):
         trainer.config.save_yaml(run_dir / "config.yaml")
     for root in (run_dir, run_dir / "checkpoints"):
@@ -182,7 +182,7 @@ def _tidy(trainer: Trainer, run_dir: Path) -> None:
 
 
 def finished(trainer: Trainer) -> bool:
-    """Whether the run has made its last step and exported the model, so that nothing is left to do."""
+    """Return whether the run has made its last step and exported the model, so that nothing is left to do."""
     assert trainer.run_dir is not None
     return trainer.done and exported_step(trainer.run_dir / "model") == trainer.progress.step
 
@@ -195,7 +195,7 @@ def _unused(path: Path) -> Path:
 
 
 def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
-    """Call ``function`` on every process; an error of one is raised on all, so that none waits for it."""
+    """Call ``function`` on every process and return its value. An error on one is raised on all, so that none waits."""
     error: Exception | None = None
     value: Any = None
     try:
@@ -211,7 +211,7 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
 
 
 def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
-    """What ``function`` returns on the main process, on every process; its error too."""
+    """Call ``function`` on the main process; return its value, or raise its error, on every process."""
     chosen: list[Any] = [everywhere(trainer, lambda: function() if trainer.accelerator.is_main_process else None)]
     if trainer.accelerator.num_processes > 1:
         broadcast_object_list(chosen)
@@ -222,17 +222,17 @@ def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
 
 
 def save_if_due(trainer: Trainer, done: bool) -> None:
-    """Save a checkpoint at the config's interval, and at the end."""
+    """Save a checkpoint if the config's interval is over, or the run is ``done``."""
     every = trainer.config.train.save_interval
     if every and (done or trainer.progress.step % every == 0):
         save(trainer)
 
 
 def save(trainer: Trainer, root: Path | None = None) -> Path:
-    """Write a checkpoint of everything, whole or not at all. All processes call it; each saves its own store.
+    """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
 
     Raises:
-        CheckpointError: the disk refused; says where. What was there before is untouched.
+        CheckpointError: writing failed; names the directory. Earlier checkpoints are unchanged.
     """
     begin(trainer)
     assert trainer.run_dir is not None
@@ -243,7 +243,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
         everywhere(trainer, lambda: _write(trainer, building))
         keep = trainer.config.train.keep_checkpoints
         target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
-    except (OSError, SafetensorError, TrainkitError) as error:  # the second is how safetensors says: the disk is full
+    except (OSError, SafetensorError, TrainkitError) as error:  # safetensors raises its own error if the disk is full
         if building is not None:
             shutil.rmtree(building, ignore_errors=True)
         if isinstance(error, TrainkitError):
@@ -255,7 +255,7 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
 
 
 def _write(trainer: Trainer, building: Path) -> None:
-    """This process's part of a checkpoint."""
+    """Write this process's part of a checkpoint."""
     accelerator = trainer.accelerator
     if not trainer.collects_once and len(trainer.store):
         name = f"store-{accelerator.process_index:05d}"
@@ -267,17 +267,17 @@ def _write(trainer: Trainer, building: Path) -> None:
 
 
 def _refuse_non_finite(trainer: Trainer) -> None:
-    """A step that has broken the model is not what a run resumes from."""
+    """Raise a NonFiniteError if a weight is NaN or infinite: no run should resume from such a checkpoint."""
     broken = [name for name, p in trainer.unwrapped.named_parameters() if not p.isfinite().all()]
     if broken:
         raise NonFiniteError(
             f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
-            "saved. Lower optimizer.lr, and resume from the checkpoint before"
+            "saved. Lower optimizer.lr, and resume from the previous checkpoint"
         )
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint must agree on with the run that resumes from it, or the run says where it does not."""
+    """Return what is compared between a checkpoint and the run that resumes from it."""
     return {
         "config": trainer.config.to_dict(),
         "reference": trainer.start,
@@ -287,7 +287,10 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def fingerprint_start(trainer: Trainer) -> str | None:
-    """What identifies the weights that a run started from, as far as its checkpoints need them; None if they do not."""
+    """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
+
+    They are the reference's, or without a reference the frozen ones.
+    """
     if trainer.needs_reference:
         return fingerprint(trainer.reference.policy.state_dict())
     trained = _trained(trainer)
@@ -296,14 +299,14 @@ def fingerprint_start(trainer: Trainer) -> str | None:
 
 
 def _trained(trainer: Trainer) -> dict[str, Tensor]:
-    """The model's state without frozen parameters, which are the initial model's: all of it, or an adapter, or so."""
+    """Return the model's state without its frozen parameters, which the initial model provides."""
     model = trainer.unwrapped
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    """Take over what `_trained` gave; a ValueError or RuntimeError names what does not fit."""
+    """Load a state that `_trained` returned; raise a ValueError or RuntimeError that names what does not fit."""
     expected = _trained(trainer).keys()
     if wrong := sorted(expected ^ state.keys()):
         raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
@@ -311,10 +314,10 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
 
 
 def resume(trainer: Trainer, root: Path) -> None:
-    """Go on from a checkpoint if the config says so; ``root`` is where the run's own are.
+    """Resume from a checkpoint if the config says so; ``root`` is the directory of the run's own checkpoints.
 
     Raises:
-        CheckpointError: the run has saved checkpoints, and none of them is whole.
+        CheckpointError: the run has saved checkpoints, and none of them is intact; or as `load`.
     """
     wanted = trainer.config.train.resume
     if wanted == "auto":
@@ -322,30 +325,30 @@ def resume(trainer: Trainer, root: Path) -> None:
             load(trainer, found)
         elif broken := sorted(path.name for path in root.glob("step_*")):
             raise CheckpointError(
-                f"no checkpoint under {root} is whole ({', '.join(broken)}), so the run cannot go on; repair one, or "
-                "remove the directory to start anew"
+                f"no checkpoint under {root} is intact ({', '.join(broken)}), so the run cannot resume; repair one, or "
+                "remove the directory to start a new run"
             )
     elif wanted is not None:
         load(trainer, Path(wanted))
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Take over a checkpoint, or the newest whole one under ``path``.
+    """Load the checkpoint at ``path``, or the newest intact one under it.
 
     Raises:
-        CheckpointError: none is there, it is not whole, or it belongs to another configuration or start.
+        CheckpointError: there is none, it is not intact, or it belongs to another configuration or initial model.
     """
     path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer.store.clear()
     if trainer.collects_once:
-        trainer.fill_store()  # an offline store follows from the dataset and the initial model, so it is not saved
-    trainer.policy  # noqa: B018  (makes model, optimizer and reference, from the initial weights)
+        trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
+    trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
     try:
         _load_trained(trainer, checkpoint.read_state(path, "model"))
         trainer.load_loop_state(state)
-    except (RuntimeError, ValueError, KeyError) as error:  # how torch says that it does not fit
+    except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     at = trainer.progress
     at.position = at.position * state["config"]["train"]["batch_size"] // trainer.config.train.batch_size
@@ -357,19 +360,19 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _whole_at(path: Path) -> Path:
-    """The checkpoint that ``path`` is, or the newest whole one under it."""
+    """Return ``path`` if it is a checkpoint, or the newest one under it; raise a CheckpointError if none is intact."""
     if (path / checkpoint.MANIFEST).exists():
         if fault := checkpoint.find_fault(path):
-            raise CheckpointError(f"the checkpoint {path} is not whole: {fault}. Resume from another")
+            raise CheckpointError(f"the checkpoint {path} is not intact: {fault}. Resume from another checkpoint")
         return path
     found = checkpoint.newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if found is None:
-        raise CheckpointError(f"there is no whole checkpoint at or under {path}; look for directories step_*")
+        raise CheckpointError(f"there is no intact checkpoint at or under {path}; look for directories step_*")
     return found
 
 
 def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
-    """The differences to the run that made a checkpoint; an error unless they may be."""
+    """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
     now = _identity(trainer)
     if state["processes"] != now["processes"]:
         raise CheckpointError(
@@ -382,10 +385,12 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
         raise CheckpointError(
             f"{path} was made with another configuration; resuming would not continue that run:\n  "
             + "\n  ".join(fixed)
-            + "\nSet these back, start a new run from its export, or allow it (--allow-drift, allow_drift=True)"
+            + "\nSet these back, start a new run from its export, or allow this (--allow-drift, allow_drift=True)"
         )
     if never := [line for line in fixed if line.startswith(CANNOT_CHANGE)]:
-        raise CheckpointError(f"{path} is of another kind: {'; '.join(never)}. Set that back, or start a new run")
+        raise CheckpointError(
+            f"{path} was made with another method or optimizer: {'; '.join(never)}. Set it back, or start a new run"
+        )
     if state["reference"] != now["reference"]:
         line = f"initial model: {state['reference']} there, {now['reference']} here"
         if not trainer.allow_drift:
@@ -398,12 +403,12 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
 
 
 def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
-    """Write the model as the trainer's `write_model` does; built aside, then moved into place.
+    """Write the model by the trainer's `write_model`, and return its directory.
 
-    Other files in the directory stay as they are.
+    The export is built in a temporary directory and then moved into place. Other files in the directory are kept.
 
     Raises:
-        CheckpointError: the disk refused; says where. An older export there is untouched.
+        CheckpointError: writing failed; names the directory. An older export there is unchanged.
     """
     begin(trainer)
     assert trainer.run_dir is not None
@@ -430,7 +435,7 @@ def _write_export(trainer: Trainer, building: Path, target: Path) -> None:
 
 
 def exported_step(directory: Path) -> int | None:
-    """The step that an export is of; None where there is no whole one."""
+    """Return the step at which an export was written, or None if there is no complete export."""
     try:
         return int(json.loads((directory / MARK).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""SIGTERM: what schedulers send before they kill. A run saves as soon as it can, and ends with exit code 143."""
+"""SIGTERM, which schedulers send before they kill a process. A run then saves as soon as it can, and exits with 143."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Stop:
-    """Whether somebody asked this process to end."""
+    """A flag that is set when this process receives SIGTERM."""
 
     asked = False
 
@@ -22,7 +22,7 @@ class Stop:
 
 @contextmanager
 def sigterm_noted(stop: Stop, wanted: bool) -> Iterator[None]:
-    """Within, SIGTERM is noted in ``stop`` and does nothing else, if ``wanted``; only a main thread can do that."""
+    """Record SIGTERM in ``stop`` instead of ending the process, if ``wanted`` and in the main thread."""
     stop.asked = False
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Where a run's numbers and samples go: hook plugins like any other."""
+"""Trackers, which record a run's metrics and samples: the console, files, and the trackers of accelerate."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 Sample = dict[str, Any]
 
 FEW = 4
-"""Rollouts of a collection, and samples of an evaluation, that are shown where all would be too many."""
+"""The number of rollouts of a collection, or samples of an evaluation, that are shown."""
 
 
 def default_trackers(names: list[str]) -> list[object]:
-    """The trackers of a run: the console, ``*.jsonl`` files, and accelerate's trackers by name.
+    """Return the trackers of a run: the console, ``*.jsonl`` files, and accelerate's trackers by name.
 
     Raises:
         ConfigError: accelerate knows no tracker of that name, or its package is not installed.
@@ -52,7 +52,7 @@ def default_trackers(names: list[str]) -> list[object]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Within, transformers draws no bars of its own ("Loading weights", "Writing model shards")."""
+    """Disable the progress bars of transformers ("Loading weights", "Writing model shards") inside the block."""
     from transformers.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()
@@ -72,7 +72,7 @@ class JsonLines:
 
     @hookimpl
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Forget what a killed run wrote after the checkpoint that this one goes on from: it will be written again."""
+        """Remove the lines written after the checkpoint that this run resumes from: they will be written again."""
         at = trainer.progress.step or -1  # the evaluation before the first step is made again
         _keep_lines(trainer.run_dir, "metrics.jsonl", lambda line: line["step"] <= at)
         # rollouts are collected after the checkpoint of their step, evaluations before
@@ -80,19 +80,19 @@ class JsonLines:
 
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Add a line of metrics."""
+        """Append a line of metrics."""
         _append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Add a line per evaluated sample, without what is a tensor."""
+        """Append a line per evaluated sample, without its tensors."""
         plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
         records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
         _append(trainer.run_dir, "samples.jsonl", records)
 
     @hookimpl
     def on_experience(self, trainer: Trainer, rollouts: list[Rollouts]) -> None:
-        """Add a line for each of the first few rollouts of a collection."""
+        """Append a line for each of the first few rollouts of a collection."""
         step = trainer.progress.step
         records = [
             {"step": step, "kind": "rollout", "prompt": prompt, "output": output}
@@ -109,7 +109,7 @@ def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> N
 
 
 def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Drop the lines of a file that are not wanted, and a last one that was cut off."""
+    """Remove the lines of a file that are not ``wanted``, and an incomplete last line."""
     if run_dir is None or not (run_dir / name).exists():
         return
     lines = (run_dir / name).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -126,11 +126,11 @@ def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------ trackers of accelerate
 
 _PLACES = {"wandb": ("dir", "."), "dvclive": ("dir", "dvclive"), "swanlab": ("logdir", "swanlab")}
-"""Trackers that would write where they please: the argument that tells them where, and the folder of the run."""
+"""Trackers that need to be told where to write: the argument for it, and the folder in the run's directory."""
 
 
 class AccelerateTracker:
-    """Any tracker that accelerate knows, TensorBoard among them; it is open from the run's beginning to its end.
+    """A tracker of accelerate, such as TensorBoard. It is open from a run's first metrics to the run's end.
 
     Args:
         name: its name in accelerate, e.g. ``"tensorboard"`` or ``"wandb"``.
@@ -147,23 +147,23 @@ class AccelerateTracker:
 
     @hookimpl
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Note where the run stands. The tracker is opened for the first number: a finished run has none."""
+        """Record the run's step. The tracker is opened when the first metrics come: a finished run logs none."""
         self._begun_at = trainer.progress.step
 
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Log numbers at their step; outside a run there is nowhere to."""
+        """Log metrics at their step; do nothing outside a run."""
         if self._opened(trainer) is not None:
             self._tracker.log(metrics, step=step)
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Show a few samples on TensorBoard's text page, and on its page of images those that have an ``image``."""
+        """Write the text of a few samples to TensorBoard, and the ``image`` of those that have one."""
         if samples and self.name == "tensorboard" and self._opened(trainer) is not None:
             if images := [sample["image"] for sample in samples[:FEW] if "image" in sample]:
                 self._tracker.writer.add_images("eval/images", torch.stack(images), step)
             shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
-            # an indented block is shown as it is: completions are not to be read as Markdown
+            # an indented block is shown verbatim: completions must not be rendered as Markdown
             self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)
 
     @hookimpl
@@ -173,12 +173,12 @@ class AccelerateTracker:
         self._begun_at = self._tracker = None
 
     def _opened(self, trainer: Trainer) -> Any:
-        """The tracker, opened and told the configuration if need be; None outside a run."""
+        """Return the tracker, or None outside a run. The first call opens it and logs the configuration."""
         run_dir, begun_at = trainer.run_dir, self._begun_at
         if self._tracker is not None or run_dir is None or begun_at is None:
             return self._tracker
         if self._class.requires_logging_directory:
-            # TensorBoard hides the events that a killed run wrote after the checkpoint this one goes on from
+            # TensorBoard hides the events written after the checkpoint that this run resumes from
             purge = {"purge_step": begun_at + 1 if begun_at else 0} if self.name == "tensorboard" else {}
             tracker = self._class(self.name, run_dir, **purge)
         else:
@@ -191,7 +191,7 @@ class AccelerateTracker:
         else:
             tracker.store_init_configuration(config)
         self._tracker = tracker
-        self._close = weakref.finalize(self, tracker.finish)  # a loop that the user drives has no end
+        self._close = weakref.finalize(self, tracker.finish)  # a loop that the user drives has no on_train_end
         return tracker
 
 
@@ -200,23 +200,23 @@ def _tracker_class(name: str) -> Any:
 
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError(
-            f"train.trackers names {name!r}, which is no tracker of accelerate{suggest(name, LOGGER_TYPE_TO_CLASS)}; "
+            f"train.trackers names {name!r}, which accelerate does not have{suggest(name, LOGGER_TYPE_TO_CLASS)}; "
             f"known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}. The console and metrics.jsonl are always on"
         )
     tracker = LOGGER_TYPE_TO_CLASS[name]
     if tracker.__module__ == "accelerate.tracking" and find_spec(name) is None:
         raise ConfigError(
             f"train.trackers names {name!r}, and the package {name} is not installed; "
-            f"run 'pip install {name}', or take {name!r} out of train.trackers"
+            f"run 'pip install {name}', or remove {name!r} from train.trackers"
         )
     return tracker
 
 
 def _write_hparams(writer: Any, config: dict[str, Any]) -> None:
-    """Store the configuration in the run's own event file.
+    """Write the configuration into the run's own event file.
 
-    Neither accelerate's way nor `SummaryWriter.add_hparams`: both make a second directory, which TensorBoard lists
-    as another run.
+    accelerate's tracker and `SummaryWriter.add_hparams` are not used: both create a second directory, which TensorBoard
+    lists as another run.
     """
     from torch.utils.tensorboard.summary import hparams
 
@@ -226,7 +226,7 @@ def _write_hparams(writer: Any, config: dict[str, Any]) -> None:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested plain data as scalars under dotted names; whatever is no scalar as text."""
+    """Return nested plain data as scalars under dotted names; convert values that are not scalars to text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -247,15 +247,15 @@ SHOWN = (
     ("loss", "loss/total", None),
     ("lr", "train/lr", None),
 )
-"""What the console calls a metric, the metric, and the metric of its spread. Shown are those that a run logs."""
+"""(label, metric, metric of its spread) of what the console shows, as far as the run logs it."""
 
 
 class Console:
-    """The run on the console: on a terminal a table that is updated in place, elsewhere a line now and then.
+    """Console output of a run: on a terminal a table that is updated in place, elsewhere a line every few seconds.
 
     Args:
-        output: where to; None: standard output.
-        interval: seconds between two lines of training, where there is no table.
+        output: where to print; None for standard output.
+        interval: least seconds between two lines of training metrics, if there is no table.
     """
 
     def __init__(self, output: rich.console.Console | None = None, *, interval: float = 5.0) -> None:
@@ -274,10 +274,10 @@ class Console:
         self._evaluation = self._sample = ""
         self._pace, self._last_line = Pace(), time.monotonic()
 
-    @hookimpl(trylast=True)  # so that nothing can fail between here and on_train_end and leave the table standing
+    @hookimpl(trylast=True)  # so that no other hook can fail after the table is started
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Show what is run, and where."""
-        # without a pipeline the user drives the loop, and prints what they like: no table
+        """Show the method and the run's directory; on a terminal, start the table."""
+        # without a pipeline the user drives the loop and may print anything: no table
         total = trainer.config.train.total_steps or 0 if trainer.pipeline is None else trainer.total_steps
         self._reset(f"{trainer.config.method.name}  {trainer.run_dir}", total)
         self._running = True
@@ -290,13 +290,13 @@ class Console:
 
     @hookimpl
     def on_experience(self, rollouts: list[Rollouts]) -> None:
-        """Keep the newest rollout."""
+        """Keep the newest rollout, to show it."""
         if rollouts:
             self._sample = excerpt(rollouts[-1].prompts[-1], rollouts[-1].outputs[-1])
 
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Keep the numbers; every now and then, say them."""
+        """Keep the metrics; if there is no table and the interval is over, print them."""
         trained = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         if not self._running or not trained:
             return
@@ -326,7 +326,7 @@ class Console:
 
     @hookimpl(tryfirst=True)
     def on_train_end(self, trainer: Trainer) -> None:
-        """Give the terminal back, and say how the run ended."""
+        """Stop the table, and print how the run ended."""
         self._stop_live()
         if not self._running:
             return
@@ -343,14 +343,14 @@ class Console:
         self.output.print(Text(self._encodable(printable(text))), soft_wrap=True)
 
     def _encodable(self, text: str) -> str:
-        """``text`` without what the output's encoding does not have, which would end the run."""
+        """Return ``text`` without the characters that the output's encoding lacks: printing them would end the run."""
         return text.encode(self.output.encoding, "replace").decode(self.output.encoding)
 
     def _step_of_total(self) -> str:
         return f"step {self._step:>{len(str(self._total))}}/{self._total}" if self._total else f"step {self._step}"
 
     def _fields(self) -> list[str]:
-        """The known metrics, of constant width, for lines that stand below each other."""
+        """Return the known metrics as text of constant width, so that successive lines align."""
         return [f"{label} {value}" for label, value in self._values() if label != "lr"]
 
     def _values(self) -> list[tuple[str, str]]:
@@ -379,7 +379,7 @@ class Console:
             redirect_stdout=sys.stdout in captured,
             redirect_stderr=sys.stderr in captured,
         )
-        atexit.register(self._live.stop)  # a loop that the user drives has no end that we are told of
+        atexit.register(self._live.stop)  # a loop that the user drives has no on_train_end
         self._live.start()
         self._moved = _move_log_handlers(captured)
 
@@ -411,13 +411,13 @@ class Console:
 
 
 class Pace:
-    """How fast a run is, over its last hundred steps."""
+    """The speed of a run over its last hundred steps."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=100)
 
     def add(self, step: int, tokens: int) -> None:
-        """Note where the run stands now."""
+        """Record the run's present step and number of tokens."""
         self._marks.append((time.monotonic(), step, tokens))
 
     def _gained(self, index: int) -> float:
@@ -429,14 +429,17 @@ class Pace:
         return self._gained(2) / self._gained(0) if self._gained(0) > 0 else None
 
     def seconds_left(self, total: int) -> float | None:
-        """Seconds until step ``total``; None if not known yet."""
+        """Return the seconds until step ``total``, or None if not known yet."""
         if self._gained(1) <= 0 or not total:
             return None
         return max(total - self._marks[-1][1], 0) * self._gained(0) / self._gained(1)
 
 
 def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Point log handlers that hold a captured stream to what has replaced it, so that they do not tear the table."""
+    """Point the log handlers of a captured stream to its replacement, so that they do not break the table.
+
+    Return each such handler with its earlier stream.
+    """
     known = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers}
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -447,19 +450,19 @@ def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[
 
 
 def printable(text: str) -> str:
-    """``text`` on one line without control characters: completions are not trusted with a terminal."""
+    """Return ``text`` on one line, without control characters, with which a completion could control the terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def excerpt(prompt: str, output: str) -> str:
-    """The end of a prompt and the beginning of its output, on one line."""
+    """Return the end of a prompt and the beginning of its output, on one line."""
     prompt, output = printable(prompt), printable(output)
     start = prompt if len(prompt) <= 24 else f"…{prompt[-23:]}"
     return f"{start} → {output if len(output) <= 60 else f'{output[:59]}…'}"
 
 
 def number(value: float) -> str:
-    """``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
+    """Return ``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if math.isfinite(size) and size >= limit:
@@ -470,11 +473,11 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count in about five characters: 16, 4.1k."""
+    """Return a count in about five characters: 16, 4.1k."""
     return number(value) if value >= 1000 else f"{value:.0f}"
 
 
 def clock(seconds: float) -> str:
-    """``seconds`` as 0:23 or 1:02:03."""
+    """Return ``seconds`` as 0:23 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Small real parts for tests and examples: a tokenizer built on the spot, models made from configs."""
+"""Small real parts for tests and examples, made without files: a tokenizer, and configs of tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EOS, PAD = "<eos>", "<pad>"
 
 
 def character_tokenizer(characters: str, **special: str | None) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character of ``characters``, then EOS and PAD. Decoding joins the characters.
+    """Return a tokenizer with one token per character of ``characters``, then EOS and PAD. Decoding joins them.
 
     Args:
         characters: the vocabulary; a character outside it is an error when encoding.
@@ -41,7 +41,7 @@ def character_tokenizer(characters: str, **special: str | None) -> PreTrainedTok
 
 
 def tiny_gpt2(vocab_size: int, **overrides: Any) -> dict[str, Any]:
-    """The fields of a GPT-2 config of 2 layers × 32, for ``model_path``; random weights, a few milliseconds a step."""
+    """Return the fields of a GPT-2 config of 2 layers × 32, for ``model_path``; a step takes a few milliseconds."""
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -56,7 +56,7 @@ def tiny_gpt2(vocab_size: int, **overrides: Any) -> dict[str, Any]:
 
 
 def tiny_llama(vocab_size: int, **overrides: Any) -> dict[str, Any]:
-    """The fields of a Llama config of 2 layers × 32, for ``model_path``."""
+    """Return the fields of a Llama config of 2 layers × 32, for ``model_path``."""
     return {
         "model_type": "llama",
         "vocab_size": vocab_size,
@@ -74,8 +74,10 @@ def tiny_llama(vocab_size: int, **overrides: Any) -> dict[str, Any]:
 
 
 def tiny_t5(vocab_size: int, **overrides: Any) -> dict[str, Any]:
-    """The fields of a T5 config of 2 + 2 layers × 32, for ``model_path``; the decoder starts with the last id, which
-    in `character_tokenizer` is padding."""
+    """Return the fields of a T5 config of 2 + 2 layers × 32, for ``model_path``.
+
+    The decoder starts with the last id, which in `character_tokenizer` is padding.
+    """
     return {
         "model_type": "t5",
         "vocab_size": vocab_size,
@@ -92,8 +94,10 @@ def tiny_t5(vocab_size: int, **overrides: Any) -> dict[str, Any]:
 
 
 def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
-    """The fields of a BART config of 2 + 2 layers × 32, for ``model_path``; the decoder starts with the last id but
-    one, which in `character_tokenizer` is EOS."""
+    """Return the fields of a BART config of 2 + 2 layers × 32, for ``model_path``.
+
+    The decoder starts with the last id but one, which in `character_tokenizer` is EOS.
+    """
     return {
         "model_type": "bart",
         "vocab_size": vocab_size,
@@ -115,7 +119,7 @@ def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("check_plugin", "check_trainer", "parametrize_checks"):  # they need this module themselves
+    if name in ("check_plugin", "check_trainer", "parametrize_checks"):  # they import this module
         from trainkit.testing import conformance
 
         return getattr(conformance, name)

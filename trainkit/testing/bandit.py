@@ -1,4 +1,4 @@
-"""A bandit small enough to enumerate: where reinforcement with a KL penalty should end is known in closed form."""
+"""A bandit small enough to enumerate, for which the optimum under a KL penalty is known in closed form."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class Bandit:
 
     @cached_property
     def responses(self) -> list[str]:
-        """All of them."""
+        """All responses, in the order of the columns of `rewards`."""
         return ["".join(letters) for letters in product(LETTERS, repeat=self.length)]
 
     @cached_property
     def rewards(self) -> Tensor:
-        """float64 [P, R]."""
+        """The reward of each pair, float64 [P, R]."""
         shape = (len(self.prompts), len(self.responses))
         return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(self.seed))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per letter."""
+        """A tokenizer with one token per letter."""
         return character_tokenizer(LETTERS)
 
     def reward(self, prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
-        """The table's entries."""
+        """Return the entries of `rewards`; this is the reward function."""
         at = {response: i for i, response in enumerate(self.responses)}
         return [float(self.rewards[self.prompts.index(p), at[o]]) for p, o in zip(prompts, outputs, strict=True)]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `trainkit.train` takes besides the configuration; EOS and padding are never sampled."""
+        """Arguments of `trainkit.train` besides the configuration; EOS and padding are never sampled."""
         return {
             "model_path": tiny_gpt2(
                 len(self.tokenizer), initializer_range=0.2
@@ -61,7 +61,7 @@ class Bandit:
 
     @torch.no_grad()
     def logprobs(self, model: PreTrainedModel) -> Tensor:
-        """log π of every response to every prompt, from the model's own logits in float64. -> [P, R]."""
+        """Return log π of every response to every prompt, from the model's own logits in float64. -> [P, R]."""
         wide = copy.deepcopy(model).double().eval()
         texts = [prompt + response for prompt in self.prompts for response in self.responses]
         ids = torch.tensor([self.tokenizer(text)["input_ids"] for text in texts], device=model.device)
@@ -71,7 +71,7 @@ class Bandit:
         return shaped
 
     def divergences(self, model: PreTrainedModel, reference: PreTrainedModel, beta: float) -> tuple[float, float]:
-        """KL(π‖π*) and KL(π*‖π) in nats, means over prompts, with π* ∝ π_ref · exp(reward / β)."""
+        """Return KL(π‖π*) and KL(π*‖π) in nats, means over prompts, with π* ∝ π_ref · exp(reward / β)."""
         policy = self.logprobs(model)
         optimum = (self.logprobs(reference) + self.rewards / beta).log_softmax(-1)
         forward, backward = policy.exp() * (policy - optimum), optimum.exp() * (optimum - policy)

@@ -1,6 +1,6 @@
-"""The kit: what a plugin must do right, as checks that say what they prove and why it matters.
+"""The conformance kit: checks of what a plugin must do right, each with the reason why it matters.
 
-One line in a plugin's tests runs all of them, and `parametrize_checks` makes a case of pytest of each::
+One line in a plugin's tests runs all checks; `parametrize_checks` makes one pytest case of each::
 
     def test_grpo():
         check_trainer("grpo")
@@ -45,15 +45,15 @@ Outcome = Literal["passed", "failed", "expected"]
 
 
 class CheckError(AssertionError):
-    """A plugin does not do what a check proves; says what was seen."""
+    """A check failed; the message is what was seen."""
 
 
 class ConformanceError(AssertionError):
-    """A plugin failed checks that it was not expected to fail; says which, what they prove, and what was seen."""
+    """A plugin failed checks that it was not expected to fail; the message is the report."""
 
 
 def require(condition: object, seen: str) -> None:
-    """Fail the check unless ``condition``; ``seen`` says what was seen instead. Holds under ``python -O`` too."""
+    """Fail the check unless ``condition`` is true; ``seen`` is the message. Works under ``python -O`` too."""
     if not condition:
         raise CheckError(seen)
 
@@ -63,24 +63,24 @@ def require(condition: object, seen: str) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The plugin under the checks, and what it says of itself, from which it follows which checks apply."""
+    """A plugin to check, with the properties that decide which checks apply."""
 
     name: str
     kind: Kind = "trainer"
 
     @cached_property
     def module(self) -> ModuleType | None:
-        """The installed plugin's module; None for a trainer that was registered otherwise."""
+        """The installed plugin's module; None for a trainer that was registered in another way."""
         return load_plugin(self.name) if self.installed else None
 
     @property
     def hooks(self) -> list[str]:
-        """The hooks that its module implements."""
+        """The hooks that the plugin's module implements."""
         return [name for name, value in vars(self.module).items() if hasattr(value, f"{hookspecs.GROUP}_impl")]
 
     @cached_property
     def trainer_name(self) -> str:
-        """The trainer that the checks run: the plugin's own; for hooks alone, the kit's."""
+        """The trainer that the checks run: the plugin's, or the kit's if the plugin has only hooks."""
         if self.kind == "trainer" or is_registered(self.name):
             return self.name
         from trainkit.testing import reinforce
@@ -94,17 +94,17 @@ class Subject:
 
     @property
     def online(self) -> bool:
-        """Whether it learns from what it samples."""
+        """Whether the trainer learns from what it samples."""
         return "prompts" in self.trainer_class.inputs
 
     @property
     def language(self) -> bool:
-        """Whether it trains language models."""
+        """Whether the trainer trains language models."""
         return issubclass(self.trainer_class, AccelerateRLTrainer)
 
     @cached_property
     def causal(self) -> bool:
-        """Whether it trains language models, and its tiny one reads prompt and response as one text."""
+        """Whether it trains language models, and its tiny model reads prompt and response as one text."""
         if not self.language:
             return False
         path = self.trainer_class.tiny_arguments().get("model_path", tiny_gpt2(8))
@@ -112,55 +112,55 @@ class Subject:
 
     @property
     def installed(self) -> bool:
-        """Whether a process of its own finds it: it is a plugin of an installed distribution."""
+        """Whether it is a plugin of an installed distribution, so that another process finds it, too."""
         return any(plugin.name == self.name for plugin in discover())
 
     @property
     def method_fields(self) -> set[str]:
-        """Names of its settings."""
+        """Names of the method's settings."""
         return set(self.trainer_class.method_class.model_fields)
 
     @property
     def samples_text(self) -> bool:
-        """Whether it learns from text that it samples."""
+        """Whether the trainer learns from text that it samples."""
         return self.online and self.language
 
     @property
     def writes_text(self) -> bool:
-        """Whether what it trains is a policy over tokens."""
+        """Whether the trained model is a policy over tokens."""
         return self.language and self.trainer_class.generates
 
     @cached_property
     def needs_reference(self) -> bool:
-        """Whether it compares with a reference, at its default settings."""
+        """Whether the trainer uses a reference at its default settings."""
         return bool(tiny_trainer(self.name, Path("unused")).needs_reference)
 
 
 class Bench:
-    """Where a check works: tiny real trainers of the subject, each with a run directory of its own."""
+    """What a check works with: tiny real trainers of the subject, each with its own run directory."""
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         self.subject, self.folder = subject, folder
         self._places = count()
 
     def place(self) -> Path:
-        """A directory that nobody has used; it does not exist yet."""
+        """Return the path of a new directory, which does not exist yet."""
         return self.folder / f"run-{next(self._places)}"
 
     def trainer(self, run_dir: Path | None = None, **changes: Any) -> Any:
-        """A tiny trainer of the subject, its hooks with it; ``changes`` are those of `tiny_trainer`."""
+        """Return a tiny trainer of the subject with its hooks; ``changes`` are those of `tiny_trainer`."""
         name = self.subject.trainer_name
         hooked: dict[str, Any] = {} if name == self.subject.name else {"plugins": [self.subject.name]}
         return tiny_trainer(name, run_dir or self.place(), **hooked, **changes)
 
     def collected(self, **changes: Any) -> Any:
-        """A tiny trainer that has made one collection of experience, and no step."""
+        """Return a tiny trainer that has made one collection of experience and no step."""
         trainer = self.trainer(**changes)
         trainer.collect()
         return trainer
 
     def learnt(self, run_dir: Path | None = None, **changes: Any) -> Any:
-        """A tiny trainer after its run."""
+        """Return a tiny trainer after its run."""
         trainer = self.trainer(run_dir, **changes)
         trainer.learn()
         return trainer
@@ -177,18 +177,18 @@ class Check:
 
     name: str
     proves: str
-    """What holds of a plugin that passes, in a sentence."""
+    """What the check verifies, in a sentence."""
     matters: str
-    """Why it matters: what went wrong where it did not hold."""
+    """Why it matters: what goes wrong in a plugin that fails."""
     kind: Kind
     function: Callable[[Bench], None]
     where: Condition
 
     def run(self, subject: Subject, folder: Path | None = None) -> None:
-        """Run the check on ``subject``; what is printed meanwhile is kept from the console.
+        """Run the check on ``subject``, without printing what the plugin prints.
 
         Raises:
-            CheckError: it does not hold. Whatever else the plugin raises comes through as it is.
+            CheckError: the check failed. Other exceptions of the plugin are passed on.
         """
         with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self.function(Bench(subject, folder or Path(made)))
@@ -200,7 +200,7 @@ _CHECKS: dict[str, Check] = {}
 def check(
     *, kind: Kind = "trainer", where: Condition = lambda _: True
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Make a check of a function; its docstring says what it proves and, in the paragraphs below, why it matters."""
+    """Make a check of a function; its docstring says what it verifies and, in the paragraphs below, why it matters."""
 
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
         proves, _, matters = (inspect.getdoc(function) or "").partition("\n\n")
@@ -212,14 +212,14 @@ def check(
 
 
 def all_checks() -> dict[str, Check]:
-    """Every check of the kit by name, in the order in which they run."""
+    """Return all checks of the kit by name, in the order in which they run."""
     import trainkit.testing.checks  # noqa: F401  (registers them)
 
     return dict(_CHECKS)
 
 
 def subjects_of(name: str) -> list[Subject]:
-    """What there is to check of the plugin ``name``; a module may hold a trainer and hooks.
+    """Return the subjects of the plugin ``name``: a module may hold a trainer and hooks, each a subject of its own.
 
     Raises:
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
@@ -235,7 +235,7 @@ def subjects_of(name: str) -> list[Subject]:
 
 
 def checks_for(subject: Subject) -> list[Check]:
-    """The checks that apply to ``subject``."""
+    """Return the checks that apply to ``subject``."""
     return [each for each in all_checks().values() if each.kind == subject.kind and each.where(subject)]
 
 
@@ -244,32 +244,32 @@ def checks_for(subject: Subject) -> list[Check]:
 
 @dataclass(frozen=True)
 class Result:
-    """How one check ended."""
+    """The result of one check."""
 
     check: Check
     outcome: Outcome
     seconds: float
     seen: str = ""
-    """What was seen where it failed; where that was expected, the reason given for it."""
+    """What was seen, if the check failed; the given reason, if the failure was expected."""
     error: str = ""
-    """The type of the exception that the plugin raised, if the check failed by that and not by what it requires."""
+    """Type of the plugin's exception, if the check failed by an exception and not by what it requires."""
 
 
 @dataclass
 class Report:
-    """How all checks of a plugin ended."""
+    """The results of all checks of a plugin."""
 
     name: str
     results: list[Result] = field(default_factory=list)
 
     @property
     def failed(self) -> list[Result]:
-        """Those that failed and were not expected to."""
+        """Results of checks that failed and were not expected to."""
         return [result for result in self.results if result.outcome == "failed"]
 
     @property
     def seconds(self) -> float:
-        """All of them together."""
+        """The time of all checks together."""
         return sum(result.seconds for result in self.results)
 
     def __str__(self) -> str:
@@ -277,8 +277,8 @@ class Report:
         named = ", ".join(f"{number} {word}" for word, number in counts if number)
         lines = [f"{self.name}: {named or 'no checks'} in {self.seconds:.1f} s"]
         for result in self.failed:
-            lines += ["", f"{result.check.name}: {result.seen}", f"  to prove: {result.check.proves}"]
-            lines += [f"  matters:  {result.check.matters}"]
+            lines += ["", f"{result.check.name}: {result.seen}", f"  purpose: {result.check.proves}"]
+            lines += [f"  matters: {result.check.matters}"]
         return "\n".join(lines)
 
 
@@ -289,16 +289,16 @@ def check_plugin(
     only: Iterable[str] | None = None,
     tell: Callable[[Result], object] = lambda _: None,
 ) -> Report:
-    """Run the kit's checks on the plugin ``name``, an algorithm, an observer or a sampler.
+    """Run the kit's checks on the plugin ``name``: an algorithm, an observer or a sampler.
 
     Args:
         name: the registered or installed name.
-        expected_failures: names of checks that may fail, each with the reason; one that passes is a failure.
-        only: names of the checks to run; all that apply without it.
-        tell: called with every result as it comes.
+        expected_failures: names of checks that must fail, each with the reason; if one passes, that is a failure.
+        only: names of the checks to run; by default all that apply.
+        tell: a function that is called with each result as soon as it is known.
 
     Raises:
-        ConformanceError: checks failed; the report is its message.
+        ConformanceError: checks failed; the message is the report.
         ConfigError: ``expected_failures`` or ``only`` name no check that applies.
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
@@ -318,7 +318,7 @@ def check_trainer(
     only: Iterable[str] | None = None,
     tell: Callable[[Result], object] = lambda _: None,
 ) -> Report:
-    """As `check_plugin`, of a plugin that must hold a trainer."""
+    """Run `check_plugin` on a plugin that must hold a trainer."""
     get_trainer(name)
     return check_plugin(name, expected_failures=expected_failures, only=only, tell=tell)
 
@@ -343,7 +343,7 @@ def _run(each: Check, subject: Subject, reason: str | None) -> Result:
         each.run(subject)
     except CheckError as error:
         seen, failed = str(error), True
-    except (Exception, SystemExit) as error:  # whatever the plugin raises is its failure, and says where
+    except (Exception, SystemExit) as error:  # whatever the plugin raises is a failure; the message names the place
         at = traceback.extract_tb(error.__traceback__)[-1]
         raised, failed = type(error).__name__, True
         seen = f"{raised}: {error} ({Path(at.filename).name}, line {at.lineno})"
@@ -352,26 +352,26 @@ def _run(each: Check, subject: Subject, reason: str | None) -> Result:
         return Result(each, "failed" if failed else "passed", seconds, seen, raised)
     if failed:
         return Result(each, "expected", seconds, reason, raised)
-    return Result(each, "failed", seconds, f"it passes now; take it out of expected_failures ({reason})")
+    return Result(each, "failed", seconds, f"it passes now; remove it from expected_failures ({reason})")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One check of one plugin, to be called."""
+    """One check of one plugin, as a callable."""
 
     check: Check
     subject: Subject
 
     def __call__(self) -> None:
-        """Run it; raises `CheckError`, or what the plugin raises."""
+        """Run the check; raises `CheckError`, or what the plugin raises."""
         try:
             self.check.run(self.subject)
         except CheckError as error:
-            raise CheckError(f"{error}\n\nto prove: {self.check.proves}\nmatters:  {self.check.matters}") from None
+            raise CheckError(f"{error}\n\npurpose: {self.check.proves}\nmatters: {self.check.matters}") from None
 
 
 def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> pytest.MarkDecorator:
-    """A decorator that makes a case of pytest of every check; the test takes ``check`` and calls it.
+    """Return a decorator that makes one pytest case of each check; the test takes ``check`` and calls it.
 
     Raises:
         ConfigError, RegistryError, PluginError: as `check_plugin`, when the tests are collected.

@@ -1,6 +1,6 @@
-"""Starting two processes that train a plugin together: `trainkit.testing.two_processes` does the rest.
+"""Starting two processes that train a plugin together.
 
-One process runs that module and stays; with everything imported, it makes two new ones of itself for each plugin.
+One server process runs `trainkit.testing.two_processes` with everything imported, and forks two processes per plugin.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 from trainkit.testing.conformance import require
 
 LIMIT = 60.0
-"""Seconds that two processes have, once everything is imported."""
+"""Time limit of two processes in seconds, once everything is imported."""
 FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""How variables begin by which launchers speak to their processes."""
+"""Prefixes of the environment variables that launchers set for their processes."""
 
 
 def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two processes says that train the plugin ``name`` from what is ``given``; both have ended.
+    """Train the plugin ``name`` in two processes from what is ``given``, and return the results of each process.
 
     Raises:
-        CheckError: one failed, or did not end in time; says what it wrote.
+        CheckError: a process failed, or did not end in time; the message holds what it wrote.
     """
     folder.mkdir(parents=True)
     torch.save(given, folder / "given.pt")
-    path = [place or os.getcwd() for place in sys.path]  # so that they find what only this process finds
+    path = [place or os.getcwd() for place in sys.path]  # so that they can import what this process can
     job = {"name": name, "folder": str(folder), "limit": LIMIT, "path": path, "environments": _environments()}
     codes = _server().ask(job)
     ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
     told = [f"process {rank} {end}: {_written(folder, rank)}" for rank, end in enumerate(ends)]
-    require(codes == [0, 0], f"two processes, within {LIMIT:g} s:\n" + "\n".join(told))
+    require(codes == [0, 0], f"of two processes, with {LIMIT:g} s to end:\n" + "\n".join(told))
     return [torch.load(folder / f"said-{rank}.pt", map_location="cpu", weights_only=False) for rank in (0, 1)]
 
 
@@ -50,7 +50,7 @@ def _written(folder: Path, rank: int) -> str:
 
 
 def _environments() -> list[dict[str, str]]:
-    """As a launcher would set them."""
+    """Return the environment variables of both processes, as a launcher would set them."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -68,12 +68,12 @@ def _environments() -> list[dict[str, str]]:
 
 
 class _Server:
-    """The process that makes others; it ends with this one."""
+    """The server process, which starts the others; it ends with this process."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process runs)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainkit.testing.two_processes"],
             env=environment,
@@ -86,10 +86,10 @@ class _Server:
         atexit.register(self.end)
 
     def ask(self, job: dict[str, Any]) -> list[int | None]:
-        """The exit codes of two processes, None where one had to be killed."""
+        """Run a job, and return the exit codes of its two processes; None if a process had to be killed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(OSError):  # it has ended, which is said below
+        with suppress(OSError):  # it has ended, which is reported below
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -102,7 +102,7 @@ class _Server:
         return codes
 
     def end(self) -> None:
-        """End it, and what it has started."""
+        """End the server process and the processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.process.kill()
         self.process.communicate()

@@ -1,4 +1,4 @@
-"""A small real algorithm of the kit's own, for observers and samplers to take part in: REINFORCE with a baseline."""
+"""The algorithm with which the kit checks observers and samplers: REINFORCE with a baseline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainkit.plugins import register_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 NAME = "_trainkit_testing"
-"""What it is registered as; the underscore keeps it out of `available_trainers`."""
+"""The registered name; the underscore excludes it from `available_trainers`."""
 
 
 class ReinforceConfig(MethodConfig):
-    """It has no numbers of its own."""
+    """Settings of REINFORCE: none besides the name."""
 
     name: str = NAME
     """The registered name."""
@@ -41,31 +41,31 @@ class ReinforceTrainer(AccelerateRLTrainer[ReinforceConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ReinforceBatch:
-        """Rollouts with their scores."""
+        """Return rollouts with their scores."""
         return ReinforceBatch(rollouts.sequences, per_response(scores))
 
     def prepare_experience(self, experience: ReinforceBatch) -> ReinforceBatch:
-        """Scores to advantages, over the collection of all processes."""
+        """Whiten scores to advantages over the collections of all processes."""
         scores = experience.advantages
         mask = scores.isfinite()
         return ReinforceBatch(experience.sequences, whiten(scores, mask, reduce=self.reduce))
 
     def loss(self, batch: ReinforceBatch) -> tuple[Tensor, Metrics]:
-        """−A log π, a mean over response tokens. -> []."""
+        """Return the mean of −A · log π over response tokens. -> []."""
         mask = batch.sequences.response_mask
         losses = -batch.advantages.unsqueeze(1) * self.policy(batch.sequences).logprobs
         return masked_mean(losses, mask), {"loss/policy": Mean.of(losses, mask)}
 
 
 def registered() -> str:
-    """The name that it is registered as, by now."""
+    """Register the trainer, and return its name."""
     register_trainer(NAME)(ReinforceTrainer)
     return NAME
 
 
 @cache
 def attributes_of_the_loop() -> frozenset[str]:
-    """Attributes that any trainer has, or has after a run, and that are not the algorithm's."""
+    """Return the names of attributes that every trainer has after a run, and that are not the algorithm's."""
     from trainkit.testing.trainers import tiny_trainer
 
     with TemporaryDirectory() as folder:

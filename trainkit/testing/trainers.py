@@ -1,4 +1,4 @@
-"""A tiny real trainer of any algorithm, with data made to fit what it learns from: the bench for laws and checks."""
+"""A tiny real trainer of any algorithm, with data that fit the algorithm, for tests and for the conformance kit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PAIRS = tuple(
 )
 
 SHORT: dict[str, Any] = {"total_steps": 6, "epochs": None, "eval_interval": 0, "save_interval": 0, "trackers": []}
-"""A run of six steps that writes nothing in between."""
+"""A run of six steps without evaluations and checkpoints in between."""
 
 
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
-    """A reward with variance: how many letters of the first half of the alphabet a response has."""
+    """Reward each response by the number of its letters from the first half of the alphabet."""
     return [float(sum(letter in LETTERS[:4] for letter in output)) for output in outputs]
 
 
 def language_trainers() -> list[str]:
-    """Names of the trainers of language models, about which some laws speak alone: masks, tokens, stop strings."""
+    """Return the names of the trainers of language models, the only ones with masks, tokens and stop strings."""
     return [name for name in available_trainers() if issubclass(get_trainer(name), AccelerateRLTrainer)]
 
 
@@ -43,16 +43,16 @@ def tiny_trainer(
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Any:
-    """A trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
+    """Return a trainer of ``name`` on a two-layer model with 8 prompts, 16 samples or 16 pairs, ready to ``learn()``.
 
-    What it is made of otherwise, trainers of other than language models above all, it says by `tiny_arguments`.
+    A trainer class that needs other arguments returns them from `tiny_arguments`; one of other models must do so.
 
     Args:
         name: the registered name.
-        run_dir: where its run goes.
-        callbacks: hooks.
-        model: fields of the model's config instead of a tiny GPT-2's.
-        arguments: those of `trainkit.train` that should differ: ``prompts``, ``reward_fn``, ``tokenizer``.
+        run_dir: the run directory.
+        callbacks: objects with hooks.
+        model: fields of the model's config, instead of a tiny GPT-2's.
+        arguments: arguments of `trainkit.train` that should differ: ``prompts``, ``reward_fn``, ``tokenizer``.
         **changes: dotted config paths with ``__`` for dots: ``train__seed=2``.
     """
     cls = get_trainer(name)
@@ -86,7 +86,7 @@ def tiny_trainer(
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
-    """What suits a language model, as arguments of `trainkit.train`."""
+    """Return the arguments of `trainkit.train` for a language model."""
     tokenizer = character_tokenizer(LETTERS)
     return {
         "model_path": tiny_gpt2(len(tokenizer)),

@@ -1,7 +1,7 @@
-"""What two real processes do that train a plugin together, for the check of that name.
+"""The two processes of the check `two_processes`, which train a plugin together.
 
-`trainkit.testing.launching` runs this module once, as ``python -m trainkit.testing.two_processes``. It reads jobs, a
-line each, has two new processes do each of them, and answers with their exit codes.
+`trainkit.testing.launching` runs this module once, as ``python -m trainkit.testing.two_processes``. It reads one job
+per line, starts two new processes for each job, and prints their exit codes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainkit.testing.trainers import tiny_trainer
 Said = dict[str, Any]
 
 
-# --------------------------------------------------------------------------------------------------- who starts them
+# --------------------------------------------------------------------------------------------------- the server process
 
 
 def serve() -> None:
-    """Do jobs until there are no more."""
-    forked = sys.platform == "linux"  # what is imported already is theirs, too; elsewhere forks are not safe
+    """Run jobs until there are no more."""
+    forked = sys.platform == "linux"  # forks share what is imported; forking is unsafe on other systems
     context: Any = multiprocessing.get_context("fork" if forked else "spawn")
     for line in sys.stdin:
         job = json.loads(line)
@@ -40,11 +40,11 @@ def serve() -> None:
 
 
 def _ends(pair: list[Any], limit: float) -> list[int | None]:
-    """The exit codes of two processes, None where one had to be killed."""
+    """Return the exit codes of two processes; None if a process had to be killed."""
     end = time.monotonic() + limit
     while any(process.is_alive() for process in pair) and time.monotonic() < end:
         if any(process.exitcode for process in pair):
-            end = min(end, time.monotonic() + 1)  # the other one may have to say why, or waits for ever
+            end = min(end, time.monotonic() + 1)  # the other one may write an error, or wait for ever
         time.sleep(0.02)
     codes = [process.exitcode for process in pair]
     for process in pair:
@@ -54,7 +54,7 @@ def _ends(pair: list[Any], limit: float) -> list[int | None]:
 
 
 def one_of_two(job: Said, rank: int) -> None:
-    """What a process does: the job, with what it writes in a file of its own."""
+    """Run the job in one of the two processes, with its output in a file of its own."""
     folder = Path(job["folder"])
     with (folder / f"written-{rank}").open("wb") as written, open(os.devnull, "rb") as nothing:
         for own, number in ((nothing, 0), (written, 1), (written, 2)):
@@ -65,11 +65,11 @@ def one_of_two(job: Said, rank: int) -> None:
     train(job["name"], folder, rank)
 
 
-# --------------------------------------------------------------------------------------------------- what each does
+# ------------------------------------------------------------------------------------------------- each of the two
 
 
 class _Watched:
-    """Notes what `make_experience` gave for a trainer's first collection, what became of it, and its metrics."""
+    """Records a trainer's first collection before and after `prepare_experience`, and the metrics recorded by it."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.honest, self.said = trainer, trainer.prepare_experience, Said()
@@ -85,7 +85,7 @@ class _Watched:
 
 
 def _learn(name: str, folder: Path) -> Said:
-    """A whole run, with evaluations and checkpoints."""
+    """Make a whole run with evaluations and checkpoints, and return what it ended with."""
     trainer = tiny_trainer(name, folder / "run", train__eval_interval=3, train__save_interval=3)
     watched = _Watched(trainer)
     trainer.learn()
@@ -98,7 +98,7 @@ def _learn(name: str, folder: Path) -> Said:
 
 
 def _draw(name: str, folder: Path) -> Any:
-    """What each process makes of one prompt, the same for both; None offline."""
+    """Return the experience of one prompt, which both processes get; None offline."""
     trainer = tiny_trainer(name, folder / "drawn")
     if not trainer.online:
         return None
@@ -109,10 +109,10 @@ def _draw(name: str, folder: Path) -> Any:
 
 
 def _step(name: str, folder: Path, rank: int) -> Said:
-    """One step on rows that are given, of which the first process takes fewer and shorter ones."""
+    """Make one step on the given rows, of which the first process takes fewer and shorter ones."""
     given: Said = torch.load(folder / "given.pt", map_location="cpu", weights_only=False)
     trainer = tiny_trainer(name, folder / "stepped", train__max_grad_norm=None, train__microbatch_size=3)
-    trainer.policy  # noqa: B018  (made before it takes over weights)
+    trainer.policy  # noqa: B018  (made before weights are loaded)
     trainer.unwrapped.load_state_dict(given["weights"])
     trainer.load_state_dict(given["state"])
     batch = given["batch"]
@@ -121,9 +121,9 @@ def _step(name: str, folder: Path, rank: int) -> Said:
 
 
 def train(name: str, folder: Path, rank: int) -> None:
-    """Train in each way, and leave there what is to be said of it."""
+    """Train in each way, and save the results in ``folder``."""
     torch.set_num_threads(1)
-    get_trainer(name)  # what is given are batches of its own classes
+    get_trainer(name)  # registers the classes of the given batches
     said = {"step": _step(name, folder, rank), "drawn": _draw(name, folder), "run": _learn(name, folder)}
     torch.save(said, folder / f"said-{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The contract of an algorithm, and the loop that trains with it."""
+"""The base class of all algorithms, and the training loop."""
 
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.base import BaseRLTrainer, Verdict

@@ -1,4 +1,4 @@
-"""What training language models adds to the loop: tokenizer, sampler, reference, generating, evaluating, exporting."""
+"""The loop for language models: tokenizer, sampler, reference, generation, evaluation and export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.functional import per_response
 from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
-from trainkit.models.loading import check_trainable, load_model_config, pad_id
+from trainkit.models.loading import check_trainable, load_model_config, name_eos, pad_id
 from trainkit.rollouts import Sampler, check_scores, make_sampler, score
 from trainkit.runs import run
 from trainkit.seeding import generator, row_seeds
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=MethodConfig)
 
 SAMPLER_TOLERANCE = 1e-4
-"""How far a sampler's log-probabilities may be from the policy's to be used in their place: float32's rounding."""
+"""Largest difference between log-probabilities of sampler and policy that counts as rounding in float32."""
 
 
 class AccelerateRLTrainer(AcceleratedLoop[M]):
-    """The loop for language models: everything about training them that is not the algorithm.
+    """The loop for language models: everything about training them except the algorithm.
 
     Args:
         config: the run's configuration.
@@ -59,26 +59,29 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
             reward_fn: scores samples; see `trainkit.rollouts.rewards.score`.
             metric_fn: measures samples at evaluation; see `trainkit.rollouts.rewards.metrics`.
-            logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; holds in sampling, and in
-                training where the algorithm learns from what it sampled.
-            stop_sequences: strings that end a response, over those of the config.
+            logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; applied when sampling, and when
+                training if the algorithm learns from what it sampled.
+            stop_sequences: strings that end a response, unless the config gives them.
             callbacks: objects with ``@hookimpl`` methods.
-            allow_drift: resume also where settings differ on which the course of training depends.
+            allow_drift: resume even if settings that affect training differ from those of the checkpoint.
 
     Raises:
-        ConfigError, DataError, PluginError: at the door, before a model is loaded.
+        ConfigError, DataError, PluginError: raised at construction, before a model is loaded.
     """
 
     sample_format: ClassVar[Literal["completion", "preference"]] = "completion"
-    """What offline samples are: outputs to prompts, or pairs ``{"prompt", "chosen", "rejected"}``."""
+    """Format of offline samples: prompts with outputs, or pairs ``{"prompt", "chosen", "rejected"}``."""
     generates: ClassVar[bool] = True
-    """Whether what is trained writes text; if it scores text, evaluations have no prompts."""
+    """Whether the trained model generates text. If it scores text instead, evaluations have no prompts."""
     encoder_decoders: ClassVar[bool] = True
-    """Whether encoder-decoders are trained too; if not, one is refused at the door."""
+    """Whether encoder-decoders can be trained; if not, they are refused at construction."""
 
     @classmethod
     def _unwritten(cls) -> list[str]:
-        """As for any trainer; offline `make_experience` too, online `experience` where that is what is called."""
+        """Return the methods that are not implemented yet.
+
+        Offline, `make_experience` is one of them; online, `experience` is, unless `make_experience` is overridden.
+        """
         left = super()._unwritten()
         if cls.make_experience is not AccelerateRLTrainer.make_experience:
             return left
@@ -110,7 +113,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
         self.apart = bool(self.model_config.is_encoder_decoder)
-        """Whether the model reads prompt and response apart, each with its own budget."""
+        """Whether the model reads prompt and response separately, each with its own length limit."""
         if self.apart and not self.encoder_decoders:
             raise ConfigError(
                 f"a model of type {self.model_config.model_type!r} is an encoder-decoder, and {config.method.name!r} "
@@ -123,8 +126,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # ------------------------------------------------------------------------------------------------ construction
 
     def _length_limit(self) -> int | None:
-        """The most tokens of prompt and response together, or of each apart: the smaller of train.seq_length and the
-        model's context."""
+        """Return the largest number of tokens of prompt and response together, or of each if they are read separately.
+
+        It is the smaller of train.seq_length and the model's context.
+        """
         context, asked = context_length(self.model_config), self.config.train.seq_length
         if context and asked and asked > context:
             raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
@@ -143,14 +148,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return limit
 
     def fits(self, prompt: int, response: int) -> bool:
-        """Whether the model can read so many tokens: together, or apart, the response after a start token (S-44)."""
+        """Return whether the model can read so many tokens: together, or apart with a start token (S-44)."""
         if self.limit is None:
             return True
         return max(prompt, response + 1) <= self.limit if self.apart else prompt + response <= self.limit
 
     @property
     def what_fits(self) -> str:
-        """The limit in words."""
+        """The length limit in words, for error messages."""
         if self.limit is None:
             return "any number fits"
         each = f"a prompt of {self.limit} and a response of {self.limit - 1} tokens fit"
@@ -158,14 +163,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     @cached_property
     def unwrapped(self) -> Any:
-        """The policy itself, outside whatever accelerate wraps it in."""
+        """The policy itself, without the wrapper of accelerate."""
         policy, own = super().unwrapped, getattr(self.live_model, "v_head", None)
         if own is not None and getattr(policy, "value_head", None) is not own:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
         path = self.config.model.model_path if self.live_model is None else None
         if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
             log.warning(
-                "%s is a reward model, of which %s takes the language model alone: its head for scores is left out. To "
+                "%s is a reward model, of which %s takes only the language model: its score head is not loaded. To "
                 "learn from its scores give it as reward_fn=RewardModel.from_pretrained(path)",
                 path,
                 self.config.method.name,
@@ -173,9 +178,9 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return policy
 
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
-        """The language model; online at the sampling temperature and under the logit mask, offline as it is.
+        """Return the language model: online with the sampling temperature and the logit mask, offline without them.
 
-        Algorithms whose policy has heads make their own.
+        Algorithms whose policy has heads override this method.
         """
         model = load_model(config.model, self.live_model)
         if not self.online:
@@ -183,23 +188,23 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return make_policy(model, temperature=config.rollout.temperature, logit_mask=self.logit_mask)
 
     def make_reference(self, model: Any) -> Reference:
-        """The policy as it is now, frozen; what is not trained is shared."""
+        """Return a frozen copy of the policy as it is now; parameters that are not trained are shared with it."""
         return Reference(model)
 
     @cached_property
     def sampler(self) -> Sampler:
-        """What turns prompts into rollouts: a plugin's ``make_sampler``, or the core's."""
+        """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or trainkit's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         if made is not None and self._steers:
             raise PluginError(
-                f"{self.config.method.name!r} steers its samples, and the sampler of a make_sampler hook knows nothing "
-                "of that; leave the hook out"
+                f"{self.config.method.name!r} changes logits while sampling (steer), and the sampler of a make_sampler "
+                "hook does not; remove the hook"
             )
         return self.core_sampler() if made is None else generation.checked_sampler(made)
 
     def core_sampler(self) -> Sampler:
-        """trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
+        """Return trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
         self._prepared  # noqa: B018  (as above)
         return make_sampler(
             self.unwrapped.model,
@@ -218,11 +223,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # -------------------------------------------------------------------------------------------------------- data
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """The prompts as text that leave room for a response."""
+        """Return the prompts, as text, that leave room for a response."""
         return self.encode.fit(written_prompts(rows, self.tokenizer))
 
     def default_prompts(self) -> list[Any]:
-        """The tokenizer's beginning token, from which every response then starts."""
+        """Return the tokenizer's beginning token for each rollout; every response then starts from it."""
         bos = self.tokenizer.bos_token
         if bos is None:
             raise DataError(
@@ -233,7 +238,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def read_samples(
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
-        """Samples as rows, each of them encoded once to see that it can be."""
+        """Return samples as rows; each is encoded once to check that it can be."""
         if self.sample_format == "preference":
             rows = preference_rows(samples, self.tokenizer, first=first)
             cut = sum(cut for _, _, cut in self._encode_pairs(rows, first))
@@ -243,7 +248,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             for index, row in enumerate(rows, first):
                 cut += self._encode_sample(row, f"sample {index}")[2]
         if cut:
-            log.warning("%d of %d samples were cut at %s tokens", cut, len(rows), self.limit)
+            log.warning("%d of %d samples were truncated to %s tokens", cut, len(rows), self.limit)
         return rows
 
     def _encode_pairs(self, rows: list[Row], first: int = 0) -> list[tuple[EncodedSide, EncodedSide, bool]]:
@@ -251,7 +256,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return [encode(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)]
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
-        """Take the prompts of evaluations."""
+        """Set the prompts of evaluations, after checking that they leave room for responses."""
         self._check_generates("eval_prompts")
         super().add_eval_pipeline(prompts)
         longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
@@ -266,29 +271,29 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # ----------------------------------------------------------------------------------------- for the algorithm
 
     def sample(self, rows: list[Row]) -> Rollouts:
-        """One sampled response per row, at the rollout's settings; the randomness is the training's own."""
+        """Sample one response per row, at the rollout's settings and with training's own random numbers."""
         queries, rank = [self.encode(row["prompt"]) for row in rows], self.accelerator.process_index
         seeds = row_seeds(rows, queries, "sample", self.progress.collection, rank, seen=self._seen)
         rollouts = self._sample(rows, queries, self.settings(), "sample", self.next_draw(), seeds)
-        self._rollouts.append(replace(rollouts, hidden=None))  # for the hooks, which outlive the experience
+        self._rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
         return rollouts
 
     def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
-        """What tokens are drawn from instead of ``logits`` [b, V]; overridden where the algorithm bends its samples.
+        """Return the logits to sample from instead of ``logits`` [b, V]; override it to change what is sampled.
 
-        The logits are at the sampling temperature and under the logit mask; ``states`` [b, D] are those they come
-        from, ``settings`` of the class that the method's `sampling` names. What is known of rollouts, such as their
-        log-probabilities, stays that of the model.
+        ``logits`` include the sampling temperature and the logit mask; ``states`` [b, D] are the hidden states from
+        which they are computed; ``settings`` is of the class in the method's `sampling`. The log-probabilities and
+        entropies of the rollouts are still those of the model.
         """
         return logits
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The reward function's scores [B], or [B, T] where it gives rewards per token."""
-        assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
+        """Return the reward function's scores [B], or [B, T] if it gives rewards per token."""
+        assert self.reward_fn is not None, "train() and learn() ensure that an online trainer has a reward_fn"
         return score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
 
     def make_experience(self, rows: list[Row]) -> Batch:
-        """Sample, score, and make experience of it: what an online algorithm does. Offline ones override this."""
+        """Sample responses, score them and make experience, as online algorithms do. Offline ones override this."""
         rollouts = self.sample(rows)
         return self._experience(rollouts, self.score(rollouts))
 
@@ -307,7 +312,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return self.experience(rollouts, scores)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
-        """Sample rows as sequences on the device, outputs and their EOS marked as responses."""
+        """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
         encoded = [self._encode_sample(row) for row in rows]
         sequences = Sequences.from_rows(
             [ids for ids, _, _ in encoded], [chosen for _, chosen, _ in encoded], pad_id(self.tokenizer)
@@ -315,14 +320,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         return sequences.to(self.accelerator.device)
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
-        """Ids, which of them are outputs, and whether some were cut."""
+        """Return the ids, which of them are outputs, and whether the sample was truncated."""
         if self.apart:
             return encode_apart(self.tokenizer, *one_output(row, what), self.limit, what)
         ids, chosen = encode_sample(self.tokenizer, row, self.limit, what)
         return ids, chosen, ids[-1] != self.tokenizer.eos_token_id
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
-        """Rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
+        """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
         pairs, fill = self._encode_pairs(rows), pad_id(self.tokenizer)
         chosen, rejected = (
             Sequences.from_rows([ids for ids, _ in side], [mask for _, mask in side], fill)
@@ -332,11 +337,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     @torch.no_grad()
     def behaviour(self, rollouts: Rollouts) -> TokenOutputs:
-        """What the policy that sampled ``rollouts`` says about them: log-probabilities, entropies, values.
+        """Return the log-probabilities, entropies and values of ``rollouts`` under the policy that sampled them.
 
-        The sampler has seen it all, so nothing is run again where its numbers are the policy's. Whether they are,
-        the first collection shows, for which the policy is run: cached keys and values may round differently, by a
-        little in float32 and by too much below.
+        The sampler has computed them, so the policy is not run again if the sampler's numbers equal the policy's. This
+        is checked on the first collection, for which the policy is run: cached keys and values may round differently,
+        slightly in float32, and too much at lower precision.
         """
         at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), type(self.sampler).__qualname__
         if at.sampler != sampler:
@@ -348,16 +353,16 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             off = (seen.logprobs - outputs.logprobs).abs().max() > SAMPLER_TOLERANCE
             at.sampler_exact = not bool(self.reduce(off.float()))
             if not at.sampler_exact:
-                log.info("the sampler's log-probabilities are not quite the policy's, which is therefore run again")
+                log.info("the sampler's log-probabilities differ from the policy's; the policy is run to compute them")
         return outputs
 
     # -------------------------------------------------------------------------------------- generating, by the user
 
     def settings(self, **overrides: Any) -> SamplingConfig:
-        """The rollout's sampling settings, some of them overridden.
+        """Return the rollout's sampling settings with ``overrides``.
 
         Raises:
-            ConfigError: no such setting, or not such a value.
+            ConfigError: a setting does not exist, or its value is not allowed.
         """
         return generation.settings(self.config, overrides)
 
@@ -369,10 +374,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         attention_mask: Tensor | None = None,
         **overrides: Any,
     ) -> Rollouts:
-        """Responses to ``prompts``: strings, dicts with a ``prompt``, or token ids; to one prompt or to several.
+        """Sample responses to one prompt or several: strings, dicts with a ``prompt``, or token ids.
 
         What a tokenizer returns works too: ``trainer.generate(**tokenizer(texts, return_tensors="pt",
-        padding=True))``. Every call draws anew; training is not disturbed.
+        padding=True))``. Every call draws new random numbers; training is not affected.
 
         Args:
             prompts: the prompts.
@@ -381,13 +386,14 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             **overrides: sampling settings over those of ``config.rollout``.
 
         Raises:
-            ConfigError: no such settings, or what is trained does not generate.
-            DataError: prompts that are none, or too long.
+            ConfigError: a setting does not exist, its value is not allowed, or the trained model does not generate.
+            DataError: prompts are missing, of another type, or too long.
         """
         self._check_generates("generate()")
-        rows = written_prompts(generation.prompts_as_rows(prompts, input_ids, attention_mask), self.tokenizer)
+        given = generation.prompts_as_rows(prompts, input_ids, attention_mask, self.tokenizer.pad_token_id)
+        rows = written_prompts(given, self.tokenizer)
         if self.config.train.resume:
-            run.begin(self)  # what is drawn follows from where the resumed run stands
+            run.begin(self)  # the random numbers follow from the progress of the resumed run
         queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)
         key = self.progress.generated
         self.progress.generated += 1
@@ -401,7 +407,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
 
     def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
-        """As `generate`, with the settings of evaluations (the first value of a swept one)."""
+        """Sample responses as `generate` does, with the settings of evaluations (the first value of a swept one)."""
         (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
         return self.generate(prompts, **{**first, **overrides})
 
@@ -414,7 +420,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         keys: tuple[int, ...],
         seeds: list[int | None],
     ) -> Rollouts:
-        """Rollouts drawn for one purpose at one place; ``seeds`` are those of the rows that have one."""
+        """Sample rollouts with random numbers keyed by ``purpose`` and ``keys``; ``seeds`` are those of the rows."""
         longest = max(len(query) for query in queries)
         if not self.fits(longest, settings.max_new_tokens):
             raise DataError(
@@ -437,13 +443,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         prompt_sizes: Sequence[int] | None = None,
         append_eos_token: bool = False,
     ) -> tuple[list[str], list[str], list[str]]:
-        """Token ids to text: (samples, prompts, outputs), outputs cut at the first stop string.
+        """Decode token ids to (samples, prompts, outputs), with outputs truncated at the first stop string.
 
         Args:
             prompts: prompt ids, one 1-D tensor each.
             samples: prompt and response ids, one 1-D tensor each.
             prompt_sizes: how many ids of each sample are its prompt; the prompts' lengths without it.
-            append_eos_token: end those outputs with EOS's text that were cut, or ended by EOS.
+            append_eos_token: append the text of EOS to outputs that were truncated or that EOS ended.
         """
         sizes = [len(p) for p in prompts] if prompt_sizes is None else prompt_sizes
         return generation.decode_samples(self.tokenizer, self.config.rollout, prompts, samples, sizes, append_eos_token)
@@ -451,7 +457,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # ------------------------------------------------------------------------------------- the loop, by the user
 
     def step(self, queries: Sequence[Any], responses: Sequence[Any], scores: Any) -> dict[str, float]:
-        """Learn from responses that you scored yourself: one collection, all its passes and optimizer steps.
+        """Learn from responses that you scored yourself: one collection with all its passes and optimizer steps.
 
         Args:
             queries: prompts, as text or token ids, one per response.
@@ -463,7 +469,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             The metrics of this step, averaged over its optimizer steps.
 
         Raises:
-            DataError, RewardError: the three do not fit together.
+            DataError, RewardError: queries, responses and scores do not fit together.
         """
         rollouts = generation.given_rollouts(self, queries, responses)
         checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
@@ -487,27 +493,35 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # ------------------------------------------------------------------------------------- evaluating and exporting
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Responses to the evaluation prompts, scored and measured."""
+        """Generate responses to the evaluation prompts, score and measure them; see `AcceleratedLoop.evaluation`."""
         return on_prompts(self)
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export for transformers: base-model weights, config and tokenizer; the heads in a file beside them (S-19).
+        """Export for transformers: base-model weights, config and tokenizer; heads are in a separate file (S-19).
 
-        ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``, gives a
-        model with equal logits.
+        ``AutoModelForCausalLM.from_pretrained(directory)``, of an encoder-decoder ``AutoModelForSeq2SeqLM``, loads
+        a model with equal logits.
         """
         return super().save_pretrained(directory)
 
     def write_model(self, building: Path, target: Path) -> None:
-        """Write model, tokenizer and heads so that transformers loads the model; of an adapter, only the adapter."""
+        """Write model, tokenizer and heads so that transformers loads the model; with an adapter, only the adapter."""
+        lacking = name_eos(self.unwrapped.model, self.tokenizer)
         save_model(self.unwrapped.model, building, target)
+        if lacking and not any(building.rglob("config.json")):  # an adapter, whose base is elsewhere
+            log.warning(
+                "%s holds an adapter, and the configuration of its base does not name the tokenizer's EOS: merge them "
+                "(trainkit merge), or call generate with eos_token_id=%d",
+                target,
+                self.tokenizer.eos_token_id,
+            )
         self.tokenizer.save_pretrained(building)
         state = self.unwrapped.state_dict()
         if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
             save_file(heads, building / HEADS)
 
     def model_card(self) -> dict[str, str]:
-        """Language models and adapters as transformers loads them, value heads and scores as trainkit does."""
+        """Return the model card's entries: transformers loads language models and adapters, trainkit the heads."""
         task = {"pipeline_tag": "text-generation"} if self.generates and not self.apart else {}
         library = "peft" if has_adapter(self.unwrapped.model) else "transformers"
         return {"library_name": library, **task, "loading": self._loading()}
@@ -530,7 +544,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
 
 def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
-    """What the sampler saw of the policy; None if it did not see everything that the policy says."""
+    """Return the policy's outputs as the sampler computed them; None if it did not compute all of them."""
     head, sequences = getattr(policy, "value_head", None), rollouts.sequences
     if rollouts.logprobs is None or rollouts.entropy is None:
         return None

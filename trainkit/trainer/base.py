@@ -1,4 +1,4 @@
-"""The contract of an algorithm: three arrows, and pockets for what lasts longer than a batch."""
+"""The base class of all algorithms: three methods to implement, and optional methods for everything else."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ M = TypeVar("M", bound=MethodConfig)
 
 
 class Verdict(Enum):
-    """What becomes of a step whose gradient is there; a step that is not made is counted, and moves nothing."""
+    """What to do with a step whose gradient has been computed. A skipped step is counted, and changes no weights."""
 
     STEP = "step"
-    """Make it."""
+    """Make the step."""
     SKIP = "skip"
-    """Leave it out."""
+    """Skip the step."""
     STOP = "stop"
-    """Leave it out, and all others on this collection."""
+    """Skip the step and all remaining steps on this collection."""
 
 
 class BaseRLTrainer(ABC, Generic[M]):
-    """What an algorithm must say, and may say. `AccelerateRLTrainer` does everything else.
+    """The interface of an algorithm. `AccelerateRLTrainer` implements everything else.
 
-    The arrows: `get_arch` (config → model), `make_experience` (rows → experience, no gradient) and `loss`
-    (experience → loss and metrics). An algorithm that learns from scored samples of its own writes `experience`
-    instead of `make_experience`. The pockets: `prepare_experience`, `prepare_step`, `judge`, `after_step`,
-    `state_dict`.
+    An algorithm implements three methods: `get_arch` (config → model), `make_experience` (rows → experience, without
+    gradient) and `loss` (experience → loss and metrics). An algorithm that samples responses and learns from their
+    scores implements `experience` instead of `make_experience`. Optional methods: `prepare_experience`,
+    `prepare_step`, `judge`, `after_step` and `state_dict`.
 
-    Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``; the argument tells which class validates the
+    Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``. The type argument is the class that validates the
     section ``method``.
     """
 
     method_class: ClassVar[type[MethodConfig]]
     """The class of the section ``method``, taken from the type argument."""
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    """Which arguments of `trainkit.train` the algorithm learns from: ``("samples",)``, ``("samples", "rewards")``
+    """The arguments of `trainkit.train` that the algorithm learns from: ``("samples",)``, ``("samples", "rewards")``
     or ``("reward_fn", "prompts")``."""
 
     group: ClassVar[str] = ""
-    """The setting of the method that says how many responses to each prompt a collection holds; empty: one."""
+    """Name of the method's setting for the number of responses to each prompt in a collection; empty: one response."""
     remembers: ClassVar[Mapping[str, Callable[[], Any]]] = {}
-    """Attributes that must survive a restart, plain data or tensors, each with what makes its first value."""
+    """Attributes to save in checkpoints, plain data or tensors, each with a function that makes its initial value."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,7 +61,7 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @classmethod
     def _unwritten(cls) -> list[str]:
-        """What is left to write of what an algorithm must say; `trainkit.register_trainer` refuses a class with any."""
+        """Return the methods that are not implemented yet; `trainkit.register_trainer` refuses a class with any."""
         return sorted(getattr(cls, "__abstractmethods__", ()))
 
     def __init__(
@@ -96,7 +96,7 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @property
     def method(self) -> M:
-        """The algorithm's own section of the config."""
+        """The section ``method`` of the config, the algorithm's own settings."""
         return self.config.method
 
     @property
@@ -106,9 +106,9 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @property
     def passes(self) -> int | None:
-        """How often one collection of experience is gone over; None: until the run ends.
+        """How many times one collection of experience is iterated over; None: until the run ends.
 
-        Offline algorithms collect once and pass over it ``train.epochs`` times.
+        Offline algorithms collect once and iterate over the collection ``train.epochs`` times.
         """
         return 1 if self.online else self.epochs
 
@@ -120,21 +120,21 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @property
     def samples_per_prompt(self) -> int:
-        """How many responses to each prompt a collection holds; they stand next to each other in it."""
+        """Number of responses to each prompt in a collection, where they are adjacent rows."""
         return int(getattr(self.method, self.group)) if self.group else 1
 
-    # ------------------------------------------------------------------------------------------ the three arrows
+    # ----------------------------------------------------------------------------------- the three methods to implement
 
     @abstractmethod
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
-        """The trainable model, on the CPU or any device; called once, under a seeded global generator."""
+        """Return the trainable model, on the CPU or any device. Called once, with the global generator seeded."""
 
     @abstractmethod
     def make_experience(self, rows: list[Row]) -> Batch:
-        """What `loss` needs about ``rows`` that takes no gradient."""
+        """Return what `loss` needs to know about ``rows``, computed without gradient."""
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
-        """What `loss` needs about scored rollouts; ``scores`` is [B], or [B, T] for rewards per token."""
+        """Return what `loss` needs to know about scored rollouts. ``scores``: [B], or [B, T] for rewards per token."""
         raise NotImplementedError(
             f"{type(self).__name__} does not learn from scored rollouts; it is trained by learn(), from "
             f"{' and '.join(self.inputs)}"
@@ -142,34 +142,34 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
-        """A mean over the units that ``batch.weight`` counts, [], and metrics. Runs the trainable model, no other."""
+        """Return the loss [], a mean over the units that ``batch.weight`` counts, and metrics. Runs no other model."""
 
-    # ----------------------------------------------------------------------------------------------- the pockets
+    # ------------------------------------------------------------------------------------------------ optional methods
 
     def prepare_experience(self, experience: Any) -> Batch:
-        """One whole collection, before the first pass over it: whitening, controllers, statistics."""
+        """Prepare a whole collection before the first pass over it: whitening, controllers, statistics."""
         return cast(Batch, experience)
 
     def prepare_step(self, batch: Any) -> Batch:
-        """The rows of one step, before they are split into micro-batches: means over them that `loss` needs.
+        """Prepare the rows of one step, before they are split into micro-batches: means over them that `loss` needs.
 
-        Called on every process, without gradient, with the weights that the step starts from.
+        Called on every process, without gradient, with the weights at the start of the step.
         """
         return cast(Batch, batch)
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
-        """Whether to make a step; ``metrics`` are those of its `loss`, over all micro-batches and processes."""
+        """Return whether to make a step. ``metrics``: those of its `loss`, over all micro-batches and processes."""
         return Verdict.STEP
 
     def after_step(self) -> None:
-        """Called after every step that was made: target networks and the like."""
+        """Update what follows the weights, e.g. a target network. Called after every step that was made."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm must remember beyond the model: plain data and tensors."""
+        """Return what the algorithm must save besides the model: plain data and tensors."""
         return {name: getattr(self, name) for name in self.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if state.keys() - self.remembers.keys():
             raise NotImplementedError(f"{type(self).__name__} saves a state and cannot load it; write load_state_dict")
         for name, value in state.items():
@@ -183,4 +183,4 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @abstractmethod
     def learn(self) -> None:
-        """Train until the config's end."""
+        """Train until the configured steps or epochs are used up."""

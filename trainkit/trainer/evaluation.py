@@ -31,7 +31,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
             "add_eval_pipeline(prompts)"
         )
-    trainer.policy  # noqa: B018  (made by all processes together, also where one has no rows)
+    trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
     found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
     found |= held_out(trainer) if trainer.eval_samples else {}
     at, hook = trainer.progress, trainer.hooks.hook
@@ -43,13 +43,13 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
 
 
 def evaluate_if(trainer: AcceleratedLoop[Any], due: bool) -> None:
-    """Evaluate if it is due and the run has something to evaluate on, and keep the best model."""
+    """Evaluate if an evaluation is due and the run has data for it, and keep the best model."""
     if due and (trainer.eval_rows or trainer.eval_samples) and trainer.config.train.eval_interval:
         run.keep_best(trainer, trainer.evaluate())
 
 
 def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
-    """Means over all evaluation prompts, and one record per response. A swept setting is a suffix of every name."""
+    """Return means over all evaluation prompts, and a record per response. A swept setting is a suffix of each name."""
     found: dict[str, float] = {}
     samples: list[Record] = []
     for index, (suffix, overrides) in enumerate(sweep(trainer.config.rollout.eval_kwargs)):
@@ -63,7 +63,7 @@ def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
 
 @torch.no_grad()
 def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
-    """The algorithm's loss and metrics over the held-out samples, exact means over all processes: ``eval/<name>``."""
+    """Return the loss and metrics over the held-out samples as ``eval/<name>``: exact means over all processes."""
     found: m.Metrics = {}
     trainer.unwrapped.eval()
     if trainer.held_out is None:
@@ -76,10 +76,10 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
 
 
 def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
-    """Experience of this process's part of the held-out samples."""
+    """Return the experience of this process's part of the held-out samples."""
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
-    pending, store = trainer._pending, RolloutStore[Any]()  # what making experience records is of training alone
+    pending, store = trainer._pending, RolloutStore[Any]()  # metrics of making experience belong to training
     with accelerator.autocast():
         for start in range(0, len(rows), size):
             store.push(trainer.make_experience(rows[start : start + size]))
@@ -110,7 +110,7 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tup
 
 
 def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Record]]:
-    """Numbers about the rollouts as a whole, and a record of each."""
+    """Return the metrics of the rollouts as a whole, and one record per response."""
     known: dict[str, list[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
     known["length"] = [float(len(response)) for response in rollouts.responses]
     if trainer.reward_fn is not None:

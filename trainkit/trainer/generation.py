@@ -1,4 +1,4 @@
-"""What generating needs besides the sampler: prompts and responses in the forms people have them, and back to text."""
+"""What generating needs besides the sampler: reading prompts, responses and settings, checks, and decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from trainkit.config import RolloutConfig, SamplingConfig, TRLConfig
 from trainkit.data import Rollouts, Row, is_conversation
 from trainkit.data.pipeline import as_ids
 from trainkit.errors import ConfigError, DataError, PluginError, describe
-from trainkit.rollouts import Sampler, assemble, cut_at_stop, decode, eos_ids
+from trainkit.models.loading import eos_ids, pad_id
+from trainkit.rollouts import Sampler, assemble, cut_at_stop, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingConfig:
-    """The rollout's sampling settings, some of them overridden, with those that only the algorithm has.
+    """Return the rollout's sampling settings with ``overrides``, and the settings that only the algorithm has.
 
     Raises:
-        ConfigError: no such setting, or not such a value.
+        ConfigError: a setting does not exist, or its value is not allowed.
     """
     kind: type[SamplingConfig] = config.method.sampling
     given = {name: getattr(config.rollout, name) for name in SamplingConfig.model_fields}
@@ -39,15 +40,19 @@ def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingCo
         raise ConfigError(f"sampling settings: {faults}. Known: {', '.join(kind.model_fields)}") from error
 
 
-def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None) -> list[Row]:
-    """Rows from one prompt or several (text, dicts or ids), or from what a tokenizer returns.
+def prompts_as_rows(
+    prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None, pad: int | None = None
+) -> list[Row]:
+    """Return rows from one prompt or several (text, dicts or ids), or from what a tokenizer returns.
 
     Raises:
-        DataError: both or neither are given, or there are none.
+        DataError: both or neither are given, there are no prompts, or ids without a mask begin or end with ``pad``.
     """
     if (prompts is None) == (input_ids is None):
         raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
     if input_ids is not None:
+        if attention_mask is None and pad is not None:
+            _refuse_padding(input_ids, pad)
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
     one = isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1)
@@ -59,11 +64,21 @@ def prompts_as_rows(prompts: Any, input_ids: Tensor | None, attention_mask: Tens
     return rows
 
 
+def _refuse_padding(input_ids: Tensor, pad: int) -> None:
+    """Raise a `DataError` if rows begin or end with padding: ids alone do not show which tokens are real (S-01)."""
+    padded = ((input_ids[:, 0] == pad) | (input_ids[:, -1] == pad)).nonzero().flatten().tolist()
+    if padded:
+        raise DataError(
+            f"row {padded[0]} of input_ids begins or ends with the padding id {pad}, and no attention_mask says whether "
+            "that is padding or part of the prompt; give attention_mask, as the tokenizer returns it"
+        )
+
+
 def checked_sampler(made: Any) -> Sampler:
-    """What a hook's ``make_sampler`` returned as a sampler whose rollouts are checked.
+    """Wrap what a hook's ``make_sampler`` returned in a sampler that checks its rollouts.
 
     Raises:
-        PluginError: it cannot be called; later, when it is called, that its rollouts are not what was asked for.
+        PluginError: it cannot be called. The wrapper raises one if the rollouts are not those that were asked for.
     """
     if not callable(made):
         raise PluginError(
@@ -86,13 +101,13 @@ def checked_sampler(made: Any) -> Sampler:
 
 
 def _fault(rollouts: Any, queries: list[list[int]]) -> str:
-    """What is wrong with rollouts for ``queries``; empty if nothing is."""
+    """Return what is wrong with rollouts for ``queries``; empty if nothing is."""
     if not isinstance(rollouts, Rollouts):
         return f"returned {describe(rollouts)} instead of Rollouts"
     if [query.tolist() for query in rollouts.queries] != queries:
         return f"returned {len(rollouts.sequences)} whose prompts are not those that were asked for, in their order"
     if not bool(rollouts.sequences.response_mask.any(1).all()):
-        return "returned one without a single token"
+        return "returned a response without tokens"
     for name in ("terminated", "prompts", "outputs"):
         if len(column := getattr(rollouts, name)) != len(queries):
             return f"returned {len(column)} in the field {name!r}"
@@ -105,11 +120,11 @@ def _fault(rollouts: Any, queries: list[list[int]]) -> str:
 
 
 def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
-    """Rollouts from prompts and responses that the user brings.
+    """Return rollouts of prompts and responses that the user gives.
 
     Raises:
-        DataError: not one response per query, groups of responses to other than one prompt, or a response that is not
-            the ids that were sampled.
+        DataError: there is not one response per query, a group holds responses to different prompts, or a response is
+            not a sequence of token ids.
     """
     if len(queries) != len(responses) or not len(queries):
         raise DataError(
@@ -150,7 +165,7 @@ def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -
         if prompt != prompts[first := index - index % k]:
             raise DataError(
                 f"{type(trainer).__name__} compares {k} responses of each prompt, one after the other; query {index} "
-                f"is another than query {first}. Order them by prompt, and give each prompt {k} times"
+                f"differs from query {first}. Order them by prompt, and give each prompt {k} times"
             )
 
 
@@ -175,9 +190,9 @@ def decode_samples(
     prompt_sizes: Sequence[int],
     append_eos_token: bool,
 ) -> tuple[list[str], list[str], list[str]]:
-    """(samples, prompts, outputs) as text, outputs cut at the first stop string."""
+    """Return (samples, prompts, outputs) as text, with outputs truncated at the first stop string."""
     skip = config.skip_special_tokens
-    responses = [sample[size:] for sample, size in zip(samples, prompt_sizes, strict=True)]
+    responses = [_without_padding(s[size:], tokenizer) for s, size in zip(samples, prompt_sizes, strict=True)]
     texts, whole = decode(tokenizer, list(prompts), skip), decode(tokenizer, responses, skip)
     outputs = [cut_at_stop(text, config.stop_sequences) for text in whole]
     if append_eos_token:
@@ -188,3 +203,11 @@ def decode_samples(
             for cut, text, end in zip(outputs, whole, ended, strict=True)
         ]
     return [prompt + output for prompt, output in zip(texts, outputs, strict=True)], texts, outputs
+
+
+def _without_padding(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Return a response [T] without the padding at its end, for text alone; one EOS stays where EOS pads too."""
+    eos, pad = tokenizer.eos_token_id, pad_id(tokenizer)
+    real = (ids != pad).nonzero().flatten()
+    end = int(real[-1]) + 1 if len(real) else 0
+    return ids[: end + 1] if pad == eos else ids[:end]

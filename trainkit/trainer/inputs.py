@@ -1,4 +1,4 @@
-"""What is trained and evaluated on, and how many rows, collections and steps that is."""
+"""The data of a run, and the numbers of rows, collections and steps that follow from it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 class TrainerInputs(PreparedTrainer[M]):
-    """The data of a run: prompts, samples, and those of evaluations, all checked when they are given."""
+    """The data for training and evaluation, prompts and samples, checked when they are given."""
 
     def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
-        """Take the prompts to train on: a pipeline, or whatever `trainkit.train` takes. All are checked now."""
+        """Set the prompts to train on: a pipeline, or what `trainkit.train` takes. All are checked now."""
         if not isinstance(prompts, Pipeline):
             prompts = Pipeline(self.read_prompts(prompts), seed=self.config.train.seed)
         self.pipeline = prompts
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take the samples to train on offline. All are checked now; those of a stream as they are read.
+        """Set the samples to train on offline. All are checked now; samples of a stream are checked as they are read.
 
         Raises:
             DataError: one of them cannot be used.
-            ConfigError: samples are a stream, and the settings or other arguments need its length.
+            ConfigError: ``samples`` is a stream, and the settings or other arguments need its length.
         """
         if is_stream(samples):
             self._add_stream(samples, rewards)
@@ -42,8 +42,8 @@ class TrainerInputs(PreparedTrainer[M]):
         train = self.config.train
         if rewards is not None or train.total_steps is None or train.epochs is not None:
             raise ConfigError(
-                "samples is a stream, whose length is not known: set train.total_steps, leave out train.epochs, and "
-                "give rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
+                "samples is a stream, whose length is not known: set train.total_steps, omit train.epochs, and give "
+                "rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
                 "before training, give list(samples)"
             )
         plain = getattr(self.arrange, "__func__", None) is TrainerInputs.arrange
@@ -54,11 +54,11 @@ class TrainerInputs(PreparedTrainer[M]):
         self.pipeline = stream
 
     def add_eval_pipeline(self, prompts: Prompts) -> None:
-        """Take the prompts of evaluations."""
+        """Set the prompts of evaluations."""
         self.eval_rows = self.read_prompts(prompts)
 
     def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take held-out samples, over which evaluations measure the loss and what belongs to it."""
+        """Set held-out samples, on which evaluations measure the loss and the algorithm's other metrics."""
         if self.online:
             raise ConfigError(
                 f"eval_samples are measured by the loss, and {self.config.method.name!r} learns from what it samples "
@@ -70,28 +70,28 @@ class TrainerInputs(PreparedTrainer[M]):
         self.eval_samples, self.held_out = rows, None
 
     def read_prompts(self, prompts: Prompts) -> list[Row]:
-        """Prompts as rows that can be used, all of them checked."""
+        """Return checked rows of ``prompts``."""
         return self.fit_prompts(prompt_rows(prompts))
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """The rows of prompts that can be used, all of them checked."""
+        """Return the rows of prompts that can be used, after checking all of them."""
         return rows
 
     def arrange(self, rows: list[Row]) -> list[Row]:
-        """Samples as the rows that are shuffled and stepped over: as they are, or several in one."""
+        """Return samples as the rows that are shuffled and trained on: unchanged, or several samples in one row."""
         return rows
 
     def read_samples(
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
-        """Samples to learn from as rows, all of them checked; errors count them from ``first`` on."""
+        """Return checked rows of the samples to learn from; errors number the samples from ``first``."""
         raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
 
     def default_prompts(self) -> list[Any]:
-        """The prompts to train on where none are given.
+        """Return the prompts to train on if none are given.
 
         Raises:
-            DataError: there are none.
+            DataError: the trainer has no default prompts.
         """
         raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
 
@@ -99,7 +99,7 @@ class TrainerInputs(PreparedTrainer[M]):
 
     @cached_property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run, if none are left out by `Verdict.STOP`."""
+        """Optimizer steps of the whole run, if `Verdict.STOP` does not shorten a collection."""
         train, collections = self.config.train, self.collections
         if collections is None or self.passes is None:
             return train.total_steps or 0
@@ -108,7 +108,7 @@ class TrainerInputs(PreparedTrainer[M]):
 
     @property
     def passes(self) -> int | None:
-        """How often one collection of experience is gone over; None: until the run ends."""
+        """How many times one collection of experience is iterated over; None: until the run ends."""
         return 1 if isinstance(self.pipeline, Stream) else super().passes
 
     @property
@@ -118,7 +118,7 @@ class TrainerInputs(PreparedTrainer[M]):
 
     @property
     def collections(self) -> int | None:
-        """Collections that the run's epochs are worth; None: as many as `total_steps` needs."""
+        """Number of collections in the run's epochs; None: as many as `total_steps` needs."""
         if not isinstance(self.pipeline, Pipeline):
             return None
         if self.collects_once:
@@ -127,14 +127,14 @@ class TrainerInputs(PreparedTrainer[M]):
 
     @property
     def collection_rows(self) -> int:
-        """Rows of the stream that one collection uses, all processes together."""
+        """Rows of the dataset that one collection uses, over all processes."""
         if not self.collects_once:
             return self.config.rollout.num_rollouts // self.samples_per_prompt
         assert isinstance(self.pipeline, Pipeline)
         world = int(self.accelerator.num_processes)
-        return math.ceil(len(self.pipeline) / world) * world  # as many for each, the first ones once more if need be
+        return math.ceil(len(self.pipeline) / world) * world  # equally many for each; the first rows fill up
 
     @property
     def experience_rows(self) -> int:
-        """Rows of experience that one collection makes, or at most makes, all processes together."""
+        """Rows of experience that one collection makes, at most, over all processes."""
         return self.collection_rows * self.samples_per_prompt

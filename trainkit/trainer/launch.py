@@ -1,4 +1,4 @@
-"""How the processes of a run were launched: what accelerate makes of it, or why it is refused."""
+"""The accelerator of a run, and the ways of launching processes that are refused."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SHARDED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
-"""Ways to launch that are refused, by the variable that accelerate's launcher sets; on CPUs it ignores them itself."""
+"""Ways of launching that are refused, by the variable that accelerate's launcher sets. It ignores them on CPUs."""
 
 
 def make_accelerator(mixed_precision: str) -> Accelerator:
-    """An accelerator; one process may hold several trainers, one after another, at different precisions.
+    """Return an accelerator. A process may make several trainers, one after another, at different precisions.
 
     Raises:
-        ConfigError: it was launched in a way that would not train what the configuration says.
+        ConfigError: the processes were launched in a way that contradicts the configuration.
     """
     sharded = [name for flag, name in SHARDED.items() if str_to_bool(os.environ.get(flag, "false"))]
     if sharded:
         raise ConfigError(
-            f"accelerate was told to use {' and '.join(sharded)}, which divides the model among processes; sampling "
-            "and checkpoints need the whole model in each. Launch with 'accelerate launch --multi_gpu'"
+            f"accelerate is configured to use {' and '.join(sharded)}, which divides the model among processes; "
+            "sampling and checkpoints need the whole model in each. Launch with 'accelerate launch --multi_gpu'"
         )
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
@@ -44,14 +44,14 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
         atexit.register(_let_go)
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError(
-            f"accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
-            "divide the gradient; leave that out and set train.microbatch_size, which gives the exact gradient"
+            f"accelerate is configured to accumulate over {accelerator.gradient_accumulation_steps} steps, which would "
+            "divide the gradient; remove that setting and set train.microbatch_size, which gives the exact gradient"
         )
     return accelerator
 
 
 def _let_go() -> None:
-    """Leave gloo's threads the time to let go of the last collective's tensors, for which they need the interpreter.
+    """Wait until gloo's threads have released the last collective's tensors, for which they need the interpreter.
 
     A thread that asks for it while the interpreter ends aborts the process: "terminate called without an active
     exception" (pytorch#179291).
@@ -64,7 +64,7 @@ def _check_processes(used: int) -> None:
     launched = int(environment.get("WORLD_SIZE", "1"))
     if launched != used:
         raise ConfigError(
-            f"{launched} processes were launched, and accelerate takes each for a run of its own; launch with "
+            f"{launched} processes were launched, and accelerate treats each as a separate run; launch with "
             "'accelerate launch', or on CPUs set ACCELERATE_USE_CPU=true"
         )
     alone = "WORLD_SIZE" not in environment and "MASTER_ADDR" in environment and used == 1

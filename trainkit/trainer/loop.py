@@ -1,7 +1,8 @@
-"""The loop, on accelerate: written once, for every algorithm and whatever model it trains."""
+"""The training loop on accelerate: one implementation for every algorithm and every kind of model."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -28,35 +29,37 @@ M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 MICROBATCH_TOKENS = {"cpu": 2048}
-"""Tokens of a micro-batch where its rows are not set, by kind of device: more keep no core busier ..."""
+"""Tokens of a micro-batch where `train.microbatch_size` is not set, by device type. More do not speed up a CPU."""
 OTHER_TOKENS = 32_768
-"""... but do keep an accelerator so, within limits; memory grows with them."""
+"""The same for all other devices. Accelerators are faster with more tokens, up to a limit; memory use grows, too."""
 
 
 class AcceleratedLoop(TrainerInputs[M]):
-    """Everything about training that is neither the algorithm nor the kind of model.
+    """The parts of training that depend neither on the algorithm nor on the kind of model.
 
-    `AccelerateRLTrainer` adds what language models need. A trainer of other models derives from this class and says
-    how they are read and written: `get_arch`, `make_experience`, `evaluation`, `write_model`, and what of
-    `fit_prompts`, `read_samples` and `default_prompts` it needs.
+    `AccelerateRLTrainer` adds what language models need. A trainer of other models derives from this class and
+    implements `get_arch`, `make_experience`, `evaluation` and `write_model`, and those of `fit_prompts`,
+    `read_samples` and `default_prompts` that it needs.
 
-    Nothing heavy happens at construction: model and optimizer are made on first use, after the data were checked.
+    Construction is cheap: the model and the optimizer are made on first use, after the data have been checked.
 
     Args:
         config: the run's configuration.
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
         callbacks: objects with ``@hookimpl`` methods.
-        allow_drift: resume also where settings differ on which the course of training depends.
+        allow_drift: resume even if settings that affect training differ from those of the checkpoint.
         **kwargs: those of `BaseRLTrainer`.
 
     Raises:
-        ConfigError, PluginError: at the door, before a model is loaded.
+        ConfigError, PluginError: raised at construction, before a model is loaded.
     """
 
     @property
     def done(self) -> bool:
-        """Whether the run's steps are made, or its epochs are used up: with early stopping they are in fewer steps."""
+        """Whether the run's steps are made or its epochs are used up; with early stopping, epochs have fewer steps."""
         at, collections = self.progress, self.collections
         used_up = collections is not None and at.collection + self._collection_used >= collections
         return used_up or at.step >= self.total_steps
@@ -66,13 +69,13 @@ class AcceleratedLoop(TrainerInputs[M]):
         return self.progress.stopped or (self.passes is not None and self.progress.epoch >= self.passes)
 
     def learn(self) -> None:
-        """Train until `done`, from a checkpoint if the config says so.
+        """Train until `done`, resuming from a checkpoint if the config says so.
 
         Raises:
             DataError: there is nothing to learn from.
             NonFiniteError: a loss or gradient is not finite; the weights have not moved.
             RewardError: the reward function failed.
-            CheckpointError: a checkpoint cannot be written, or resumed from with this config.
+            CheckpointError: a checkpoint cannot be written, or cannot be resumed from with this config.
             SystemExit: 143, after SIGTERM and a checkpoint.
         """
         missing = [] if self.pipeline is not None else [self.inputs[-1]]
@@ -97,11 +100,11 @@ class AcceleratedLoop(TrainerInputs[M]):
             run.export(self)
 
     def begin(self) -> None:
-        """Make the run directory, or go on from a checkpoint, as `learn` does first; only the first call does."""
+        """Make the run directory or resume from a checkpoint, as `learn` does first; later calls have no effect."""
         run.begin(self)
 
     def _minibatches(self) -> Iterator[Batch]:
-        """The minibatches of the run from where it stands; `progress` counts one as made when it is handed out."""
+        """Yield the remaining minibatches of the run; `progress` counts a minibatch as made when it is yielded."""
         at = self.progress
         while not self.done:
             if not len(self.store):
@@ -129,7 +132,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             yield batch
 
     def collect(self) -> None:
-        """Fill the store with one collection of experience, and tell the hooks."""
+        """Fill the store with one collection of experience, and call the hook `on_experience`."""
         started = time.perf_counter()
         self.fill_store()
         self._time("time/collect", started)
@@ -165,11 +168,11 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.progress.sampled += 1
 
     def next_draw(self) -> tuple[int, ...]:
-        """Keys of the next draw for training.
+        """Return the keys of the next random draw for training.
 
-        They count the parts of collections and the draws within a part, so that a process which draws less often in a
-        part than others, or not at all, is in the next one where they are. Outside of `make_experience` a draw counts
-        as a part, and all processes should draw alike.
+        The keys count the parts of collections and the draws within a part. A process that draws less often in a part
+        than other processes, or not at all, therefore has the same keys as the others in the next part. Outside of
+        `make_experience` each draw counts as a part, and all processes should draw equally often.
         """
         at, before = self.progress, self._draws
         if before is None:
@@ -186,17 +189,17 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.hooks.hook.on_step(trainer=self, step=self.progress.step)
 
     def update(self, batch: Batch) -> m.Metrics:
-        """One optimizer step on ``batch``: the whole of it, for every algorithm.
+        """Make one optimizer step on ``batch``, and return its metrics. Every algorithm is trained by this method.
 
-        The gradient is that of the mean over the batches of all processes, however they are split (law 3). A step that
-        `judge` leaves out, or that has nothing to average over, is left out on all of them; it counts, and the schedule
-        moves on.
+        The gradient is that of the mean over the batches of all processes, however they are split. A step that `judge`
+        skips, or whose weight is 0, is skipped on all processes. It is counted, and the schedule advances.
 
         Raises:
-            NonFiniteError: the loss or the gradient is not finite; neither weights nor optimizer have moved.
+            NonFiniteError: the loss or the gradient is not finite; neither the weights nor the optimizer have changed.
         """
         self.unit = batch.unit
         at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
+        self._warn_past_the_end()
         weight = self.reduce(batch.weight.to(self.accelerator.device))
         found, verdict = {}, Verdict.SKIP
         if weight > 0:
@@ -204,15 +207,30 @@ class AcceleratedLoop(TrainerInputs[M]):
             verdict = self._judged(found)
         found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
         self.optimizer.zero_grad()
+        rate = self._lr  # the one of this step; the schedule moves on to that of the next
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
         if verdict is Verdict.STEP:
             self.after_step()
-        return {**found, "train/lr": m.Mean.of(torch.tensor(self._lr, dtype=torch.float64))}
+        return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+
+    def _warn_past_the_end(self) -> None:
+        """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
+        end, name = self.total_steps, self.config.scheduler.name
+        if end and self.progress.step >= end and name != "constant" and not self._warned_past_the_end:
+            self._warned_past_the_end = True
+            log.warning(
+                "step %d is past the last step of the run, %d: the schedule %r has ended, and the learning rate is %g. "
+                "Raise train.total_steps, or set scheduler.name to 'constant'",
+                self.progress.step + 1,
+                end,
+                name,
+                self._lr,
+            )
 
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
-        """Leave the gradient of the mean over ``weight`` units, those of all processes, and give the loss's metrics."""
+        """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         device, rank = self.accelerator.device, self.accelerator.process_index
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
@@ -227,7 +245,10 @@ class AcceleratedLoop(TrainerInputs[M]):
         return found
 
     def _judged(self, found: m.Metrics) -> Verdict:
-        """`judge`'s verdict on metrics of all processes, so that all hear the same; who does not judge pays nothing."""
+        """Return `judge`'s verdict on the metrics of all processes, so that it is the same on each of them.
+
+        The metrics are computed only if the algorithm overrides `judge`.
+        """
         if not self._judges:
             return Verdict.STEP
         return self.judge(m.compute(found, self.reduce))
@@ -237,7 +258,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         return getattr(self.judge, "__func__", None) is not BaseRLTrainer.judge
 
     def _make_step(self, found: m.Metrics) -> m.Metrics:
-        """Clip the gradient and step; ``train/skipped`` where a step can be left out, by `judge` or fp16's scaler."""
+        """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
         norm = self._clip(self.policy)
         self._refuse_non_finite(found, norm)
         self.optimizer.step()
@@ -248,19 +269,19 @@ class AcceleratedLoop(TrainerInputs[M]):
         return made
 
     def micro_batches(self, batch: B) -> list[B]:
-        """What goes through the model at a time."""
+        """Split a batch into the parts that go through the model one at a time."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
         return batch.split(self.config.train.microbatch_size, tokens)
 
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
-        """``read(micro-batch [b]) -> [b, *]`` of a whole batch [B], in the order of its rows. -> [B, *]."""
+        """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *]."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
         groups = batch.groups(self.config.train.microbatch_size, tokens)
         found = torch.cat([read(batch.select(rows)) for rows in groups])
         return found[torch.cat(groups).argsort().to(found.device)]
 
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
-        """The algorithm's loss [] and its metrics, the loss itself among them."""
+        """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.accelerator.autocast():
             loss, found = self.loss(micro)
         weight = exact(micro.weight.to(loss.device))
@@ -272,7 +293,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         return found
 
     def _synchronised(self, last: bool) -> Any:
-        """Gradients are exchanged between processes with the last micro-batch only."""
+        """Return a context in which processes exchange gradients only if this is the last micro-batch."""
         return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
 
     def _clip(self, policy: nn.Module) -> Tensor:
@@ -302,20 +323,20 @@ class AcceleratedLoop(TrainerInputs[M]):
     # ------------------------------------------------------------------------------------- evaluating and logging
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model on the evaluation prompts and the held-out samples; training is not disturbed.
+        """Measure the model on the evaluation prompts and the held-out samples; training is not affected.
 
         Returns:
-            Means by name: ``eval/reward``, ``eval/<metric>``, ``eval/length`` of responses to the prompts, where with
-            a swept setting each name ends in ``@setting=value``; ``eval/loss/total`` and the algorithm's other metrics
-            of the samples.
+            Means by name. Of the responses to the prompts: ``eval/reward``, ``eval/<metric>``, ``eval/length``; with a
+            swept setting each name ends in ``@setting=value``. Of the held-out samples: ``eval/loss/total`` and the
+            algorithm's other metrics.
 
         Raises:
-            DataError: there is nothing to measure on.
+            DataError: there are neither evaluation prompts nor held-out samples.
         """
         return evaluate(self)
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means over the evaluation prompts by name, ``eval/...``, and a record of each response."""
+        """Return means over the evaluation prompts by name (``eval/...``), and one record per response."""
         raise NotImplementedError(f"{type(self).__name__} cannot evaluate on prompts; write evaluation")
 
 

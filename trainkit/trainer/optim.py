@@ -1,4 +1,4 @@
-"""Optimizer and schedule from the configuration; checked at the door."""
+"""Optimizer and schedule from the configuration, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(config: OptimizerConfig, model: nn.Module, *, scaled: bool = False) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters.
+    """Return the optimizer over the model's trainable parameters.
 
-    Fused where torch can do that, which reads the weights once and not a dozen times, unless ``kwargs`` choose.
-    Not with ``scaled`` gradients (fp16): a fused step decides by itself whether to skip, and does not say so.
+    The fused implementation is used where torch has one, because it reads the weights once instead of about a dozen
+    times, unless ``kwargs`` choose another. It is not used with ``scaled`` gradients (fp16): a fused step decides by
+    itself whether to skip, and does not report it.
 
     Raises:
-        ConfigError: ``kwargs`` holds what the optimizer does not take.
+        ConfigError: ``kwargs`` contains arguments that the optimizer does not take.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.kwargs}
@@ -41,11 +42,16 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, *, scaled: bool = 
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """The schedule over ``total_steps`` optimizer steps; it is to be stepped after the optimizer (S-54).
+    """Return the schedule over ``total_steps`` optimizer steps. Step it after the optimizer (S-54).
 
     Raises:
-        ConfigError: ``kwargs`` holds what the schedule does not take.
+        ConfigError: ``kwargs`` contains arguments that the schedule does not take.
     """
+    if config.name == "constant" and config.kwargs:
+        raise ConfigError(
+            f"scheduler.kwargs is {dict(config.kwargs)}, and the schedule 'constant' takes no arguments; remove them, or "
+            "give another scheduler.name"
+        )
     warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
     try:
         schedule = get_scheduler(
@@ -61,16 +67,16 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, to
 
 
 def advance(scheduler: LRScheduler) -> None:
-    """Move the schedule on by one step, also past one that was left out, which torch takes for a mistake."""
+    """Advance the schedule by one step, also after a skipped optimizer step, for which torch would warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         scheduler.step()
 
 
 def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Take over the state of both; rates and other settings stay as the configuration has them.
+    """Restore the state of both. Learning rates and other settings stay as the configuration has them.
 
-    In a run that goes on unchanged they are the same. Where a change was allowed, the new ones hold.
+    With an unchanged configuration they equal those of the checkpoint. If a change was allowed, the new values apply.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     schedule = cast(LambdaLR, scheduler)
@@ -84,5 +90,5 @@ def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> No
 
 
 def check(config: TRLConfig[Any]) -> None:
-    """Build both for one number, so that arguments that do not fit are said before a model is loaded."""
+    """Build both for one number, so that arguments that do not fit are reported before a model is loaded."""
     make_scheduler(config.scheduler, make_optimizer(config.optimizer, nn.ParameterList([torch.zeros(1)])), 1)

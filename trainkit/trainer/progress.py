@@ -1,4 +1,4 @@
-"""Where a run stands, in plain numbers."""
+"""The progress of a run, in plain numbers."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """Where a run stands: all of the loop's own state, in plain numbers."""
+    """The progress of a run: all of the loop's own state, in plain numbers."""
 
     step: int = 0
-    """Optimizer steps made, or left out by `judge`."""
+    """Optimizer steps made, or skipped by `judge`."""
     collection: int = 0
     """Collections finished."""
     cursor: int = 0
-    """Rows of the stream used up by finished collections."""
+    """Rows of the dataset used up by finished collections."""
     epoch: int = 0
-    """Passes made over the present collection."""
+    """Passes made over the current collection."""
     position: int = 0
-    """Minibatches made in the present pass."""
+    """Minibatches made in the current pass."""
     stopped: bool = False
-    """`judge` has left out what remains of the present collection."""
+    """Whether `judge` has skipped the rest of the current collection."""
     sampled: int = 0
-    """Parts of collections made, which key the randomness of sampling; the same on all processes."""
+    """Parts of collections made: a key of the random draws of sampling, the same on all processes."""
     generated: int = 0
-    """Calls of `generate`, which key theirs."""
+    """Calls of `generate`: a key of their random draws."""
     samples: int = 0
-    """Rows of experience made so far, all processes."""
+    """Rows of experience made so far, over all processes."""
     tokens: int = 0
-    """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, all processes."""
+    """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, over all processes."""
     seconds: float = 0.0
-    """Wall time spent, over all resumed parts of the run."""
+    """Wall time of the run, including the parts before it was resumed."""
     best: float = -math.inf
     """Highest mean reward of an evaluation."""
     evaluated: int | None = None
-    """The step of the last evaluation ..."""
+    """Step of the last evaluation."""
     evaluation: dict[str, float] = field(default_factory=dict)
-    """... and what it found."""
+    """Metrics of the last evaluation."""
     sampler: str = ""
-    """The class of the sampler that ..."""
+    """Class of the sampler that `sampler_exact` describes."""
     sampler_exact: bool | None = None
-    """... gives the policy's own numbers, or not, as its first collection showed; None before that."""
+    """Whether the sampler gives the policy's log-probabilities, measured on its first collection; None before that."""

@@ -1,4 +1,4 @@
-"""What the loop runs on: processes, plugins, model, optimizer, schedule; metrics; what is saved."""
+"""The base of the loop: processes, plugins, model, optimizer, schedule, metrics and saved state."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ T = TypeVar("T")
 
 
 class PreparedTrainer(BaseRLTrainer[M]):
-    """A trainer with its processes, plugins, model, optimizer and schedule, its metrics, and what it saves.
+    """A trainer with its processes, plugins, model, optimizer, schedule, metrics and saved state.
 
-    Nothing heavy happens at construction: model and optimizer are made on first use, after the data were checked.
+    Construction is cheap: the model and the optimizer are made on first use, after the data have been checked.
     """
 
     @classmethod
     def tiny_arguments(cls) -> dict[str, Any]:
-        """Arguments of `trainkit.train` of which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
+        """Return the arguments of `trainkit.train` from which `trainkit.testing.trainers.tiny_trainer` makes a trainer.
 
-        For language models those that differ from what suits most of them.
+        A trainer of language models returns only those that differ from the defaults of `tiny_trainer`.
         """
         return {}
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Settings, by field of the method, under which the field matters in a tiny run; most fields need none.
+        """Return, by field of the method, settings under which the field has an effect in a tiny run.
 
-        They are dotted: ``{"horizon": {"method.target": 0.01}}``. The field's own value there is the one that the kit
-        compares with the usual one.
+        Most fields need none. Settings are dotted paths: ``{"horizon": {"method.target": 0.01}}``. If they contain the
+        field itself, the kit compares that value with the usual one.
         """
         return {}
 
@@ -81,7 +81,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._check_split()
         if config.train.save_best and not self.online:
             raise ConfigError(
-                f"train.save_best goes by the reward of evaluations, and {config.method.name!r} has none; leave it out"
+                f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
             )
         optim.check(config)
         self.live_model = model
@@ -89,7 +89,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         check_brought(self._plugin_names(), self.hooks)
         self.progress = Progress()
         self.unit = "tokens"
-        """What ``progress.tokens`` counts, as the batch of the last step says."""
+        """The unit that ``progress.tokens`` counts: that of the last step's batch."""
         self.pipeline: Pipeline | Stream | None = None
         self.eval_rows: list[Row] = []
         self.eval_samples: list[Row] = []
@@ -98,7 +98,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.run_dir: Path | None = None
         self.allow_drift = allow_drift
         self.resumed: list[str] = []
-        """What to tell people about the checkpoint that the run goes on from."""
+        """Messages to log about the checkpoint that the run resumes from."""
         self._lock: RunLock | None = None
         self._stop = Stop()
         self._pending: m.Metrics = {}
@@ -106,6 +106,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._seen: Seen = Counter()
         self._draws: int | None = None  # of the part of a collection that is being made
         self._clock = time.perf_counter()
+        self._warned_past_the_end = False
 
     @property
     def needs_reference(self) -> bool:
@@ -124,12 +125,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
         k = self.samples_per_prompt
         if config.rollout.num_rollouts % (world * k):
             raise ConfigError(
-                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which is not {k} per prompt for as many "
-                f"prompts in each of {world} processes; give a multiple of {world * k}"
+                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which {world} processes with {k} responses "
+                f"per prompt cannot share equally; give a multiple of {world * k}"
             )
 
     def _leave_out_disabled(self) -> None:
-        """The configuration, and so its record, without the plugins that the run goes on without."""
+        """Remove plugins that are disabled from the configuration, and so from the record of the run."""
         usable, told = without_disabled(self.config.plugins)
         if usable != self.config.plugins:
             self.config = self.config.model_copy(update={"plugins": usable})
@@ -143,12 +144,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @cached_property
     def makers(self) -> list[provenance.Maker]:
-        """trainkit and the plugins of the run, with distributions and versions; for checkpoints and model cards."""
+        """Provenance for checkpoints and model cards: distributions and versions of trainkit and the plugins."""
         return provenance.makers(self.config.method.name, self._plugin_names())
 
     @cached_property
     def unwrapped(self) -> Any:
-        """The trainable model itself, outside whatever accelerate wraps it in."""
+        """The trainable model itself, without the wrapper of accelerate."""
         with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
             return self.get_arch(self.config)
 
@@ -168,11 +169,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     def optimizer(self) -> Any:
-        """The prepared optimizer."""
+        """The optimizer as prepared by accelerate."""
         return self._prepared[1]
 
     def make_reference(self, model: Any) -> Any:
-        """A frozen copy of ``model`` as it is now, with its state under ``policy``."""
+        """Return a frozen copy of ``model`` as it is now; its attribute ``policy`` holds the copied module."""
         raise NotImplementedError(f"{type(self).__name__} needs a reference; write make_reference")
 
     @property
@@ -185,10 +186,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @cached_property
     def start(self) -> str | None:
-        """What identifies the weights that the run started from, which checkpoints do not hold; it never changes."""
+        """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
         return run.fingerprint_start(self)
 
-    # what the loop says, and the schedule and checkpoints need
+    # implemented by the loop; needed here by the schedule and by checkpoints
 
     @property
     @abstractmethod
@@ -227,7 +228,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._pending = m.merge(self._pending, metrics)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """``x`` summed over all processes, on the device it came from."""
+        """Return ``x`` summed over all processes, on the device it came from."""
         if self.accelerator.num_processes == 1:
             return x
         total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
@@ -254,7 +255,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
     # ------------------------------------------------------------------------------------------------------ saving
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
-        """Export the model; to the run directory without an argument."""
+        """Export the model, by default to the run directory."""
         return run.export(self, directory)
 
     @abstractmethod
@@ -262,23 +263,23 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Write an export into the directory ``building``, which then becomes ``target``."""
 
     def model_card(self) -> dict[str, str]:
-        """What the model card of an export says of this kind of model.
+        """Return what the model card of an export says about this kind of model.
 
-        ``library_name`` and ``pipeline_tag`` are those of the hub; ``loading`` is Python code that loads what
-        ``directory`` names. Each may be missing.
+        ``library_name`` and ``pipeline_tag`` are fields of the Hub; ``loading`` is Python code that loads the export
+        from the variable ``directory``. Each may be missing.
         """
         return {}
 
     def save(self, directory: str | Path | None = None) -> Path:
-        """Write a checkpoint now; to the run directory without an argument."""
+        """Write a checkpoint now, by default to the run directory."""
         return run.save(self, None if directory is None else Path(directory))
 
     def load(self, directory: str | Path) -> None:
-        """Take over everything from a checkpoint directory, or from the newest whole one under a directory."""
+        """Restore everything from a checkpoint directory, or from the newest complete checkpoint under a directory."""
         run.load(self, Path(directory))
 
     def loop_state(self) -> dict[str, Any]:
-        """Everything that training on depends on beside the model's weights and the store."""
+        """Return everything that further training depends on, except the model's weights and the store."""
         return {
             "progress": asdict(self.progress),
             "method": self.state_dict(),
@@ -288,7 +289,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         }
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
-        """Take over what `loop_state` gave."""
+        """Restore what `loop_state` returned."""
         optim.load(self.optimizer, self.scheduler, state)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])

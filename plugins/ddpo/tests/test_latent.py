@@ -162,6 +162,7 @@ def test_only_the_network_or_its_adapter_is_trained_and_the_export_makes_the_sam
         torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
 def test_a_run_with_an_adapter_resumes_bit_equal_and_checkpoints_hold_the_adapter_alone(
     saved: str, at: int, tmp_path: Path

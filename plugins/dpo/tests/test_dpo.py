@@ -279,7 +279,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path: Path) -
         ({"method__loss_type": "hinge", "method__label_smoothing": 0.1}, "label_smoothing is for loss_type 'sigmoid'"),
         ({"method__loss_type": "robust"}, "'robust' without label_smoothing is 'sigmoid'"),
         ({"method__ipo_length_normalize": False}, "ipo_length_normalize is for loss_type 'ipo', not 'sigmoid'"),
-        ({"method__loss_type": "kto_pair", "method__reference_free": True}, "keep the reference"),
+        ({"method__loss_type": "kto_pair", "method__reference_free": True}, "set reference_free to false"),
         ({"method__label_smoothing": 0.5}, "label_smoothing: should be less than 0.5"),
         ({"method__loss_type": "dpo"}, "loss_type: should be 'sigmoid', 'hinge', 'ipo', 'robust' or 'kto_pair'"),
     ],
@@ -388,7 +388,7 @@ def test_step_takes_whole_groups(name: str, tmp_path: Path) -> None:
     assert found["reward/best"] == 3.0
     with pytest.raises(DataError, match="2 responses of each prompt"):
         trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
-    with pytest.raises(DataError, match="2 responses of each prompt, one after the other; query 3 is another than qu"):
+    with pytest.raises(DataError, match="2 responses of each prompt, one after the other; query 3 differs from query"):
         trainer.step(["a", "a", "a", "b"], rollouts.responses, [1.0, 2.0, 4.0, 3.0])
 
 

@@ -1,7 +1,7 @@
-"""DPO and its family: a policy learns from pairs of responses, one preferred to the other.
+"""DPO and its variants: training on pairs of responses, of which one is preferred.
 
-From pairs of a dataset (`dpo`), or from the best and the worst of K responses of its own (`online_dpo`); and from the
-best alone (`best_of_k`). Rafailov et al. 2023 (DPO), Guo et al. 2024 (online).
+The pairs are those of a dataset (`dpo`), or the best and the worst of K responses sampled from the policy
+(`online_dpo`). `best_of_k` trains on the best response alone. Rafailov et al. 2023 (DPO), Guo et al. 2024 (online).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from trainkit.models import TokenOutputs
 
 
 class DPOConfig(MethodConfig):
-    """The numbers of DPO. Defaults are those of Rafailov et al. 2023, appendix B."""
+    """Settings of DPO. The defaults are those of Rafailov et al. 2023, appendix B."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}}
 
     name: str = "dpo"
     """The registered name."""
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto_pair"] = "sigmoid"
-    """The loss of a pair; the README has their equations and what each is for."""
+    """The loss of a pair; the README of trainkit-dpo has the equations."""
     beta: float = Field(0.1, gt=0)
-    """β: how many units of implicit reward a nat of divergence from the reference is worth; τ of IPO."""
+    """β: implicit reward per nat of log-ratio to the reference; for `ipo`, the τ of the paper."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """ε: the share of pairs taken to be the wrong way round; for `sigmoid`, and needed by `robust`."""
+    """ε: the assumed share of pairs whose labels are flipped; optional for `sigmoid`, required for `robust`."""
     ipo_length_normalize: bool = True
-    """For `ipo`: log-probabilities of responses are means over their tokens, as its authors have it; else sums."""
+    """For `ipo`: use the mean of a response's log-probabilities over tokens, as its authors do, instead of the sum."""
     reference_free: bool = False
-    """Compare with the uniform policy: no reference is kept, and rewards are β log π."""
+    """Train without a reference model; the implicit rewards are β log π."""
 
     @model_validator(mode="after")
     def _settings_fit_the_loss(self) -> Self:
@@ -58,37 +58,37 @@ class DPOConfig(MethodConfig):
         if self.loss_type != "ipo" and not self.ipo_length_normalize:
             raise ValueError(f"ipo_length_normalize is for loss_type 'ipo', not {self.loss_type!r}; leave it out")
         if self.loss_type == "kto_pair" and self.reference_free:
-            raise ValueError("loss_type 'kto_pair' compares with the divergence from a reference; keep the reference")
+            raise ValueError("loss_type 'kto_pair' needs the KL from a reference; set reference_free to false")
         return self
 
 
 class OnlineDPOConfig(DPOConfig):
-    """The numbers of DPO on the policy's own responses. Two of a prompt make a pair in Guo et al. 2024."""
+    """Settings of DPO on responses sampled from the policy. Guo et al. 2024 sample two responses per prompt."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
 
     name: str = "online_dpo"
     """The registered name."""
     k: int = Field(2, ge=2)
-    """Responses per prompt, of which the best and the worst make a pair."""
+    """Responses per prompt; the best and the worst of them are the pair."""
 
 
 class BestOfKConfig(MethodConfig):
-    """The one number of best-of-K fine-tuning."""
+    """Settings of best-of-K fine-tuning."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
 
     name: str = "best_of_k"
     """The registered name."""
     k: int = Field(4, ge=2)
-    """Responses per prompt, of which the best is learnt."""
+    """Responses per prompt; the best of them is trained on."""
 
 
 # ------------------------------------------------------------------------------------------------ losses of pairs
 
 
 def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """−(1 − ε) log σ(βx) − ε log σ(−βx). [*] -> [*].
+    """Return the loss of DPO, −(1 − ε) log σ(βx) − ε log σ(−βx). [*] -> [*].
 
     Source: Rafailov et al. 2023, equation 7; with ε Mitchell 2023, *A note on DPO with noisy preferences*.
     """
@@ -97,18 +97,19 @@ def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) 
 
 
 def hinge_loss(margins: Tensor, *, beta: float) -> Tensor:
-    """max(0, 1 − βx). [*] -> [*]. Source: Liu et al. 2023 (RSO), the loss hinge-norm."""
+    """Return the hinge loss, max(0, 1 − βx). [*] -> [*]. Source: Liu et al. 2023 (RSO), the loss hinge-norm."""
     return F.relu(1 - beta * margins)
 
 
 def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
-    """(x − 1/2β)². [*] -> [*]. Source: Azar et al. 2023, equation 17, β being their τ."""
+    """Return the loss of IPO, (x − 1/2β)². [*] -> [*]. Source: Azar et al. 2023, equation 17, with β as their τ."""
     return (margins - 1 / (2 * beta)) ** 2
 
 
 def robust_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """(−(1 − ε) log σ(βx) + ε log σ(−βx)) / (1 − 2ε): unbiased if a share ε of the labels is flipped. [*] -> [*].
+    """Return the robust loss of DPO, (−(1 − ε) log σ(βx) + ε log σ(−βx)) / (1 − 2ε). [*] -> [*].
 
+    It is an unbiased estimate of the loss with correct labels if a share ε of the labels is flipped.
     Source: Chowdhury, Kini, Natarajan 2024.
     """
     x = beta * margins
@@ -118,10 +119,10 @@ def robust_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tens
 def kto_pair_losses(
     chosen: Tensor, rejected: Tensor, chosen_kl: Tensor, rejected_kl: Tensor, *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """1 − σ(β(r_c − z_r)) and 1 − σ(β(z_c − r_r)), r = log π − log π_ref, z = max(0, its mean). [*] ×4 -> [*] ×2.
+    """Return the losses of both sides, 1 − σ(β(r_c − z_r)) and 1 − σ(β(z_c − r_r)). [*] ×4 -> [*] ×2.
 
-    Each side is held against the divergence z of the other, in which no gradient flows.
-    Source: Ethayarajh et al. 2023 (HALOs), the form of KTO for pairs.
+    r is log π − log π_ref; z = max(0, mean r) estimates the KL. Each side is compared with the KL of the other, without
+    gradient through z. Source: Ethayarajh et al. 2023 (HALOs), the form of KTO for pairs.
     """
     against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
     return 1 - F.sigmoid(beta * (chosen - against_chosen)), 1 - F.sigmoid(beta * (against_rejected - rejected))
@@ -132,26 +133,26 @@ def kto_pair_losses(
 
 @dataclass(frozen=True)
 class DPOBatch(Preferences):
-    """Pairs, and log π_ref of each side as the loss reads it [B]; 0 without a reference."""
+    """Pairs, and log π_ref of each side [B], summed or averaged as for the loss; 0 without a reference."""
 
     ref_chosen: Tensor
     ref_rejected: Tensor
     decided: Tensor
-    """bool [B]: there is a preference. Other pairs have no part in any mean."""
+    """Whether a pair has a preference, bool [B]. Pairs without one are excluded from all means."""
     chosen_kl: Tensor | None = None
-    """Mean of log π − log π_ref over the chosen of the whole step, and ...; [B], for `kto_pair`."""
+    """For `kto_pair`: mean of log π − log π_ref over the chosen responses of the whole step, repeated [B]."""
     rejected_kl: Tensor | None = None
-    """... over the rejected."""
+    """For `kto_pair`: the same mean over the rejected responses [B]."""
 
     @property
     def weight(self) -> Tensor:
-        """Pairs with a preference []."""
+        """Number of pairs with a preference []."""
         return self.decided.sum().float()
 
 
 @dataclass(frozen=True)
 class ScoredResponses(TokenBatch):
-    """K responses to each prompt, next to each other, with their scores and log π_ref [B]."""
+    """K adjacent responses to each prompt, with their scores and log π_ref [B]."""
 
     scores: Tensor
     ref_logps: Tensor
@@ -159,26 +160,27 @@ class ScoredResponses(TokenBatch):
 
 @dataclass(frozen=True)
 class BestResponses(TokenBatch):
-    """The best response to each prompt; ``decided`` bool [B]: it is better than another."""
+    """The best response to each prompt; ``decided``, bool [B], says whether it is better than another."""
 
     unit: ClassVar[str] = "responses"
     decided: Tensor
 
     @property
     def weight(self) -> Tensor:
-        """Responses that are better than another []."""
+        """Number of responses that are better than another []."""
         return self.decided.sum().float()
 
 
 def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of the best and the worst of each k, by score alone, the first of equals. -> [B / k] ×3.
+    """Return rows of the best and the worst of k responses, and whether they give a preference. -> [B / k] ×3.
 
-    The third is bool: they differ in score, and are not one response that was scored twice.
+    They are selected by score alone; of equal scores the first is taken. They give a preference (bool) if their scores
+    and their tokens differ.
     """
     groups = x.scores.view(-1, k)
     first = torch.arange(0, len(x), k, device=groups.device)
     best, worst = first + groups.argmax(1), first + groups.argmin(1)
-    ids = x.sequences.input_ids.masked_fill(~x.sequences.response_mask, -1)  # which is no token
+    ids = x.sequences.input_ids.masked_fill(~x.sequences.response_mask, -1)  # -1 is not a token id
     return best, worst, (x.scores[best] > x.scores[worst]) & (ids[best] != ids[worst]).any(1)
 
 
@@ -188,31 +190,31 @@ C = TypeVar("C", bound=DPOConfig)
 
 
 class PairTrainer(AccelerateRLTrainer[C]):
-    """loss = mean f(x), x = (log π(y_c) − log π_ref(y_c)) − (log π(y_r) − log π_ref(y_r)), f the loss of a pair."""
+    """Base of trainers on pairs: loss = mean f(r_c − r_r), r = log π − log π_ref, with f given by `loss_type`."""
 
     @property
     def needs_reference(self) -> bool:
-        """Not for a loss without one."""
+        """Whether a reference model is needed: unless `reference_free` is set."""
         return not self.method.reference_free
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Lengths count in the loss that may leave them out."""
+        """Return the settings under which `ipo_length_normalize` has an effect."""
         return {"ipo_length_normalize": {"method.loss_type": "ipo"}}
 
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
-        """log π of whole responses, EOS included; for IPO the mean over their tokens. [B, T] ×2 -> [B]."""
+        """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
         sums = masked_sum(logprobs, mask, dim=1)
         return sums / mask.sum(1) if self.method.loss_type == "ipo" and self.method.ipo_length_normalize else sums
 
     def read(self, policy: Callable[[Sequences], TokenOutputs], batch: Preferences) -> tuple[Tensor, Tensor]:
-        """log π of the chosen and of the rejected [B], from one pass over both."""
+        """Return log π of the chosen and of the rejected responses [B] ×2, from one forward pass over both."""
         both = batch.both
         chosen, rejected = self.logps(policy(both).logprobs, both.response_mask).chunk(2)
         return chosen, rejected
 
     def prepare_step(self, batch: DPOBatch) -> DPOBatch:
-        """For `kto_pair` the divergences, which are means over the step and not over a micro-batch (law 3)."""
+        """Compute the KL estimates of `kto_pair`, which are means over the step and not over a micro-batch (law 3)."""
         if self.method.loss_type != "kto_pair":
             return batch
         sums = torch.zeros(3, dtype=torch.float64)
@@ -226,7 +228,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
         return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
 
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
-        """f of each pair, from log π − log π_ref of its sides. [B] ×2 -> [B]."""
+        """Return the loss of each pair, from log π − log π_ref of its two sides. [B] ×2 -> [B]."""
         method, margins = self.method, chosen - rejected
         smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
         match method.loss_type:
@@ -244,7 +246,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
         return (sides[0] + sides[1]) / 2
 
     def loss(self, batch: DPOBatch) -> tuple[Tensor, Metrics]:
-        """f, a mean over the pairs with a preference. -> []."""
+        """Return the mean loss over the pairs with a preference. -> []."""
         logps, decided = self.read(self.policy, batch), batch.decided
         ratios = logps[0] - batch.ref_chosen, logps[1] - batch.ref_rejected
         margins = self.method.beta * (ratios[0] - ratios[1])
@@ -260,13 +262,13 @@ class PairTrainer(AccelerateRLTrainer[C]):
 
 @register_trainer("dpo")
 class DPOTrainer(PairTrainer[DPOConfig]):
-    """DPO on the pairs of a dataset; what the reference says about them is computed once (F-12)."""
+    """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
     sample_format = "preference"
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
-        """Pairs as sequences, with log π_ref of both sides."""
+        """Return the pairs as token sequences [B, T], with log π_ref of both sides [B]."""
         pairs = self.encode_preferences(rows)
         ref = torch.zeros(len(rows), 2, device=pairs.chosen.input_ids.device)
         if self.needs_reference:
@@ -277,18 +279,18 @@ class DPOTrainer(PairTrainer[DPOConfig]):
 
 @register_trainer("online_dpo")
 class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
-    """DPO on the best and the worst of k responses of the policy's own, by score alone (Guo et al. 2024)."""
+    """Trainer of DPO on the best and the worst of k responses sampled from the policy, by score (Guo et al. 2024)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
 
     @property
     def experience_rows(self) -> int:
-        """A pair for each prompt."""
+        """Rows of a collection: one pair for each prompt."""
         return self.collection_rows
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
-        """What the reference says about scored responses, and how far the policy is from it."""
+        """Return the scored responses with log π_ref [B], and record the policy's KL from the reference."""
         sequences, mask = rollouts.sequences, rollouts.sequences.response_mask
         totals = per_response(scores)
         if not self.needs_reference:
@@ -303,7 +305,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
         return ScoredResponses(sequences, totals, self.logps(ref_logprobs, mask))
 
     def prepare_experience(self, experience: ScoredResponses) -> DPOBatch:
-        """The best and the worst response to each prompt as a pair."""
+        """Return the best and the worst response to each prompt as a pair, [B] responses as [B / k] pairs."""
         x, (best, worst, decided) = experience, best_and_worst(experience, self.method.k)
         self.record(
             {
@@ -318,28 +320,28 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
 
 @register_trainer("best_of_k")
 class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
-    """loss = −mean log π(best of k responses), whole responses, EOS included: expert iteration, no reference."""
+    """Trainer of best-of-K fine-tuning (expert iteration): loss = −mean log π(best of k responses), EOS included."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
 
     @property
     def experience_rows(self) -> int:
-        """A response for each prompt."""
+        """Rows of a collection: one response for each prompt."""
         return self.collection_rows
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
-        """Scored responses."""
+        """Return the responses with their scores [B]; log π_ref is 0, because no reference is needed."""
         totals = per_response(scores)
         return ScoredResponses(rollouts.sequences, totals, torch.zeros_like(totals))
 
     def prepare_experience(self, experience: ScoredResponses) -> BestResponses:
-        """The best response to each prompt."""
+        """Return the best response to each prompt, [B] responses as [B / k]."""
         best, _, decided = best_and_worst(experience, self.method.k)
         self.record({"reward/best": Mean.of(experience.scores[best]), "rollout/ties": Mean.of(~decided)})
         return BestResponses(experience.sequences.select(best), decided)
 
     def loss(self, batch: BestResponses) -> tuple[Tensor, Metrics]:
-        """Negative log-likelihood of whole responses, a mean over those that are better than another. -> []."""
+        """Return the mean negative log-likelihood of the best responses that are better than another. -> []."""
         logps = masked_sum(self.policy(batch.sequences).logprobs, batch.sequences.response_mask, dim=1)
         return -masked_mean(logps, batch.decided), {"logps/best": Mean.of(logps, batch.decided)}

@@ -405,7 +405,7 @@ def test_a_stream_is_refused_because_its_rewards_have_no_mean(tmp_path: Path) ->
             return iter([{"prompt": "a", "completion": "b", "label": True}] * 4)
 
     trainer = tiny_trainer("ilql", tmp_path)
-    with pytest.raises(ConfigError, match=r"a stream has no whole; give list\(samples\)"):
+    with pytest.raises(ConfigError, match=r"a stream does not provide; give list\(samples\)"):
         trainer.add_samples(Rows())
     trainer.add_samples(list(Rows()))
     assert [row["reward"] for row in trainer.pipeline.rows] == [1.0] * 4

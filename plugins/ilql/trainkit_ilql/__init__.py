@@ -1,6 +1,6 @@
-"""ILQL: implicit language Q-learning, from samples with rewards, without sampling while training.
+"""ILQL: implicit language Q-learning, offline from samples with rewards.
 
-Snell et al. 2022 (the algorithm), Kostrikov et al. 2021 (implicit Q-learning), as trlX computes it (F-13).
+Snell et al. 2022 (the algorithm), Kostrikov et al. 2021 (implicit Q-learning); the formulas are those of trlX (F-13).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model
 
 
 class ILQLSampling(SamplingConfig):
-    """How responses are sampled: as ever, and by value."""
+    """Settings of sampling, with the weight of the advantage."""
 
     beta: float = Field(1.0, ge=0)
-    """What a unit of advantage is worth in nats: tokens are drawn from π(a|s)·exp(β(Q(s, a) − V(s))). 0 is off."""
+    """β: tokens are sampled from π(a|s)·exp(β(Q(s, a) − V(s))), normalised. 0 samples from the language model."""
 
 
 class ILQLConfig(MethodConfig):
-    """The numbers of ILQL. Defaults are trlX's, but for the target network (Kostrikov et al. 2021) and the clamp."""
+    """Settings of ILQL. The defaults are trlX's, except those of the targets (Kostrikov et al. 2021) and the clamp."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-5}, "train": {"total_steps": 1000}}
     sampling: ClassVar[type[SamplingConfig]] = ILQLSampling
@@ -39,28 +39,29 @@ class ILQLConfig(MethodConfig):
     name: str = "ilql"
     """The registered name."""
     tau: float = Field(0.7, gt=0, lt=1)
-    """The expectile of Q that V is fitted to: 0.5 is the mean over what the data do, 1 the best that they do."""
+    """τ: expectile of Q that V is fitted to; 0.5 gives the mean over the actions in the data, values near 1 the maximum."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per token."""
     cql_scale: float = Field(0.1, ge=0)
-    """Weight of the conservative loss, which lowers Q of tokens that the data do not choose."""
+    """Weight of the conservative loss, which lowers Q of tokens that are not in the data."""
     awac_scale: float = Field(1.0, ge=0)
-    """Weight of the language model's own loss."""
+    """Weight of the language-model loss."""
     beta_awac: float = Field(0.0, ge=0)
-    """How much the language model's loss is weighted by advantage; 0: not at all. Sampling has a β of its own."""
+    """β_awac: tokens have weight exp(β_awac·advantage) in the language-model loss; 0 gives equal weights. The β of
+    sampling is a separate setting."""
     awac_weight_max: float = Field(20.0, ge=1)
-    """The most that a token can weigh in the language model's loss."""
+    """Upper bound of the weight of a token in the language-model loss."""
     two_qs: bool = True
-    """Learn two Q and trust the lower one."""
+    """Use two Q heads and the lower of their values."""
     alpha: float = Field(0.005, gt=0, le=1)
-    """How far the target Q goes towards Q each time; 1 copies it."""
+    """Update rate of the target Q towards Q; 1 copies Q."""
     steps_for_target_q_sync: int = Field(1, ge=1)
-    """Steps between two moves of the target Q."""
+    """Optimizer steps between updates of the target Q."""
 
 
 @dataclass(frozen=True)
 class ILQLBatch(TokenBatch):
-    """Samples, and what was rewarded: [B, T] like ``sequences``, the reward of a sample on its last output token."""
+    """Samples with rewards [B, T] like ``sequences``; the reward of a sample is on its last output token."""
 
     rewards: Tensor
 
@@ -69,9 +70,10 @@ class ILQLBatch(TokenBatch):
 
 
 def next_values(values: Tensor, mask: Tensor) -> Tensor:
-    """V(s') after each selected token: V of the state in which the row's next one is chosen; 0 after the last.
+    """Return V(s') after each selected token: V of the state of the row's next selected token; 0 after the last.
 
-    [B, T], [B, T] -> [B, T]. What stands between two outputs of a dialogue is part of the step from one to the next.
+    [B, T], [B, T] -> [B, T]. The tokens between two outputs of a dialogue belong to the transition from one output to
+    the next.
     """
     chosen, rows = values[mask], mask.nonzero()[:, 0]
     follows = F.pad(rows[1:] == rows[:-1], (0, 1))
@@ -79,12 +81,12 @@ def next_values(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def expectile_loss(error: Tensor, tau: float) -> Tensor:
-    """|τ − 1(u < 0)|·u², least where the τ-expectile of u is 0. [*] -> [*]. Kostrikov et al. 2021, equation 4."""
+    """Return |τ − 1(u < 0)|·u², minimal where the τ-expectile of u is 0. [*] -> [*]. Kostrikov et al. 2021, eq. 4."""
     return torch.where(error < 0, (1 - tau) * error**2, tau * error**2)
 
 
 def awac_weights(advantages: Tensor, *, beta: float, limit: float) -> Tensor:
-    """min(exp(β·A), limit), also where exp would be infinite (S-43). [*] -> [*]. Nair et al. 2020, equation 13."""
+    """Return min(exp(β·A), limit), also where exp would overflow (S-43). [*] -> [*]. Nair et al. 2020, equation 13."""
     return (beta * advantages).clamp(max=math.log(limit)).exp()
 
 
@@ -98,9 +100,9 @@ def ilql_losses(
     tau: float,
     gamma: float,
 ) -> tuple[Tensor, Tensor]:
-    """Σ_i (Q_i − (r + γ V(s')))², and the expectile loss of V to Q̂, per token. [B, T] each -> ([B, T], [B, T]).
+    """Return Σ_i (Q_i − (r + γ V(s')))² and the expectile loss of V to Q̂, per token. [B, T] each -> ([B, T], [B, T]).
 
-    Gradients reach Q through the first and V through the second alone. Source: Snell et al. 2022, section 4.2.
+    The first loss has a gradient for Q only, the second for V only. Source: Snell et al. 2022, section 4.2.
     """
     goal = (zero_masked(rewards, mask) + gamma * next_values(values, mask)).detach()
     q_loss = torch.stack([(q - goal) ** 2 for q in qs]).sum(0)
@@ -111,9 +113,9 @@ def ilql_losses(
 
 
 class QHead(nn.Module):
-    """Q(s, ·) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, V), the shape that trlX uses; 0 at first.
+    """Q(s, ·) from a hidden state: Linear(D, 2D), ReLU, Linear(2D, V), as in trlX; the output is 0 at initialisation.
 
-    Computed in the type of its weights, also under autocast, and given in float32.
+    It is computed in the dtype of its weights, also under autocast, and returned in float32.
     """
 
     def __init__(self, width: int, vocabulary: int) -> None:
@@ -124,23 +126,23 @@ class QHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def features(self, states: Tensor) -> Tensor:
-        """What the last layer reads. [N, D] -> [N, 2D]."""
+        """Return the input of the last layer. [N, D] -> [N, 2D]."""
         with torch.autocast(states.device.type, enabled=False):
             features: Tensor = self.hidden(states.to(self.hidden.weight.dtype)).relu()
             return features
 
     def forward(self, states: Tensor) -> Tensor:
-        """Q of every token. [N, D] -> [N, V]."""
+        """Return Q of every token. [N, D] -> [N, V]."""
         return self._read(self.features(states))
 
     def _read(self, features: Tensor) -> Tensor:
-        """Q of every token. [N, 2D] -> [N, V]."""
+        """Return Q of every token from the features. [N, 2D] -> [N, V]."""
         with torch.autocast(features.device.type, enabled=False):
             q: Tensor = self.out(features)
             return q.float()
 
     def chosen(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Q of the chosen tokens, and log Σ exp Q − Q, which the conservative loss lowers. [N, D], [N] -> [N] ×2."""
+        """Return Q of the chosen tokens, and log Σ exp Q − Q for the conservative loss. [N, D], [N] -> [N] ×2."""
 
         def read(features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
             q = self._read(features)
@@ -150,16 +152,16 @@ class QHead(nn.Module):
         return q, conservative
 
     def chosen_alone(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Q of the chosen tokens, without that of others. [N, D], [N] -> [N]."""
+        """Return Q of the chosen tokens, without computing Q of other tokens. [N, D], [N] -> [N]."""
         with torch.autocast(states.device.type, enabled=False):
             products: Tensor = torch.linalg.vecdot(self.features(states).float(), self.out.weight[tokens])
             return products + self.out.bias[tokens]
 
 
 class ILQLHeads(nn.Module):
-    """V, one or two Q, and their targets Q̂, which follow them: ``heads(states, tokens) -> {name: [N]}``.
+    """V, one or two Q, and the targets Q̂: ``heads(states, tokens) -> {name: [N]}``.
 
-    The targets are buffers: no gradient moves them, and checkpoints and exports hold them.
+    The targets are buffers: they have no gradient, and are saved in checkpoints and exports.
     """
 
     def __init__(self, width: int, vocabulary: int, two_qs: bool) -> None:
@@ -169,7 +171,7 @@ class ILQLHeads(nn.Module):
         self.target_q = _as_buffers(copy.deepcopy(self.q))
 
     def forward(self, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """V of the states [N, D]; Q, min Q̂ and the conservative loss (of all Q together) of the tokens [N]."""
+        """Return V of the states [N, D]; and Q, min Q̂ and the conservative loss (summed over Q) of the tokens [N]."""
         read = [q.chosen(states, tokens) for q in cast("list[QHead]", self.q)]
         with torch.no_grad():
             targets = [q.chosen_alone(states, tokens) for q in cast("list[QHead]", self.target_q)]
@@ -182,19 +184,19 @@ class ILQLHeads(nn.Module):
 
     @torch.no_grad()
     def advantages(self, states: Tensor) -> Tensor:
-        """min Q̂(s, ·) − V(s) of every token. [N, D] -> [N, V]."""
+        """Return min Q̂(s, ·) − V(s) of every token. [N, D] -> [N, V]."""
         values: Tensor = self.v(states)
         return torch.stack([q(states) for q in self.target_q]).amin(0) - values.unsqueeze(-1)
 
     @torch.no_grad()
     def sync(self, alpha: float) -> None:
-        """Q̂ ← α·Q + (1 − α)·Q̂."""
+        """Update the targets: Q̂ ← α·Q + (1 − α)·Q̂."""
         for target, parameter in zip(self.target_q.buffers(), self.q.parameters(), strict=True):
             target.lerp_(parameter, alpha)
 
 
 def _as_buffers(module: nn.ModuleList) -> nn.ModuleList:
-    """The module with its parameters as buffers."""
+    """Convert the parameters of the module to buffers, and return the module."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             delattr(part, name)
@@ -207,17 +209,17 @@ def _as_buffers(module: nn.ModuleList) -> nn.ModuleList:
 
 @register_trainer("ilql")
 class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
-    """Q to r + γ V(s'), V to an expectile of Q̂, π to the data; sampling is steered by β(Q̂ − V)."""
+    """Trainer of ILQL: fits Q to r + γ V(s'), V to an expectile of Q̂ and π to the data; samples with β(Q̂ − V)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "rewards")
 
     @classmethod
     def tiny_arguments(cls) -> dict[str, Any]:
-        """Targets that follow within a run of a few steps."""
+        """Return the arguments of a tiny run, with an `alpha` at which the targets change within a few steps."""
         return {"config": {"method": {"alpha": 0.1}}}
 
     def get_arch(self, config: TRLConfig[ILQLConfig]) -> Policy:
-        """The language model with ILQL's heads; trained at temperature 1 whatever the sampling's is."""
+        """Return the language model with ILQL's heads, at temperature 1, whatever the sampling temperature is."""
         model = load_model(config.model, self.live_model)
         width, vocabulary = state_width(model.config), model.config.get_text_config().vocab_size
         policy = make_policy(model, head=ILQLHeads(width, vocabulary, config.method.two_qs))
@@ -226,7 +228,7 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         return load_heads(policy, config.model.model_path, config.model.kwargs)
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Take samples and rewards, which are learnt with mean 0 and standard deviation 1 over all of them."""
+        """Add samples and rewards, and compute the mean and standard deviation that normalise the rewards."""
         super().add_samples(samples, rewards)
         given = torch.tensor([row["reward"] for row in self._samples()], dtype=torch.float64)
         self.mean, self.std = float(given.mean()), float((given.var(correction=len(given) > 1) + 1e-8).sqrt())
@@ -235,26 +237,26 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         rows: Sequence[Row] | None = getattr(self.pipeline, "rows", None)
         if rows is None:
             raise ConfigError(
-                "ILQL learns rewards relative to those of the whole dataset, and a stream has no whole; "
-                "give list(samples)"
+                "ILQL normalises rewards over the whole dataset, which a stream does not provide; give list(samples)"
             )
         return rows
 
     def make_experience(
         self, rows: Sequence[Any], rewards: Iterable[float] | None = None, max_length: int | None = None
     ) -> ILQLBatch:
-        """Samples as sequences, the normalised reward of each on its last output token.
+        """Return samples as sequences [B, T], with the normalised reward of each on its last output token.
 
-        The loop gives its rows alone. Trainer in hand, one may give samples and rewards as `trainkit.train` takes
-        them, as in trlX; `learn` then learns from these.
+        The training loop passes only ``rows``. As in trlX, a user may also pass samples and rewards, in the forms that
+        `trainkit.train` accepts; `learn` then trains on them.
 
         Args:
-            rows: the loop's rows, or samples.
-            rewards: one per sample.
-            max_length: the most tokens of a sample and of what is generated, below the limit that the trainer has.
+            rows: rows from the training loop, or samples.
+            rewards: one number per sample.
+            max_length: maximum number of tokens of a sample and of generated text; it can only lower the trainer's
+                limit.
 
         Raises:
-            DataError: samples and rewards do not fit together, or one of them is none; names its index.
+            DataError: the numbers of samples and rewards differ, or a sample or reward is not valid; names its index.
         """
         if max_length is not None:
             self.limit = max_length if self.limit is None else min(self.limit, max_length)
@@ -266,7 +268,7 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         return ILQLBatch(sequences, place_scores(scores.to(sequences.input_ids.device), sequences.response_mask))
 
     def loss(self, batch: ILQLBatch) -> tuple[Tensor, Metrics]:
-        """L_Q + L_V + cql_scale·L_CQL + awac_scale·L_AWAC, each a mean over output tokens. -> []."""
+        """Return L_Q + L_V + cql_scale·L_CQL + awac_scale·L_AWAC, each a mean over output tokens. -> []."""
         method, mask, policy = self.method, batch.sequences.response_mask, self.policy(batch.sequences)
         head = policy.head
         qs = [answer for name, answer in head.items() if name in ("q0", "q1")]
@@ -293,17 +295,17 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         }
 
     def after_step(self) -> None:
-        """The targets follow (S-14)."""
+        """Update the targets after every `steps_for_target_q_sync`-th step (S-14)."""
         if self.progress.step % self.method.steps_for_target_q_sync == 0:
             self.unwrapped.head.sync(self.method.alpha)
 
     def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
-        """log π(a|s) + β(Q̂(s, a) − V(s)), π at the sampling temperature, which β does not share (S-42). -> [b, V]."""
+        """Return log π(a|s) + β(Q̂(s, a) − V(s)), where the temperature applies to π only (S-42). -> [b, V]."""
         beta = cast(ILQLSampling, settings).beta
         return logits if beta == 0 else logits + beta * self.unwrapped.head.advantages(states)
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Weights are bounded where advantages weigh."""
+        """Return the settings under which `awac_weight_max` has an effect."""
         weighty = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
         return {"awac_weight_max": {**weighty, "method.awac_weight_max": 4.0}}

@@ -43,7 +43,7 @@ from trainkit.models import Policy, load_heads, load_model, make_policy
 
 
 class PPOConfig(MethodConfig):
-    """The numbers of PPO. Defaults are trlX's for sentiment tuning of GPT-2, but for `init_kl_coef` (TRL's)."""
+    """Settings of PPO. The defaults are trlX's for sentiment tuning of GPT-2, except `init_kl_coef`, which is TRL's."""
 
     section_defaults: ClassVar[dict[str, Any]] = {
         "optimizer": {"lr": 3e-5, "weight_decay": 1e-6},
@@ -59,42 +59,43 @@ class PPOConfig(MethodConfig):
     lam: float = Field(0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     cliprange: float = Field(0.2, gt=0)
-    """ε of the clipped surrogate: how far the ratio may move."""
+    """ε of the clipped surrogate: the ratio is clipped to 1 ± ε."""
     cliprange_value: float = Field(0.2, gt=0)
-    """How far a value may move from the one at sampling."""
+    """ε_v of the clipped value loss: a value is clipped to the value at sampling ± ε_v."""
     vf_coef: float = Field(1.0, ge=0)
     """Weight of the value loss."""
     ent_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus."""
+    """Weight of the entropy bonus."""
     init_kl_coef: float = Field(0.05, ge=0)
-    """β, the price of a nat of divergence from the reference; the first one if `target` is set."""
+    """β: weight of the KL penalty, per nat of KL from the reference; the initial weight if `target` is set."""
     target: float | None = Field(None, gt=0)
-    """Divergence (nats per response) that β is steered to. None: β stays."""
+    """Target KL from the reference, in nats per response; β is adapted to reach it. None: β is constant."""
     horizon: int = Field(10_000, ge=1)
-    """Responses over which β is steered; smaller is faster. Only with `target`."""
+    """Time scale of the adaptation of β, in responses; smaller is faster. Only with `target`."""
     scale_reward: Literal["none", "running", "ref"] = "none"
-    """Divide scores by the standard deviation of all so far (`running`) or of the first collection (`ref`)."""
+    """Divide scores by the standard deviation of all scores so far (`running`) or of the first collection (`ref`)."""
     cliprange_reward: float | None = Field(10.0, gt=0)
     """Scores are clipped to ± this, after scaling. None: not clipped."""
     missing_eos_penalty: float | None = Field(None, gt=0)
-    """Taken off the score of a response that the length limit cut, before scaling. None: nothing is."""
+    """Penalty subtracted from the score of a response truncated at the length limit, before scaling."""
     bootstrap_truncated: bool = False
-    """Whether a response that the length limit cut is worth what the critic expects of its end, and not 0."""
+    """Whether V after the last token of a response truncated at the length limit is the critic's value instead of 0."""
     target_kl: float | None = Field(None, gt=0)
-    """Divergence from the old policy above 1.5 times which a step is left out, with the rest on its collection."""
+    """KL from the old policy, in nats per token. A step above 1.5 times this value is skipped, with all further steps
+    on its collection. None: no limit."""
     ratio_threshold: float | None = Field(10.0, gt=1)
-    """A step whose mean ratio is above this is left out; TRL's guard. None: none is."""
+    """A step whose mean ratio is above this value is skipped, as in TRL. None: no limit."""
 
     @model_validator(mode="after")
     def _target_can_be_steered_to(self) -> Self:
         if self.target is not None and self.init_kl_coef == 0:
-            raise ValueError("target steers β by factors, and init_kl_coef 0 stays 0; give a positive init_kl_coef")
+            raise ValueError("target multiplies β, and an init_kl_coef of 0 stays 0; give a positive init_kl_coef")
         return self
 
 
 @dataclass(frozen=True)
 class PPORollouts(TokenBatch):
-    """What is known of rollouts before their collection is complete; [B, T] like ``sequences`` unless it is said."""
+    """Rollouts before their collection is complete; fields are [B, T] like ``sequences``, except ``bootstrap``."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
@@ -102,12 +103,12 @@ class PPORollouts(TokenBatch):
     entropy: Tensor
     scores: Tensor
     bootstrap: Tensor
-    """[B]: V after the last token, which is 0 unless the response was cut and `bootstrap_truncated` is set."""
+    """V after the last token [B]; 0 unless the response was truncated and `bootstrap_truncated` is set."""
 
 
 @dataclass(frozen=True)
 class PPOBatch(TokenBatch):
-    """What the loss needs about response tokens; all [B, T] like ``sequences``."""
+    """Experience of PPO; all fields [B, T] like ``sequences``."""
 
     old_logprobs: Tensor
     old_values: Tensor
@@ -116,13 +117,13 @@ class PPOBatch(TokenBatch):
 
 
 class KLController:
-    """β: fixed, or steered to a target once per collection (Ziegler et al. 2019, equation 4; F-10)."""
+    """β: constant, or adapted to a target KL once per collection (Ziegler et al. 2019, equation 4; F-10)."""
 
     def __init__(self, coef: float, target: float | None, horizon: int) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, mean_kl: float, episodes: int) -> None:
-        """β ← β·(1 + clip(KL/target − 1, ±0.2)·episodes/horizon); nothing without a target."""
+        """Update β ← β·(1 + clip(KL/target − 1, ±0.2)·episodes/horizon); without a target, do nothing."""
         if self.target is not None:
             error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
             self.coef = max(self.coef * (1 + error * episodes / self.horizon), 0.0)
@@ -130,7 +131,7 @@ class KLController:
 
 @register_trainer("ppo")
 class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
-    """rollouts → r_t = score − β·k1 → GAE → whitened advantages → clipped surrogate and clipped value loss."""
+    """Trainer of PPO: r_t = score − β·k1, GAE, whitened advantages, clipped surrogate and clipped value loss."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     needs_reference: ClassVar[bool] = True
@@ -143,11 +144,11 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
     @property
     def passes(self) -> int:
-        """PPO's epochs."""
+        """Passes over each collection: `ppo_epochs`."""
         return self.method.ppo_epochs
 
     def get_arch(self, config: TRLConfig[PPOConfig]) -> Policy:
-        """The language model with a value head."""
+        """Return the language model with a value head."""
         policy = make_policy(
             load_model(config.model, self.live_model),
             temperature=config.rollout.temperature,
@@ -158,7 +159,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return load_heads(policy, source, config.model.kwargs)
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
-        """What the policy and the reference say about scored rollouts, before any update."""
+        """Return scored rollouts with values and log-probabilities of policy and reference [B, T], before an update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         placed = place_scores(scores, sequences.response_mask)
         if self.method.missing_eos_penalty is not None:
@@ -175,7 +176,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
     @torch.no_grad()
     def bootstrap(self, rollouts: Rollouts) -> Tensor:
-        """V after the last token of responses that were cut, 0 after others, or everywhere if not asked for. -> [B]."""
+        """Return V after the last token of truncated responses, 0 after others; all 0 if it is turned off. -> [B]."""
         cut = ~rollouts.terminated
         if not self.method.bootstrap_truncated or not cut.any():
             return torch.zeros(cut.shape, device=cut.device)
@@ -184,7 +185,10 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return zero_masked(masked_sum(self.unwrapped(further).values, ends, dim=1), cut)
 
     def prepare_experience(self, experience: PPORollouts) -> PPOBatch:
-        """Shaped rewards, returns, and advantages whitened over the collection; β is steered once (F-06, F-10)."""
+        """Return the experience [B, T]: GAE on rewards with the KL penalty, advantages whitened over the collection.
+
+        Also update β, once per collection (F-06, F-10).
+        """
         x, mask = experience, experience.sequences.response_mask
         scores = self.scaled(zero_masked(x.scores, mask))
         rewards = kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef)
@@ -206,7 +210,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
 
     def scaled(self, scores: Tensor) -> Tensor:
-        """A collection's rewards [B, T], over a standard deviation of scores if asked for, then clipped (S-61)."""
+        """Scale a collection's rewards by a standard deviation of scores if set, then clip them (S-61). [B, T]."""
         if self.method.scale_reward != "none":
             self.moments.update(scores.sum(1), self.reduce)
             std = self.moments.std
@@ -217,7 +221,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return scores if limit is None else scores.clamp(-limit, limit)
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, Metrics]:
-        """Policy loss + vf_coef · value loss − ent_coef · entropy, each a mean over response tokens. -> []."""
+        """Return policy loss + vf_coef · value loss − ent_coef · entropy, each a mean over response tokens. -> []."""
         method, mask = self.method, batch.sequences.response_mask
         new = self.policy(batch.sequences, entropy=method.ent_coef > 0)
         log_ratio = zero_masked(new.logprobs - batch.old_logprobs, mask)
@@ -232,15 +236,15 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             "loss/value": Mean.of(value, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
-            # where the clipped term is the one that counts, so that the gradient is cut
+            # where the clipped term is the larger one, so that the gradient is 0
             "policy/clipfrac": Mean.of(policy > -batch.advantages * ratio, mask),
             "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
         }
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
-        """No step where the policy has moved too far: above 1.5·`target_kl`, or above the bound of the mean ratio.
+        """Skip a step if the policy has moved too far: KL above 1.5·`target_kl`, or mean ratio above `ratio_threshold`.
 
-        The rule for the divergence is that of Spinning Up (Achiam 2018), the guard of the ratio TRL's (S-21).
+        The rule for the KL is that of Spinning Up (Achiam 2018), the one for the ratio is TRL's (S-21).
         """
         target, threshold = self.method.target_kl, self.method.ratio_threshold
         if target is not None and metrics["policy/approx_kl"] > 1.5 * target:
@@ -250,26 +254,27 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return Verdict.STEP
 
     def state_dict(self) -> dict[str, Any]:
-        """β, the running moments and the first collection's standard deviation."""
+        """Return β, the running moments of scores and the standard deviation of the first collection."""
         return {"kl_coef": self.kl.coef, "moments": self.moments.state_dict(), "ref_std": self.ref_std}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        if self.kl.target is not None:  # a fixed β is the configuration's
+        """Restore the state that `state_dict` returned."""
+        if self.kl.target is not None:  # without a target, β is that of the configuration
             self.kl.coef = state["kl_coef"]
         self.ref_std = state["ref_std"]
         self.moments.load_state_dict(state["moments"])
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """What only counts beside another setting."""
+        """Return the settings under which `horizon` has an effect."""
         return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
 
 
 def followed(sequences: Sequences) -> Sequences:
-    """One more token after each row for the policy to speak about: its value is V of the row's end.
+    """Append one response token to each row, whose value is V of the row's last state. [B, T] -> [B, T + 1].
 
-    The token is chosen and not real: nothing attends to it, and it needs no room in the model's context. [B, T + 1].
+    The token is in the response mask but not in the attention mask: no token attends to it, and it takes up no position
+    of the model's context.
     """
     real, trunk = sequences.attention_mask, sequences.trunk
     return Sequences(

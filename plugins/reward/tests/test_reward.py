@@ -188,7 +188,7 @@ def test_a_run_that_leaves_the_head_for_scores_out_says_so(
     export = str(tiny_trainer("reward", tmp_path / "first").save_pretrained(tmp_path / "export"))
     trainer = tiny_trainer(method, tmp_path / "run", model__model_path=export)
     assert trainer.unwrapped is trainer.unwrapped
-    said = [record.message for record in caplog.records if "its head for scores is left out" in record.message]
+    said = [record.message for record in caplog.records if "its score head is not loaded" in record.message]
     assert len(said) == (method != "reward")
     assert all(f"{export} is a reward model, of which {method} takes the language model alone" in text for text in said)
 

@@ -1,4 +1,4 @@
-"""Reward modelling: a score for texts, learnt from pairs of which one is preferred; afterwards a reward function.
+"""Reward modelling: a model that scores texts, trained on pairs of outputs of which one is preferred.
 
 Bradley and Terry 1952 (the model); Stiennon et al. 2020 (for language models).
 """
@@ -25,36 +25,36 @@ __all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "prefe
 
 
 class RewardConfig(MethodConfig):
-    """The numbers of reward modelling. Defaults are those of Stiennon et al. 2020."""
+    """Settings of reward modelling. The defaults are those of Stiennon et al. 2020."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1.5e-5}}
 
     name: str = "reward"
     """The registered name."""
     center_coef: float = Field(0.0, ge=0)
-    """c, the weight of (r_c + r_r)², which pulls scores towards a mean of 0; 0 leaves the mean to chance. Eisenstein et
-    al. 2023 use 0.01."""
+    """c: weight of (r_c + r_r)², which keeps the mean of the scores near 0. With 0 the mean is not determined.
+    Eisenstein et al. 2023 use 0.01."""
 
 
 @dataclass(frozen=True)
 class RewardBatch(Preferences):
-    """Pairs with their margins [B], 0 where none are given."""
+    """Pairs with their margins [B]; 0 if none are given."""
 
     margins: Tensor
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center_coef: float = 0.0) -> Tensor:
-    """−log σ(r_c − r_r − margin) + c·(r_c + r_r)² per pair. [B] ×3 -> [B].
+    """Return the loss of each pair, −log σ(r_c − r_r − margin) + c·(r_c + r_r)². [B] ×3 -> [B].
 
-    Source: Stiennon et al. 2020, section 3.4; the margin Touvron et al. 2023 (Llama 2), equation 2; the centring
-    Eisenstein et al. 2023, equation 6 (F-18).
+    Sources: Stiennon et al. 2020, section 3.4; for the margin, Touvron et al. 2023 (Llama 2), equation 2; for the
+    centring, Eisenstein et al. 2023, equation 6 (F-18).
     """
     return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
 
 
 @register_trainer("reward")
 class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
-    """loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
+    """Trainer of reward models: loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
     sample_format: ClassVar[Literal["completion", "preference"]] = "preference"
@@ -62,13 +62,17 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     encoder_decoders: ClassVar[bool] = False
 
     def get_arch(self, config: TRLConfig[RewardConfig]) -> Scorer:
-        """A language model with a head for scores, or a classifier with its own."""
+        """Return a language model with a new score head, or a sequence classifier with its own head."""
         return load_scorer(config.model, self.live_model)
 
     def read_samples(
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
-        """Pairs, all of them with a finite margin or none."""
+        """Return the pairs as rows, and check that either all or none of them have a finite margin.
+
+        Raises:
+            DataError: only some pairs have a margin, or a margin is not a finite number.
+        """
         rows = super().read_samples(samples, rewards, first=first)
         given = [index for index, row in enumerate(rows) if row.get("margin") is not None]
         if given and len(given) < len(rows):
@@ -80,19 +84,19 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
         return rows
 
     def make_experience(self, rows: list[Row]) -> RewardBatch:
-        """Pairs as sequences, with their margins."""
+        """Return the pairs as token sequences [B, T], with their margins [B]."""
         pairs = self.encode_preferences(rows)
         margins = torch.tensor([float(row.get("margin") or 0) for row in rows], device=pairs.chosen.input_ids.device)
         return RewardBatch(pairs.chosen, pairs.rejected, margins)
 
     @property
     def reward_model(self) -> RewardModel:
-        """The model as it is now, as a reward function."""
-        self.policy  # noqa: B018  (puts the model where accelerate wants it)
+        """The current model as a reward function."""
+        self.policy  # noqa: B018  (moves the model to accelerate's device)
         return RewardModel.from_pretrained(self.unwrapped, self.tokenizer, device=self.accelerator.device)
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, Metrics]:
-        """The Bradley-Terry loss, a mean over pairs; both sides go through the model together (S-37). -> []."""
+        """Return the Bradley-Terry loss, a mean over pairs; both sides are in one forward pass (S-37). -> []."""
         chosen, rejected = self.policy(batch.both).split(len(batch))
         losses = preference_loss(chosen, rejected, batch.margins, center_coef=self.method.center_coef)
         return losses.mean(), {

@@ -15,7 +15,7 @@ import trainkit
 from trainkit.data import Sequences
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
-from trainkit_rft import RFTRows, select
+from trainkit_rft import RFTRows, select, share
 
 SCORES = st.lists(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -139,3 +139,21 @@ def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
     )
     outputs = trainer.generate(list("abcd") * 25).outputs
     assert sum(output.count("abcd"[i % 4]) for i, output in enumerate(outputs)) / 100 > 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 7])
+def test_processes_share_what_is_kept_and_train_nothing_twice(count: int) -> None:
+    kept = [("[1]", f"[{i}]") for i in range(count)]
+    shares = [share(kept, rank, 4) for rank in range(4)]
+    assert len({len(part) for part in shares}) == 1  # so that all make the same steps
+    assert sorted(pair for part in shares for pair in part if pair[1] != "[]") == sorted(kept)
+
+
+def test_rows_that_fill_up_weigh_nothing(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rft", tmp_path)
+    batch = Sequences.from_lists([[1], [2], [1]], [[3, 4], [5], []]).to(trainer.accelerator.device)
+    loss, _ = trainer.loss(batch)
+    alone, _ = trainer.loss(Sequences.from_lists([[1], [2]], [[3, 4], [5]]).to(trainer.accelerator.device))
+    assert loss.item() == pytest.approx(alone.item(), abs=1e-6)
+    nothing, _ = trainer.loss(Sequences.from_lists([[1]], [[]]).to(trainer.accelerator.device))
+    assert nothing.item() == 0.0

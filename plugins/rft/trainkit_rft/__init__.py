@@ -1,4 +1,4 @@
-"""RFT: sample, keep the best responses to each prompt, fine-tune on them, and ask for more each time.
+"""RFT: sample responses, keep the best to each prompt and fine-tune on them, with thresholds that rise.
 
 Dong et al. 2023 (RAFT); Gulcehre et al. 2023 (ReST: thresholds that rise between two rounds of sampling)."""
 
@@ -18,34 +18,34 @@ from trainkit.metrics import Mean, Metrics, Std
 
 
 class RFTConfig(MethodConfig):
-    """The numbers of RFT. Defaults are those of trlX."""
+    """Settings of RFT. The defaults are those of trlX."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 2e-5}, "train": {"total_steps": 1000}}
     name: str = "rft"
     """The registered name."""
     rft_k: int = Field(32, ge=1)
-    """Responses that a growth step samples to each prompt."""
+    """Responses sampled to each prompt in a growth step."""
     n_improve_steps: int = Field(4, ge=1)
-    """Visits to a prompt per growth step, that one included; the others learn from its pool."""
+    """Visits to a prompt per growth step, the growth step included; the other visits train on the prompt's pool."""
     start_percentile: float = Field(0.7, ge=0, le=1)
-    """The share of a prompt's pool below the threshold in its growth step ..."""
+    """Percentile of a prompt's pool that is the threshold in the growth step, as a fraction."""
     end_percentile: float = Field(0.95, ge=0, le=1)
-    """... and in the last visit before the next one. Between the two it moves in equal steps."""
+    """The same in the last visit before the next growth step. Between the two visits it changes in equal steps."""
     pool_size: int = Field(128, ge=1)
-    """Different responses that a prompt's pool holds; those sampled longest ago leave."""
+    """Distinct responses that a prompt's pool holds; those that were sampled least recently are dropped."""
 
 
 @dataclass(frozen=True)
 class RFTRows(TokenBatch):
-    """Responses with their scores [B]; empty ones for prompts that only have a pool."""
+    """Responses with their scores [B]; prompts without sampled responses have an empty response."""
 
     scores: Tensor
 
 
 def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
-    """s ≥ quantile(s, p) and s > min s, for each prompt's scores s and percentile p (F-19).
+    """Return which scores s of each prompt are kept: s ≥ quantile(s, p) and s > min s, p its percentile (F-19).
 
-    A prompt's responses that all have one score are kept if it reaches the median of all scores (S-28).
+    If all responses to a prompt have the same score, they are kept if it is at least the median of all scores (S-28).
     """
     median = torch.tensor([score for row in scores for score in row]).quantile(0.5)
     rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
@@ -53,9 +53,18 @@ def select(scores: list[list[float]], percentiles: list[float]) -> list[list[boo
     return [keep.tolist() for keep in kept]
 
 
+def share(kept: list[tuple[str, str]], rank: int, world: int) -> list[tuple[str, str]]:
+    """Return every ``world``-th of the (prompt, response) pairs, from ``rank`` on; as many in every process.
+
+    Where the pairs are not a multiple of ``world``, a prompt without response fills up, which weighs nothing.
+    """
+    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % world)]
+    return filled[rank::world]
+
+
 @register_trainer("rft")
 class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
-    """loss = −mean log π(y_t | prompt, y_<t) over the tokens of responses that reach their prompt's threshold."""
+    """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rft_k"
@@ -65,11 +74,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     @property
     def experience_rows(self) -> int:
-        """At most the pools of all prompts; a schedule over the run needs ``train.total_steps``."""
+        """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
 
     def make_experience(self, rows: list[Row]) -> RFTRows:
-        """Scored responses to prompts at a growth step; the other prompts."""
+        """Return scored responses to the prompts with a growth step, and the other prompts without responses. [B, T]."""
         queries = [self.encode(row["prompt"]) for row in rows]
         grow = [self.visits.get(str(query), 0) % self.method.n_improve_steps == 0 for query in queries]
         rest = [query for query, now in zip(queries, grow, strict=True) if not now]
@@ -84,11 +93,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         return made
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
-        """Rollouts with their scores; rewards per token count with their sum."""
+        """Return rollouts with their scores [B]; rewards per token are summed."""
         return RFTRows(rollouts.sequences, per_response(scores))
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
-        """What is new into the pools; then what reaches the thresholds, an equal part of it for each process."""
+        """Add new responses to the pools, and return this process's share of those that reach the thresholds [B, T]."""
         x = experience
         ids = ([str(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
         found = self.gather(list(zip(*ids, x.scores.tolist(), strict=True)))
@@ -97,12 +106,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
         kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = [kept[at % len(kept)] for at in range(rank, -(-len(kept) // world) * world, world)]
+        mine = share(kept, self.accelerator.process_index, self.accelerator.num_processes)
         return Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
-        """Visit the prompts: what of their pools reaches the thresholds that their schedules are at."""
+        """Visit the prompts, and return the (prompt, response) pairs of their pools that reach the thresholds."""
         method, pools = self.method, [self.pools[query] for query in queries]
         schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
         percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
@@ -114,6 +122,6 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         return [(query, response) for (query, response, _), keep in zip(pooled, kept, strict=True) if keep]
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
-        """Negative log-likelihood of the responses, prompts being read only (S-29), a mean over tokens. -> []."""
+        """Return the negative log-likelihood of the responses, a mean over their tokens (S-29). -> []."""
         logprobs = self.policy(batch).logprobs
         return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}

@@ -106,7 +106,7 @@ def test_step_takes_whole_groups(tmp_path: Path) -> None:
     assert trainer.step(rollouts.queries, rollouts.responses, [1.0, 2.0, 3.0, 4.0])["reward/mean"] == 2.5
     with pytest.raises(DataError, match="4 responses of each prompt"):
         trainer.step(rollouts.queries[:3], rollouts.responses[:3], [1.0, 2.0, 3.0])
-    with pytest.raises(DataError, match="4 responses of each prompt, one after the other; query 6 is another than qu"):
+    with pytest.raises(DataError, match="4 responses of each prompt, one after the other; query 6 differs from query"):
         trainer.step(["b"] * 4 + ["b", "b", "c", "c"], rollouts.responses * 2, [float(i) for i in range(8)])
     assert trainer.progress.step == 1
 

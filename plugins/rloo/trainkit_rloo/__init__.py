@@ -27,7 +27,7 @@ from trainkit.metrics import Mean, Metrics
 
 
 class RLOOConfig(MethodConfig):
-    """The numbers of RLOO. Defaults are those of Ahmadian et al. 2024, section 4, but for k (theirs: 2 and 4)."""
+    """Settings of RLOO. The defaults are those of Ahmadian et al. 2024, section 4, which uses k = 2 and k = 4."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
 
@@ -38,13 +38,13 @@ class RLOOConfig(MethodConfig):
     rloo_epochs: int = Field(1, ge=1)
     """Passes over each collection of rollouts."""
     kl_coef: float = Field(0.05, ge=0)
-    """β, the price of a nat of divergence from the reference."""
+    """β: weight of the KL penalty, per nat of KL from the reference."""
     kl_level: Literal["sequence", "token"] = "sequence"
-    """Whether a token answers for the divergence of its whole response, or from itself on only."""
+    """Whether the advantage of a token includes the KL penalty of its whole response, or only from this token on."""
     ratio_level: Literal["sequence", "token"] = "sequence"
-    """Whether the importance ratio is that of the response or of each token."""
+    """Whether the importance ratio is computed per response or per token."""
     cliprange: float = Field(0.2, gt=0)
-    """ε of the clipped surrogate; without effect in the first step on a collection."""
+    """ε of the clipped surrogate; has no effect in the first step on a collection."""
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
@@ -55,7 +55,7 @@ class RLOOConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class RLOORollouts(TokenBatch):
-    """What is known of rollouts before their collection is complete; all [B, T] like ``sequences``."""
+    """Rollouts before their collection is complete; all fields [B, T] like ``sequences``."""
 
     logprobs: Tensor
     ref_logprobs: Tensor
@@ -65,26 +65,26 @@ class RLOORollouts(TokenBatch):
 
 @dataclass(frozen=True)
 class RLOOBatch(TokenBatch):
-    """What the loss needs; advantages [B, T] for a ratio per token."""
+    """Experience for a ratio per token; old log-probabilities and advantages [B, T]."""
 
     old_logprobs: Tensor
     advantages: Tensor
 
 
 class RLOORows(RLOOBatch):
-    """The same for a ratio per response: advantages [B], and the response as the unit of averaging."""
+    """Experience for a ratio per response: advantages [B], and the loss is averaged over responses."""
 
     unit: ClassVar[str] = "responses"
 
     @property
     def weight(self) -> Tensor:
-        """Responses []."""
+        """Number of responses []."""
         return self.advantages.new_tensor(len(self))
 
 
 @register_trainer("rloo")
 class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
-    """A_k = R_k − mean of the other R_j, R = score − β·Σ k1; the surrogate on sequence log-probabilities (F-11)."""
+    """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response (F-11)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rloo_k"
@@ -92,18 +92,21 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
 
     @property
     def passes(self) -> int:
-        """RLOO's epochs."""
+        """Passes over each collection: `rloo_epochs`."""
         return self.method.rloo_epochs
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RLOORollouts:
-        """What the policy and the reference say about scored rollouts, before any update."""
+        """Return scored rollouts with log-probabilities of policy and reference [B, T], before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference = self.reference(sequences)
         placed = place_scores(scores, sequences.response_mask)
         return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
 
     def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
-        """A = R − mean of the prompt's other R; with ``kl_level="token"`` a token is spared what was paid before it."""
+        """Return the advantages, A = R − mean of the other R of the prompt, [B], or [B, T] with a ratio per token.
+
+        With ``kl_level="token"``, the KL penalty of earlier tokens is excluded from a token's advantage.
+        """
         x, mask = experience, experience.sequences.response_mask
         k1 = zero_masked(kl_k1(x.logprobs, x.ref_logprobs), mask)
         penalty = -self.method.kl_coef * k1
@@ -121,7 +124,7 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         return RLOOBatch(x.sequences, x.logprobs, zero_masked(advantages.unsqueeze(1) - past, mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
-        """Clipped surrogate, a mean over responses, or with ``ratio_level="token"`` over response tokens. -> []."""
+        """Return the clipped surrogate, a mean over responses, or tokens with ``ratio_level="token"``. -> []."""
         mask = batch.sequences.response_mask
         log_ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask)
         if isinstance(batch, RLOORows):
@@ -136,5 +139,5 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Where a token answers for itself, it may answer for what follows only."""
+        """Return the settings under which `kl_level` has an effect."""
         return {"kl_level": {"method.ratio_level": "token"}}

@@ -173,7 +173,7 @@ def test_a_model_that_counts_positions_over_the_row_is_refused() -> None:
     model = language_model("gpt2", tiny_gpt2(50), "sdpa")
     embed = model.transformer.wpe.forward
     model.transformer.wpe.forward = lambda at: embed(torch.arange(at.size(1)).expand_as(at))
-    with pytest.raises(ConfigError, match="a sample's states are others than those that it has alone"):
+    with pytest.raises(ConfigError, match="a packed sample has other states than the same sample alone"):
         check_packing(model)
 
 
@@ -276,9 +276,9 @@ def test_evaluation_and_generating_hear_no_noise_and_no_hook_stays(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"method__packing": True}, "cannot be trained on packed rows: its prompts and outputs are read apart"),
-        ({"method__train_on_prompts": True}, "train_on_prompts is for models that read prompt and output as one"),
-        ({"method__neftune_alpha": 5.0}, "neftune_alpha is for models that read prompt and output as one"),
+        ({"method__packing": True}, "cannot be trained on packed rows: an encoder-decoder reads"),
+        ({"method__train_on_prompts": True}, "train_on_prompts is for decoder-only models"),
+        ({"method__neftune_alpha": 5.0}, "neftune_alpha is for decoder-only models"),
     ],
 )
 def test_encoder_decoders_are_told_what_they_cannot_do(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""SFT: supervised fine-tuning, the likelihood of the outputs of samples.
+"""SFT: supervised fine-tuning, which maximises the likelihood of the outputs of samples.
 
-Ouyang et al. 2022, the first of their three steps.
+Ouyang et al. 2022, the first of its three steps.
 """
 
 from __future__ import annotations
@@ -21,47 +21,51 @@ from trainkit.metrics import Mean, Metrics
 from trainkit.models import check_packing, embedding_noise, load_model, make_policy
 
 AT_ONCE = 1000
-"""Samples that are encoded together to see how long they are."""
+"""Number of samples that are encoded at a time to measure their lengths."""
 
 
 class SFTConfig(MethodConfig):
-    """The numbers of supervised fine-tuning."""
+    """Settings of supervised fine-tuning."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 2e-5}}
 
     name: str = "sft"
     """The registered name."""
     train_on_prompts: bool = False
-    """Train on prompts as on outputs: on all of a sample but for its first token."""
+    """Train on prompts too: on all tokens of a sample but the first."""
     packing: bool = False
-    """Put several samples into a row of at most `train.seq_length` tokens, where none sees another. `train.batch_size`
-    then counts rows."""
+    """Pack several samples into a row of at most `train.seq_length` tokens. Samples in a row do not attend to each
+    other, and `train.batch_size` counts rows."""
     neftune_alpha: float = Field(0.0, ge=0)
-    """α of NEFTune: noise on embeddings while training, U(−α, α) / sqrt(tokens · width). The paper uses 5 to 15; 0 is
-    off."""
+    """α of NEFTune: noise U(−α, α) / sqrt(tokens · width) is added to the embeddings in training. The paper uses 5 to
+    15; 0 turns it off."""
 
 
 @register_trainer("sft")
 class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
-    """loss = −mean log π(y_t | prompt, y_<t) over output tokens, EOS included; prompts are read, not trained."""
+    """Trainer of SFT: loss = −mean log π(y_t | prompt, y_<t) over output tokens, EOS included; prompts are context."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
 
     def get_arch(self, config: TRLConfig[SFTConfig]) -> nn.Module:
-        """The language model; trained at temperature 1 whatever the sampling's is."""
+        """Return the language model as a policy at temperature 1, which does not depend on the sampling temperature."""
         model = load_model(config.model, self.live_model)
         if config.method.packing:
             check_packing(model)
         for name in ("neftune_alpha", "train_on_prompts"):
             if getattr(config.method, name) and model.config.is_encoder_decoder:
                 raise ConfigError(
-                    f"method.{name} is for models that read prompt and output as one; {type(model).__name__} is an "
-                    "encoder-decoder. Leave it out"
+                    f"method.{name} is for decoder-only models; {type(model).__name__} is an encoder-decoder. Remove "
+                    f"method.{name}"
                 )
         return make_policy(model)
 
     def arrange(self, rows: list[Row]) -> list[Row]:
-        """With packing, samples in rows of at most so many tokens as the model may read at a time."""
+        """Pack the samples into rows of at most ``self.limit`` tokens if packing is on; return them unchanged if not.
+
+        Raises:
+            ConfigError: packing is on, and neither `train.seq_length` nor the model limits the length of a row.
+        """
         if not self.method.packing:
             return rows
         if self.limit is None:
@@ -71,7 +75,7 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
         return [{"samples": [rows[index] for index in pack]} for pack in best_fit(lengths, self.limit)]
 
     def make_experience(self, rows: list[Row]) -> Sequences:
-        """Samples as sequences."""
+        """Return the samples as token sequences [B, T], one packed row each with packing."""
         packed = "samples" in rows[0] and "turns" not in rows[0]
         samples = [sample for row in rows for sample in row["samples"]] if packed else rows
         sequences = self.encode_samples(samples)
@@ -81,7 +85,7 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
         return sequences.packed([len(row["samples"]) for row in rows]) if packed else sequences
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
-        """Negative log-likelihood, a mean over output tokens. -> []."""
+        """Return the negative log-likelihood, a mean over output tokens. -> []."""
         with embedding_noise(self.unwrapped.model, self.method.neftune_alpha):
             logprobs = self.policy(batch).logprobs
         found: Metrics = {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
@@ -91,12 +95,12 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of ``lengths`` in bins of at most ``size``: longest first, each where it leaves the least room.
+    """Pack indices of ``lengths`` into bins of at most ``size``, longest first, each into the fullest bin with room.
 
-    Best-fit decreasing needs at most 11/9 of the fewest bins, and 4 (Johnson et al. 1974).
+    Best-fit decreasing needs at most 11/9 · OPT + 4 bins (Johnson et al. 1974).
     """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left in each bin, and which bin it is, in order
+    rooms: list[tuple[int, int]] = []  # (free space, index) of each bin, sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(rooms, (lengths[index], 0))
         room, into = rooms.pop(at) if at < len(rooms) else (size, len(bins))
