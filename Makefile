@@ -9,15 +9,19 @@
 #   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
 #   make parity    the losses beside TRL's
 #   make bench     the benchmarks
+#   make dist      wheels and source distributions in dist/, checked, installed and tried out
+#   make test-lowest  make test, with the lowest versions of all dependencies that pyproject.toml allows
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+# the versions that are installed; the newest ones: make test VENV=.venv-newest PINS=
+PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all coverage lint types check api mutants parity bench
+.PHONY: demo test test-all coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -42,6 +46,7 @@ lint: $(VENV)/made
 
 types: $(VENV)/made
 	$(BIN)/mypy
+	$(BIN)/mypy .ci/*.py
 
 check: lint types test
 
@@ -60,6 +65,14 @@ bench: $(VENV)/made $(BENCH)/made
 	    else echo "there are no benchmarks"; fi; \
 	done
 
+dist: $(VENV)/made
+	$(BIN)/python .ci/dist.py
+
+test-lowest:
+	mkdir -p build
+	$(PYTHON) .ci/lowest.py > build/lowest.txt
+	$(MAKE) test VENV=.venv-lowest PINS="-c build/lowest.txt"
+
 # TRL, which trainkit is measured beside and never depends on
 $(BENCH)/made: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
@@ -69,5 +82,5 @@ $(BENCH)/made: pyproject.toml constraints.txt
 # made again whenever a dependency, or trainkit's version, could have changed
 $(VENV)/made: pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/python -m pip install $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@

@@ -134,7 +134,7 @@ def learning(name: str, seeds: list[int], out: Path) -> bool:
 
 
 def constant_reward(name: str, seeds: list[int], out: Path) -> bool:
-    """Train with a reward of 1 for every walk; return whether mean optimality moves by at most three standard errors."""
+    """Train with a reward of 1 for every walk; return whether optimality changes by at most 3 standard errors."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
         curve, divergence, _ = reinforce(

@@ -1,4 +1,4 @@
-"""Compares speed and memory of trainkit, TRL, transformers, and a lower bound ("bare") in hand-written plain torch.
+"""Compares the speed and memory of trainkit with TRL, transformers and "bare", a hand-written baseline in plain torch.
 
 A step of RLOO (8 prompts × 4 responses), of PPO (4 epochs, 1 minibatch) and of generation makes 32 responses of exactly
 64 tokens to prompts of 32 tokens. A step of SFT reads 8 rows × 256 tokens. The reward is trivial, and all numbers are
@@ -8,10 +8,10 @@ vocabulary 8,192). No row ends early: all systems get an EOS id outside the mode
 Every system of a case runs in its own process, so that its peak memory can be measured. The systems make their steps in
 turn, while the others sleep. Seconds are medians over ``--steps`` after ``--warmup``.
 
-``--backend default`` leaves each system its own settings. For trainkit, and for the lower bound, these are float32
-products by oneDNN where that is exact, with torch's own attention kernel. With ``equal``, all systems use the precision
-"medium", which is oneDNN for all products, and the same allocator, tcmalloc if it is installed; trainkit and the lower
-bound still exclude attention from it. With ``shared``, the other systems exclude attention, too.
+``--backend default`` leaves each system its own settings. For trainkit and the baseline these are float32 products
+by oneDNN where that is exact, with torch's own attention kernel. With ``equal``, all systems use the precision
+"medium", which is oneDNN for all products, and the same allocator, tcmalloc if it is installed; trainkit and the
+baseline still exclude attention from "medium". With ``shared``, the other systems exclude attention, too.
 
 TRL runs without activation recomputation, which is faster; ``--systems trainkit trl-recompute`` measures its default.
 ``--clock cpu`` counts processor time, for machines on which other programs run.
@@ -253,7 +253,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--models", nargs="+", choices=["S", "M"], default=["S", "M"])
-    parser.add_argument("--systems", nargs="+", help="systems to run instead of each case's own; trl-recompute is available too")
+    parser.add_argument("--systems", nargs="+", help="systems instead of each case's own, among them trl-recompute")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
@@ -261,7 +261,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--allocator", help="the library that all workers preload, except with --backend default")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--small", action="store_true", help="a quarter of the rows and an eighth of the tokens")
-    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter of an environment with TRL")
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="the interpreter of TRL's environment")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args(arguments)
 

@@ -40,16 +40,16 @@ HEAD = """\
 
 Version {version} of trainkit.
 
-This page is made from the sources by `make api`. It lists what plugins may use: the names in a module's `__all__`, or
-where it has none, its functions, its classes, and the constants that it describes, without a leading underscore. Of
-classes it lists what they define themselves; the classes that they derive from have the rest. Of trainers the
-attributes of instances belong to it. The members of a class that is in `trainkit` and in a package below it are listed
-there, under the package.
+This page is generated from the sources by `make api`. It lists the public names that plugins may use: the names in a
+module's `__all__`, or if it has none, its functions, its classes, and its described constants, without a leading
+underscore. For a class it lists the members that the class itself defines; see its base classes for the others. The
+attributes of the instances of trainers are listed too. The members of a class that is in `trainkit` and in a package
+below it are listed under the package.
 
-The version is trainkit's own. Something new raises at least its last number. Something that is gone, or has another
-signature, raises the middle one (from 1.0 on, the first). `make api` refuses to write this page otherwise, and a test
-fails. Where there is no such page it starts afresh, at whatever version trainkit has; so it is removed and made again
-as long as that version was never released.
+The API has the version of trainkit. An addition raises at least the last number. A removal, or a change of a signature,
+raises the middle number (from 1.0 on, the first). Otherwise `make api` refuses to write this page, and a test fails.
+While a version is not released, its page can be removed and generated anew: without a page, `make api` compares
+nothing.
 """
 
 KINDS = {"abstractmethod": "abstract", "classmethod": "classmethod", "staticmethod": "staticmethod"}
@@ -69,7 +69,7 @@ class Name:
 
     @property
     def line(self) -> str:
-        """As it stands in the document; members are indented below their class."""
+        """The line of the document; members are indented below their class."""
         about = f": {self.about}" if self.about else ""
         return f"{'  ' * self.path.count('#')}* `{self.signature}`{about}"
 
@@ -79,7 +79,7 @@ class Name:
 
 @cache
 def tree(module: str) -> ast.Module | None:
-    """The source of a module of trainkit; None where it is none."""
+    """Return the syntax tree of a module of trainkit; None if there is no such module."""
     place = ROOT.joinpath(*module.split("."))
     for file in (place.with_suffix(".py"), place / "__init__.py"):
         if module.split(".")[0] == "trainkit" and file.is_file():
@@ -88,7 +88,7 @@ def tree(module: str) -> ast.Module | None:
 
 
 def statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
-    """Each statement, those under ``if TYPE_CHECKING`` too, with the string that follows and describes it."""
+    """Yield each statement, also those under ``if TYPE_CHECKING``, with the string after it that describes it."""
     for statement, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(statement, ast.If):
             yield from statements(statement.body)
@@ -98,7 +98,7 @@ def statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def targets(statement: ast.stmt) -> list[str]:
-    """The names that a statement defines in its module or class."""
+    """Return the names that a statement defines in its module or class."""
     if isinstance(statement, Function | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.AnnAssign):
@@ -109,7 +109,7 @@ def targets(statement: ast.stmt) -> list[str]:
 
 
 def exported(module: str) -> list[str]:
-    """The public names of a module."""
+    """Return the public names of a module."""
     source = tree(module)
     assert source is not None, module
     for statement, _ in statements(source.body):
@@ -123,7 +123,7 @@ def exported(module: str) -> list[str]:
 
 
 def defined(module: str, name: str) -> tuple[str, list[tuple[ast.stmt, str]]]:
-    """The module that defines a name, and the definitions, of overloads several; none where it is not trainkit's."""
+    """Return the module that defines a name, and its definitions: several for overloads, none for a name of others."""
     source = tree(module)
     if source is None:
         return module, []
@@ -140,17 +140,17 @@ def defined(module: str, name: str) -> tuple[str, list[tuple[ast.stmt, str]]]:
 
 
 def first_paragraph(text: str | None) -> str:
-    """The first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring, in one line."""
     return " ".join((text or "").strip().partition("\n\n")[0].split())
 
 
 def decorators(function: Function) -> set[str]:
-    """The last parts of the names of its decorators."""
+    """Return the last parts of the names of a function's decorators."""
     return {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in function.decorator_list}
 
 
 def call(function: Function, *, bound: bool = False, name: str = "") -> str:
-    """``name(arguments) -> result``, without the first argument of a ``bound`` one."""
+    """Return ``name(arguments) -> result``, without the first argument if the function is ``bound``."""
     arguments = ast.unparse(function.args)
     if bound:
         arguments = re.sub(r"^\w+(, )?(/, )?", "", arguments)
@@ -159,7 +159,7 @@ def call(function: Function, *, bound: bool = False, name: str = "") -> str:
 
 
 def method(function: Function) -> str:
-    """A method as it is called, or a property."""
+    """Return the signature of a method, or of a property."""
     marks = decorators(function)
     if marks & {"property", "cached_property"}:
         result = f": {ast.unparse(function.returns)}" if function.returns else ""
@@ -169,7 +169,7 @@ def method(function: Function) -> str:
 
 
 def members(path: str, cls: ast.ClassDef, *, instances: bool) -> Iterator[Name]:
-    """What a class itself has without an underscore, its constructor and its call; of ``instances`` what they have."""
+    """Yield the public members that a class defines itself, and its call; with ``instances``, their attributes too."""
     for statement, about in statements(cls.body):
         if isinstance(statement, Function):
             if statement.name == "__init__" and instances:
@@ -185,7 +185,7 @@ def members(path: str, cls: ast.ClassDef, *, instances: bool) -> Iterator[Name]:
 
 
 def attributes(path: str, init: Function) -> Iterator[Name]:
-    """The attributes that a constructor gives its instance."""
+    """Yield the public attributes that a constructor assigns."""
     for statement, about in statements(init.body):
         annotation = f": {ast.unparse(statement.annotation)}" if isinstance(statement, ast.AnnAssign) else ""
         given = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -196,7 +196,7 @@ def attributes(path: str, init: Function) -> Iterator[Name]:
 
 
 def class_signature(cls: ast.ClassDef) -> str:
-    """``class Name(Bases)``, and how it is constructed where it says so itself."""
+    """Return ``class Name(Bases)``, and the signature of the constructor if the class defines one."""
     bases = f"({', '.join(ast.unparse(base) for base in cls.bases)})" if cls.bases else ""
     frozen = [ast.unparse(mark) for mark in cls.decorator_list if "dataclass" in ast.unparse(mark)]
     (init,) = [s for s in cls.body if isinstance(s, Function) and s.name == "__init__"][-1:] or [None]
@@ -205,7 +205,7 @@ def class_signature(cls: ast.ClassDef) -> str:
 
 
 def names_of(module: str, name: str) -> Iterator[Name]:
-    """A public name of a module, and its members if it is a class."""
+    """Yield a public name of a module, and its members if it is a class."""
     home, found = defined(module, name)
     path = f"{module}.{name}"
     if tree(path) is not None and not found:
@@ -225,12 +225,12 @@ def names_of(module: str, name: str) -> Iterator[Name]:
 
 
 def listed_elsewhere(name: str) -> bool:
-    """Return whether a room lists a name of ``trainkit`` too, and the members of the class with it."""
+    """Return whether a package below ``trainkit`` exports a name too; the members of a class are listed there."""
     return any(name in exported(module) for module in MODULES if module != "trainkit")
 
 
 def names() -> list[Name]:
-    """The whole API, in the order of the document."""
+    """Return the whole API, in the order of the document."""
     return [found for module in MODULES for name in exported(module) for found in names_of(module, name)]
 
 
@@ -238,13 +238,13 @@ def names() -> list[Name]:
 
 
 def present_version() -> str:
-    """`trainkit.__version__`."""
+    """Return `trainkit.__version__`, read from the source."""
     ((statement, _),) = defined("trainkit", "__version__")[1]
     return str(ast.literal_eval(statement.value))  # type: ignore[attr-defined]
 
 
 def document(version: str, api: list[Name]) -> str:
-    """The page."""
+    """Return the text of the page."""
     parts = [HEAD.format(version=version)]
     for module in MODULES:
         source = tree(module)
@@ -255,7 +255,7 @@ def document(version: str, api: list[Name]) -> str:
 
 
 def written(text: str) -> tuple[str, dict[str, str]]:
-    """The version of a page, and what it lists: signatures by path."""
+    """Return the version of a page, and the signatures that it lists by path."""
     (version,) = re.findall(r"^Version (\S+) of trainkit", text, flags=re.MULTILINE)
     module = owner = ""
     found: dict[str, str] = {}
@@ -284,7 +284,7 @@ class Difference:
 
 
 def difference(before: dict[str, str], now: dict[str, str]) -> Difference:
-    """What differs between two listings of signatures by path."""
+    """Return what differs between two listings of signatures by path."""
     both = [path for path in before if path in now and now[path] != before[path]]
     return Difference(
         added=[path for path in now if path not in before],
@@ -294,7 +294,7 @@ def difference(before: dict[str, str], now: dict[str, str]) -> Difference:
 
 
 def objection(page: str, version: str, api: list[Name]) -> str:
-    """Why the API may not be what it is at this version, given the page that there was; empty if it may."""
+    """Return why the version does not allow the changes since the given page was written; empty if it does."""
     before, listed = written(page)
     found = difference(listed, {name.path: name.signature for name in api})
     was, now = (tuple(int(number) for number in text.split(".")) for text in (before, version))
@@ -312,12 +312,12 @@ def objection(page: str, version: str, api: list[Name]) -> str:
 
 
 def _breaking(version: tuple[int, ...]) -> int:
-    """How many numbers, from the first, what breaks plugins has to raise."""
+    """Return how many numbers of a version, from the first, an incompatible change has to raise one of."""
     return 2 if version[0] == 0 else 1
 
 
 def main() -> str | None:
-    """Write the page; what is said where that is refused."""
+    """Write the page; return the message if that is refused."""
     version, api = present_version(), names()
     if DOCUMENT.exists() and (refused := objection(DOCUMENT.read_text(encoding="utf-8"), version, api)):
         return refused

@@ -30,7 +30,6 @@ settings.load_profile("trainkit")
 torch.set_num_threads(1)
 
 
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name."""
     slow = "fresh_venv" in getattr(item, "fixturenames", ())

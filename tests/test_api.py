@@ -209,7 +209,9 @@ def test_a_metric_may_not_take_the_name_of_another_number(config: Any) -> None:
         trainer.evaluate()
 
 
-def test_an_export_that_fails_leaves_the_older_one(config: Any, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_the_older_one(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = trainkit.train(MODEL, samples=["abc"], config=config, tokenizer=TOKENIZER)
     path = trainer.save_pretrained(tmp_path / "out")
     before = sorted(p.name for p in path.iterdir())
@@ -217,7 +219,7 @@ def test_an_export_that_fails_leaves_the_older_one(config: Any, tmp_path: Path) 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer.tokenizer = type("Tokenizer", (), {"save_pretrained": full})()
+    monkeypatch.setattr(trainer.tokenizer, "save_pretrained", full)
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.save_pretrained(path)
     assert sorted(p.name for p in path.iterdir()) == before
@@ -322,7 +324,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "two learning rates": ({"config": {"optimizer": {"kwargs": {"lr": 1}}}}, ConfigError, "field of its own"),
     "two tokenizers": ({"config": {"tokenizer": {"tokenizer_path": "x"}}}, ConfigError, "one of the two"),
     "unsteerable": (
-        {"config": {"method": {"name": "ppo", "target": 1, "init_kl_coef": 0}}}, ConfigError, "init_kl_coef 0"
+        {"config": {"method": {"name": "ppo", "target": 1, "init_kl_coef": 0}}}, ConfigError, "init_kl_coef of 0"
     ),
     "tracker": ({"config": {"train": {"trackers": ["tensorbord"]}}}, ConfigError, "tensorboard"),
 }  # fmt: skip

@@ -137,7 +137,7 @@ def test_a_sampler_of_a_hook_is_refused_by_an_algorithm_that_steers(tmp_path: Pa
         def make_sampler(self, trainer: Any) -> Any:
             return lambda *_: None
 
-    with pytest.raises(PluginError, match="steers its samples"):
+    with pytest.raises(PluginError, match="changes logits while sampling"):
         tiny_trainer("ilql", tmp_path, callbacks=[Hook()]).generate(["a"])
 
 

@@ -508,7 +508,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert whole == "step_00000001"
     assert re.fullmatch(r"step_00000002-[0-9a-f]{4}\.corrupt", aside)
     (message,) = caplog.messages
-    assert re.search(r"step_00000002 is not whole \(.+\); set aside, looking at the one before", message)
+    assert re.search(r"step_00000002 is not intact \(.+\); renamed to \*\.corrupt, trying the one before", message)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -698,7 +698,7 @@ def test_a_path_that_is_not_whole_is_an_error_and_stays_as_it_is(a_run: Path, tm
     """Whoever names a checkpoint wants that one, not the one before."""
     path = a_run / "checkpoints" / "step_00000004"
     hurt(path / "model.safetensors", "cut")
-    with pytest.raises(CheckpointError, match=r"step_00000004 is not whole: model\.safetensors has changed"):
+    with pytest.raises(CheckpointError, match=r"step_00000004 is not intact: model\.safetensors has changed"):
         tiny_trainer("ppo", tmp_path / "other", **CHANGES, train__resume=str(path)).learn()
     assert path.is_dir()
 
@@ -710,7 +710,7 @@ def test_a_path_without_a_checkpoint_is_an_error(where: str, a_run: Path, tmp_pa
         path.mkdir()
     if where == "checkpoint without manifest":
         (path / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=f"no whole checkpoint at or under {re.escape(str(path))}"):
+    with pytest.raises(CheckpointError, match=f"no intact checkpoint at or under {re.escape(str(path))}"):
         tiny_trainer("ppo", tmp_path / "other", **CHANGES, train__resume=str(path)).learn()
 
 

@@ -124,6 +124,7 @@ def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
     assert "_trainkit_testing" not in trainkit.available_trainers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hooks", "check", "seen"),
     [
@@ -138,7 +139,7 @@ def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
         (
             "@hookimpl\ndef log_metrics(metrics): metrics.clear()",
             "observer_changes_nothing",
-            "it changes what others are told: metrics of log_metrics",
+            "it changes the arguments that other hooks get: metrics of log_metrics",
         ),
         (
             "import torch\n@hookimpl\ndef on_step(): torch.rand(1)",
@@ -184,6 +185,7 @@ def test_an_observer_that_does_wrong_fails(plugin: Callable[[str], str], hooks: 
 BENT = "            return made(rows, queries, settings, generator)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("instead", "check", "seen"),
     [
@@ -338,6 +340,7 @@ def test_sft(check):
 """
 
 
+@pytest.mark.slow
 def test_as_cases_of_pytest_an_expected_failure_that_passes_fails(tmp_path: Path) -> None:
     (tmp_path / "test_plugin.py").write_text(PARAMETRIZED, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "-k", "schedule or docstrings"]
@@ -429,6 +432,7 @@ def test_a_sound_critic_conforms(toy: Callable[..., str]) -> None:
     assert len(check_trainer(toy(), only=LAWS).results) == len(LAWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "check", "seen"),
     [

@@ -156,8 +156,8 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
     "nobody asks": (ANSWER, CHATML, "begins with a message of the assistant"),
     "no role": ([{"content": "x"}], CHATML, "message 0 should be a dict with 'role' and 'content'"),
     "other keys": ([{"from": "human", "value": "x"}], CHATML, r"rename them:.*\"human\": \"user\""),
-    "a template that does not grow": (DIALOGUE, FORGETFUL, r"writes the beginning .* otherwise.*\{% generation %\}"),
-    "a template that fails": ([*ASK, *ANSWER], "{{ raise_exception('never') }}", "cannot write it: never"),
+    "a template that does not grow": (DIALOGUE, FORGETFUL, r"renders the beginning .* differently.*\{% generation %\}"),
+    "a template that fails": ([*ASK, *ANSWER], "{{ raise_exception('never') }}", "cannot render it: never"),
     "text beside messages": ({"prompt": "a", "completion": ANSWER}, CHATML, "mixes text and messages"),
 }  # fmt: skip
 
@@ -200,9 +200,9 @@ def test_prompt_and_side_are_the_whole_text_again(chosen: str, rejected: str) ->
 
 
 def test_sides_that_do_not_begin_alike_have_no_prompt() -> None:
-    with pytest.raises(DataError, match="sample 0: chosen and rejected do not begin alike"):
+    with pytest.raises(DataError, match="sample 0: chosen and rejected have no common beginning"):
         preference_rows([{"chosen": "abc", "rejected": "xbc"}])
-    with pytest.raises(DataError, match="sample 0: chosen and rejected do not begin alike"):
+    with pytest.raises(DataError, match="sample 0: chosen and rejected have no common beginning"):
         preference_rows([{"chosen": ANSWER, "rejected": BAD}], tokenizer())
 
 

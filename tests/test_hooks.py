@@ -88,7 +88,7 @@ def test_an_observer_that_raises_stops_the_run_with_its_name_hook_step_and_cause
         trainer.learn()
     place = "module" if name.startswith("plugin") else "class"
     assert str(caught.value) == (
-        f"the hook on_step of {name} failed at step 2: KeyError: 'missing'. Repair it, leave it out, or write "
+        f"the hook on_step of {name} failed at step 2: KeyError: 'missing'. Repair it, remove it, or write "
         f"optional = True in its {place}: runs then go on without it"
     )
     assert type(caught.value.__cause__) is KeyError
@@ -107,8 +107,8 @@ def test_an_optional_observer_that_raises_is_said_once_told_nothing_more_and_the
     assert trainer.done
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warned == [
-        f"the hook on_step of {name} failed at step 1: ZeroDivisionError: division by zero. It is optional: it is told "
-        "nothing more, and the run goes on"
+        f"the hook on_step of {name} failed at step 1: ZeroDivisionError: division by zero. It is optional: the "
+        "run goes on and does not call it again"
     ]
     for one, other in zip(plain.unwrapped.parameters(), trainer.unwrapped.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -166,7 +166,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "an int": (["a", 7], r"prompt 1 should be a string.*7 \(int\)"),
     "a list": (["a", ["b"]], r"prompt 1 should be a string.*\['b'\] \(list\)"),
     "bytes": ([b"a"], r"prompt 0 should be a string.*b'a' \(bytes\)"),
-    "half a surrogate pair": (["a", "b\ud800"], "prompt 1 holds a character that is no text"),
+    "half a surrogate pair": (["a", "b\ud800"], "prompt 1 contains a character that cannot be encoded"),
     "another key": (
         [{"prompt": "a"}, {"text": "b"}],
         "prompt 1 has the columns text.*language modelling; expected here: prompt",
@@ -293,7 +293,7 @@ def test_a_truncated_prompt_keeps_its_tail_and_the_count_is_logged(caplog: pytes
     assert [encode(row["prompt"]) for row in rows] == [
         ids_of(made, *tail) for tail in ("ab", "bcde", "abc", "dcba", "abcd")
     ]
-    assert caplog.messages == ["2 of 5 prompts were cut to their end: more than 4 tokens"]
+    assert caplog.messages == ["2 of 5 prompts were truncated to their end: more than 4 tokens"]
 
 
 def test_dropped_prompts_are_left_out_and_the_count_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -366,7 +366,7 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "nothing": ([], None, "samples is empty; give at least one"),
     "a lone string": ("abc", None, r"samples should be a list.*Write \[sample\]"),
     "a lone dict": ({"prompt": "a", "output": "b"}, None, r"samples should be a list.*Write \[sample\]"),
-    "three turns": (["a", ["a", "b", "c"]], None, "sample 1 has 3 turns; they alternate"),
+    "three turns": (["a", ["a", "b", "c"]], None, "sample 1 has 3 turns; turns alternate"),
     "no turns": (["a", []], None, "sample 1 has no turns"),
     "None": ([None], None, r"sample 0 should be text.*None \(NoneType\)"),
     "an int": (["a", "b", 3], None, r"sample 2 should be text.*3 \(int\)"),
@@ -378,7 +378,7 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
         None,
         "sample 0 .*prompt-only; expected here: text",
     ),
-    "half a surrogate pair": ([("a", "\udfff")], None, "sample 0 holds a character that is no text"),
+    "half a surrogate pair": ([("a", "\udfff")], None, "sample 0 contains a character that cannot be encoded"),
     "too few rewards": (["a", "b"], [1.0], "2 samples and 1 rewards; give one reward per sample"),
     "too many rewards": (["a"], [1.0, 2.0], "1 samples and 2 rewards"),
     "a reward that is no number": (["a", "b"], [1.0, "2"], r"reward 1 should be a finite number; given '2' \(str\)"),
@@ -524,7 +524,7 @@ def test_a_pair_keeps_its_columns_and_is_a_copy() -> None:
     ("sample", "said"),
     [
         ({"prompt": "a", "chosen": "b"}, "has the columns prompt, chosen, .*expected here: prompt, chosen, rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "says nothing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "no preference"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt should be a string"),
         ("text", "is 'text'.*expected here: prompt, chosen, rejected"),
@@ -564,7 +564,7 @@ def test_what_was_cut_is_told() -> None:
 @pytest.mark.parametrize(
     ("row", "limit", "said"),
     [
-        ({"chosen": "B", "rejected": "b"}, None, "same tokens as chosen and as rejected; leave it out"),
+        ({"chosen": "B", "rejected": "b"}, None, "same tokens as chosen and as rejected; remove it"),
         ({"chosen": "bbbc", "rejected": "bbbd"}, 4, "within 4 tokens; raise train.seq_length"),
         ({"chosen": "b", "rejected": "b<eos>"}, None, "same tokens"),
     ],

@@ -135,7 +135,7 @@ def test_a_checkpoint_without_the_record_is_resumed_from_and_said_to_lack_it(
     monkeypatch.setattr(checkpoint, "write_state", without_record)
     tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
-    assert resumed(tmp_path / "run") == ["  changed: the checkpoint does not say which plugins it was made by"]
+    assert resumed(tmp_path / "run") == ["  changed: the checkpoint does not record which plugins it was made with"]
 
 
 # ---------------------------------------------------------------------------------------------------------- cards
@@ -171,7 +171,7 @@ def test_a_card_says_what_made_the_model_and_reads_on_the_hub(install: Callable[
         "pipeline_tag": "text-generation",
         "tags": ["trainkit", "ppo"],
     }
-    made = section(card.text, "By what")
+    made = section(card.text, "Provenance")
     assert made["plugin ppo"] == f"trainkit-ppo {PPO.version}"
     assert made["plugin fake-watch"] == "fake-watch 1.5"
     assert made["trainkit"] == trainkit.__version__
@@ -260,7 +260,7 @@ def test_a_card_that_somebody_wrote_stays_and_one_of_ours_is_written_anew(tmp_pa
     assert OURS in (directory / "README.md").read_text()
     trainer.learn()
     trainer.save_pretrained(directory)
-    assert section((directory / "README.md").read_text(), "By what")["steps"] == "1"
+    assert section((directory / "README.md").read_text(), "Provenance")["steps"] == "1"
     (directory / "README.md").write_text("# My model\n")
     trainer.save_pretrained(directory)
     assert (directory / "README.md").read_text() == "# My model\n"

@@ -144,7 +144,7 @@ def test_a_trainer_that_misses_an_arrow_is_refused_with_its_name(base, inputs, l
     if left_out not in needed:
         assert register_trainer("fake-arrows")(cls) is cls
         return
-    with pytest.raises(RegistryError, match=rf"Arrows cannot be registered as 'fake-arrows': it misses {left_out}\b"):
+    with pytest.raises(RegistryError, match=rf"cannot be registered as 'fake-arrows': it does not define {left_out}\b"):
         register_trainer("fake-arrows")(cls)
     assert "fake-arrows" not in available_trainers()
 
@@ -162,8 +162,8 @@ def test_an_online_trainer_may_make_its_experience_whole():
 
 def test_all_arrows_that_a_class_misses_are_named_with_what_they_are_from_and_to():
     told = (
-        r"Bare cannot be registered as 'fake-bare': it misses get_arch \(configuration → model\) and make_experience "
-        r"\(rows → experience\) and loss \(experience → loss and metrics\); write it in the class"
+        r"Bare cannot be registered as 'fake-bare': it does not define get_arch \(configuration → model\) and "
+        r"make_experience \(rows → experience\) and loss \(experience → loss and metrics\); write it in the class"
     )
     with pytest.raises(RegistryError, match=told):
         register_trainer("fake-bare")(type("Bare", (), {"method_class": method_named("fake-bare")}))
@@ -389,9 +389,9 @@ def test_an_editable_plugin_tells_where_its_source_is(install):
         ("fake_it", "x = '\0'", "fake_it does not parse: "),
         ("fake_it", "# coding: nonsense", "fake_it does not parse: unknown encoding"),
         ("fake_it", "x = '\udcff'", "fake_it does not parse: invalid or missing encoding"),
-        ("fake_it:Trainer", "", "its entry point is fake-it = 'fake_it:Trainer'; the value is a module alone"),
-        ("fake_it [extra]", "", "its entry point is fake-it = 'fake_it [extra]'; the value is a module alone"),
-        ("fake_it.", "", "its entry point is fake-it = 'fake_it.'; the value is a module alone"),
+        ("fake_it:Trainer", "", "its entry point is fake-it = 'fake_it:Trainer'; the value must be a module"),
+        ("fake_it [extra]", "", "its entry point is fake-it = 'fake_it [extra]'; the value must be a module"),
+        ("fake_it.", "", "its entry point is fake-it = 'fake_it.'; the value must be a module"),
     ],
 )
 def test_what_cannot_be_imported_is_broken_before_anybody_tries(install, entry, source, why):
@@ -476,7 +476,7 @@ def test_a_plugin_made_for_another_trainkit_is_blocked(install, monkeypatch, req
     if state == "ok":
         assert get_trainer("fake-old").__module__ == "fake_old"
         return
-    told = f"fake-old 7: it is made for trainkit {api}, and this is trainkit 0.4.0.dev1; install another version"
+    told = f"fake-old 7: it requires trainkit {api}, and this is trainkit 0.4.0.dev1; install another version"
     assert plugin.why == told
     with pytest.raises(PluginError, match=re.escape(told)):
         get_trainer("fake-old")
@@ -487,7 +487,7 @@ def test_a_stranger_that_claims_a_built_in_name_is_refused_and_the_built_in_work
     install("fake-thief", {"SFT": "fake_thief", "fake-own": "fake_thief"}, trainer_source("fake-own"), version="6.6")
     stolen = found("fake-thief")["sft"]
     assert stolen.state == "shadowed"
-    assert stolen.why == "fake-thief 6.6: the name 'sft' is that of trainkit's own trainkit-sft; it needs another"
+    assert stolen.why == "fake-thief 6.6: the name 'sft' belongs to trainkit's own trainkit-sft; choose another"
     assert find_plugin("sft").distribution == "trainkit-sft"
     assert get_trainer("fake-own").__module__ == "fake_thief"
 
@@ -500,7 +500,7 @@ def test_a_built_in_name_is_not_a_strangers_where_the_built_in_is_not_installed(
         get_trainer("fake-own")
     install("fake-thief", {"fake-own": "fake_thief"}, trainer_source("fake-own"))
     told = (
-        r"'fake-own' cannot be used: fake-thief 1\.0: the name 'fake-own' is that of trainkit's own trainkit-fake-own"
+        r"'fake-own' cannot be used: fake-thief 1\.0: the name 'fake-own' belongs to trainkit's own trainkit-fake-own"
     )
     with pytest.raises(RegistryError, match=told):
         get_trainer("fake-own")
@@ -591,7 +591,7 @@ def test_a_trainer_that_is_there_already_can_be_disabled(install, monkeypatch):
 def test_a_name_that_disables_nothing_is_told_with_the_nearest(install, monkeypatch):
     install("fake-house", {"fake-off": "fake_off"}, OBSERVES)
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-of,fake-off,gone")
-    unknown = "which is no installed plugin or distribution"
+    unknown = "which is not an installed plugin or distribution"
     told = [
         f"TRAINKIT_DISABLE_PLUGINS names 'fake-of', {unknown}; did you mean 'fake-off'?",
         f"TRAINKIT_DISABLE_PLUGINS names 'gone', {unknown}",
@@ -698,13 +698,13 @@ def test_a_hook_that_asks_for_what_it_is_not_told_is_an_error():
     ("hook", "told"),
     [
         ("def on_step(step, loss): ...", "Argument(s) {'loss'} are declared in the hookimpl"),
-        ("def on_step(step=None): ...", "on_step takes 'step' with a default or by keyword alone, and would not be"),
-        ("def on_step(*, step): ...", "on_step takes 'step' with a default or by keyword alone, and would not be"),
-        ("def on_step(*, loss): ...", "on_step takes 'loss' with a default or by keyword alone, and would not be"),
+        ("def on_step(step=None): ...", "on_step takes 'step' with a default or as keyword-only, and would not be"),
+        ("def on_step(*, step): ...", "on_step takes 'step' with a default or as keyword-only, and would not be"),
+        ("def on_step(*, loss): ...", "on_step takes 'loss' with a default or as keyword-only, and would not be"),
         ("def on_step(*args): ...", "on_step takes *args, and would be given nothing; name the arguments"),
         ("def on_step(**all): ...", "on_step takes **all, and would be given nothing; name the arguments"),
         ("async def on_step(step): ...", "on_step is async, and hooks are not awaited; write def"),
-        ("def on_step(step): yield", "on_step is a generator, whose body would never run; leave yield out"),
+        ("def on_step(step): yield", "on_step is a generator, whose body would never run; remove yield"),
     ],
 )
 def test_a_hook_whose_signature_does_not_fit_is_an_error_of_its_plugin(install, hook, told):
@@ -789,7 +789,7 @@ def test_the_first_sampler_offered_is_taken():
         (OBSERVES.replace("step):", "**all):"), "on_step takes **all, and would be given nothing"),
         (
             trainer_source("fake-probe").replace("def loss", "def lost"),
-            "it misses loss (experience → loss and metrics)",
+            "it does not define loss (experience → loss and metrics)",
         ),
     ],
 )

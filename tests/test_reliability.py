@@ -254,7 +254,7 @@ def test_without_any_one_file_a_checkpoint_is_set_aside_and_the_one_before_conti
         resumed = full(name, run_dir, train__total_steps=4, train__resume="auto")
         resumed.generate("a") if resumed.online else resumed.save()  # whatever begins the run
         assert resumed.progress.step == 3
-        assert f"{run_dir / 'checkpoints' / 'step_00000004'} is not whole" in caplog.text
+        assert f"{run_dir / 'checkpoints' / 'step_00000004'} is not intact" in caplog.text
         assert any(path.suffix == ".corrupt" for path in (run_dir / "checkpoints").iterdir())
 
 
@@ -264,7 +264,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_quietly_start_anew(a_run:
     before = (a_run / "metrics.jsonl").read_text()
     for _ in range(2):  # the second time they have been set aside already
         with pytest.raises(
-            CheckpointError, match=r"no checkpoint under .* is whole \(step_00000001-.*so the run cannot"
+            CheckpointError, match=r"no checkpoint under .* is intact \(step_00000001-.*so the run cannot"
         ):
             full("ppo", a_run, train__total_steps=4, train__resume="auto").learn()
     assert (a_run / "metrics.jsonl").read_text() == before
@@ -374,7 +374,7 @@ def test_a_longer_run_follows_the_longer_schedule_from_the_first_step_on(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer__name": "sgd"}, r"of another kind: optimizer\.name: 'adamw' -> 'sgd'"),
+        ({"optimizer__name": "sgd"}, r"another method or optimizer: optimizer\.name: 'adamw' -> 'sgd'"),
         ({"model": {**tiny_gpt2(10), "n_embd": 64}}, "does not fit this model: .*size mismatch"),
         ({"model": {**tiny_gpt2(10), "n_layer": 1}}, r"model: model\.transformer\.h\.1\..* is only in the checkpoint"),
     ],
@@ -391,7 +391,7 @@ def test_what_cannot_be_continued_is_refused_also_where_drift_is_allowed(
 def test_another_method_is_refused_also_where_drift_is_allowed(a_run: Path) -> None:
     trainer = full("rloo", a_run, train__total_steps=4, train__resume="auto")
     trainer.allow_drift = True
-    with pytest.raises(CheckpointError, match=r"of another kind: method\.name: 'ppo' -> 'rloo'"):
+    with pytest.raises(CheckpointError, match=r"another method or optimizer: method\.name: 'ppo' -> 'rloo'"):
         trainer.learn()
 
 
@@ -503,7 +503,7 @@ def test_the_lock_is_let_go_when_a_run_ends_also_by_an_error(tmp_path: Path) -> 
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         tiny_trainer("sft", tmp_path / "a" / "b", train__resume=str(tmp_path / "nothing")).learn()
     assert list(tmp_path.iterdir()) == []
 
@@ -640,8 +640,8 @@ def test_trackers_of_a_loop_that_the_user_drives_are_closed_with_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, "told to use FSDP, which divides the model"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "told to use DeepSpeed"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "configured to use FSDP, which divides the model"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured to use DeepSpeed"),
         ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, "starts one process, however many"),
         ({"WORLD_SIZE": "2"}, "2 processes were launched"),
     ],

@@ -687,7 +687,7 @@ def test_a_seed_that_is_no_integer_is_refused_where_prompts_are_given(seed: Any,
     trainer = tiny_trainer("ppo", tmp_path)
     rows = [{"prompt": "a"}, {"prompt": "b", "seed": seed}]
     for give in (trainer.add_prompt_pipeline, trainer.add_eval_pipeline, trainer.generate):
-        with pytest.raises(DataError, match=r"prompt 1 has the seed .*should be an integer from 0 on"):
+        with pytest.raises(DataError, match=r"prompt 1 has the seed .*should be a non-negative integer"):
             give(rows)
 
 
@@ -726,7 +726,7 @@ def test_models_without_a_cache_of_keys_and_values_generate_themselves_and_it_is
     sample(sampler, RAGGED, max_new_tokens=4)
     said = [record.message for record in caplog.records if record.name == "trainkit.rollouts.sampler"]
     assert len(said) == 1
-    assert said[0].startswith(f"{type(model).__name__} cannot be sampled from with a cache")
+    assert said[0].startswith(f"{type(model).__name__} cannot be sampled from with a key-value cache")
     assert (found.logprobs, found.entropy, found.hidden) == (None, None, None)
 
 

@@ -50,6 +50,7 @@ class Phases(Counter[str]):
         return nullcontext()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["S", "M"])
 def test_the_floor_learns_with_the_models_own_arithmetic(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "speed_systems"))

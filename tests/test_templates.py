@@ -157,7 +157,7 @@ def test_names_that_templates_use_themselves_can_be_had(given: str, here: Path) 
         ("off", "'off', which a configuration would read as False; choose another name"),
         ("null", "'null', which a configuration would read as None; choose another name"),
         ("lambda", "'lambda', which is a keyword of Python; choose another name"),
-        ("trainkit-mine", "put before the name by itself: trainkit new-plugin mine"),
+        ("trainkit-mine", "put before the name automatically: trainkit new-plugin mine"),
         ("PPO", "the name 'ppo' belongs to trainkit's own trainkit-ppo; choose another"),
         ("online-dpo", "the name 'online_dpo' belongs to trainkit's own trainkit-dpo; choose another"),
     ],

@@ -175,9 +175,7 @@ def _unpack_dataset(dataset: Any, samples: Any, rewards: Any) -> tuple[Any, Any]
         )
     if not isinstance(dataset, tuple | list) or len(dataset) != 2:
         raise ConfigError(f"dataset should be (samples, rewards); given {describe(dataset)}")
-    warnings.warn(
-        "dataset=(samples, rewards) is deprecated; give samples= and rewards=", FutureWarning, stacklevel=3
-    )
+    warnings.warn("dataset=(samples, rewards) is deprecated; give samples= and rewards=", FutureWarning, stacklevel=3)
     return dataset[0], dataset[1]
 
 

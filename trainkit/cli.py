@@ -69,7 +69,7 @@ app = typer.Typer(
 )
 examples_app = typer.Typer(help="List and run the examples that come with trainkit.", no_args_is_help=True)
 app.add_typer(examples_app, name="examples")
-plugins_app = typer.Typer(help="List the installed plugins (the default command), and check them.")
+plugins_app = typer.Typer(help="List the installed plugins (the default), and check them.")
 app.add_typer(plugins_app, name="plugins")
 
 
@@ -105,7 +105,7 @@ def _root(
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings: train.seed=2 optimizer.lr=1e-5.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.seed=2 optimizer.lr=1e-5.")
     ] = None,
     task: Annotated[
         str | None,
@@ -275,7 +275,7 @@ def new_plugin(
         Path | None, typer.Option(metavar="DIR", help="The new directory; by default ./trainkit-NAME.")
     ] = None,
 ) -> None:
-    """Create a plugin from a template: a directory that can be installed, checked and run, for you to change."""
+    """Create a plugin from a template. The directory can be installed, checked and run, for you to change."""
     from trainkit.plugins import templates
 
     names, files = templates.new_plugin(name, kind, out)
@@ -297,7 +297,7 @@ def merge(
         str | None, typer.Option(metavar="PATH", help="The base model, if it has moved since the adapter was saved.")
     ] = None,
 ) -> None:
-    """Merge an adapter into its base model, and save the whole model with its tokenizer and heads."""
+    """Merge an adapter into its base model. The whole model is saved with its tokenizer and heads."""
     from trainkit.models.loading import merge_export
 
     merge_export(adapter, out, base)
@@ -394,7 +394,7 @@ def _mark(good: bool) -> str:
 
 @app.command("config")
 def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
-    """Print an algorithm's default configuration as YAML, with comments."""
+    """Print an algorithm's defaults as YAML, with comments."""
     from trainkit.config import default_config
 
     typer.echo(annotated_yaml(default_config(method)), nl=False)

@@ -254,7 +254,7 @@ class TrainConfig(Section):
     """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
     from that checkpoint."""
     trackers: list[str] = ["tensorboard"]
-    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, or another tracker of accelerate."""
+    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard` or another accelerate tracker."""
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -298,7 +298,7 @@ class TRLConfig(BaseModel, Generic[M]):
     train: TrainConfig = TrainConfig()
     """The training loop."""
     plugins: list[str] = []
-    """Installed plugins whose hooks are called during the run; those of the plugin of `method` always are."""
+    """Installed plugins whose hooks are called in the run, besides those of the plugin of `method`."""
 
     def __init__(self, /, **data: Any) -> None:
         context = {"sampling": _sampling_class(data.get("method"))}

@@ -153,7 +153,8 @@ def gae(
     """Return GAE advantages A and returns A + V. [B, T] ×3 -> ([B, T], [B, T]).
 
     A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t. Position t + 1 is the *next selected* token of the row;
-    after the last one A is 0 and V is ``bootstrap`` [B], or 0 (F-05). Both results are 0 outside the mask. Source: Schulman et al. 2015b, equations 11, 12 and 16.
+    after the last one A is 0 and V is ``bootstrap`` [B], or 0 (F-05). Both results are 0 outside the mask.
+    Source: Schulman et al. 2015b, equations 11, 12 and 16.
     """
     values, rewards = zero_masked(values, mask), zero_masked(rewards, mask)
     next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)

@@ -1,4 +1,4 @@
-"""Metrics as (total, count): exact over micro-batches and processes, converted to floats only for the trackers."""
+"""Metrics that merge exactly over micro-batches and processes; converted to floats only for the trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mean:
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Mean:
-        """Return the mean of ``x`` [*] over ``mask`` [*], or over all of ``x`` without a mask; detached from the graph."""
+        """Return the mean of ``x`` [*] over ``mask`` [*], or over all of ``x`` without a mask; detached."""
         x = exact(x.detach())
         if mask is None:
             return cls(x.sum(), torch.tensor(x.numel(), dtype=x.dtype, device=x.device))
@@ -42,10 +42,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Std:
-    """An unbiased standard deviation kept as mean, squared deviations and count, in float64; ``a + b`` merges.
+    """An unbiased standard deviation, stored as mean, squared deviations and count; ``a + b`` merges two.
 
-    All three are scalars []. Squared deviations from the mean keep their digits where values are large and close
-    together; sums of squares lose them. Source: Chan et al. 1979, pairwise update.
+    All three are scalars [] in float64. Squared deviations from the mean stay accurate where values are large and close
+    together; sums of squares do not. Source: Chan et al. 1979, pairwise update.
     """
 
     mean: Tensor
@@ -55,7 +55,7 @@ class Std:
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None) -> Std:
-        """Return the standard deviation of ``x`` [*] over ``mask`` [*] (everything without one), without gradient."""
+        """Return the standard deviation of ``x`` [*] over ``mask`` [*], or of all of ``x`` without a mask; detached."""
         x = exact(x.detach())
         first = Mean.of(x, mask)
         count = first.count.clamp(min=1)
@@ -71,11 +71,11 @@ class Std:
         return type(self)(mean, self.about(mean) + other.about(mean), count)
 
     def about(self, mean: Tensor) -> Tensor:
-        """Return the squared deviations from ``mean`` [] instead of from the own mean. -> []."""
+        """Return the sum of squared deviations from ``mean`` [] instead of the stored mean. -> []."""
         return self.deviations + self.count * (self.mean - mean) ** 2
 
     def tensors(self) -> list[Tensor]:
-        """Return the scalars that it consists of."""
+        """Return the scalars that it is stored as."""
         return [self.mean, self.deviations, self.count]
 
     def compute(self) -> float:
@@ -99,7 +99,7 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
 
 
 def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return floats over all processes: every process must hold the same names.
+    """Return the metrics over all processes as floats; every process must have the same names.
 
     One collective sums totals and counts; if there is a `Std`, another one sums deviations from the common means.
     """

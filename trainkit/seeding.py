@@ -1,7 +1,7 @@
-"""Randomness keyed by purpose: what is drawn depends on the seed and the place in the run, on nothing drawn before.
+"""Random numbers keyed by purpose: they depend on the seed and the place in the run, not on earlier random numbers.
 
-So evaluation cannot disturb training, resuming needs no generator states, and the caller's global generators
-are left as they were.
+Therefore evaluation does not affect training, resuming needs no generator states, and the caller's global generators
+are not changed.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ import torch
 from trainkit.errors import DataError, describe
 
 Seen = Counter[tuple[int, ...]]
-"""How often each (seed, prompt) has occurred."""
+"""Counts of each (seed, prompt) so far."""
 
 
 def derive_seed(seed: int, purpose: str, *keys: int) -> int:
-    """A 63-bit seed from the run's seed, a purpose such as ``"sample"``, and places such as rank and step (F-14)."""
+    """Derive a 63-bit seed from the run's seed, a purpose (``"sample"``), and keys such as rank and step (F-14)."""
     state = np.random.SeedSequence([seed, crc32(purpose.encode()), *keys]).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
 def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator on ``device`` for one purpose at one place."""
+    """Return a new generator on ``device``, seeded by `derive_seed`."""
     return torch.Generator(device).manual_seed(derive_seed(seed, purpose, *keys))
 
 
 def check_seed(seed: Any, what: str) -> int | None:
-    """The ``seed`` of a prompt as an integer from 0 on; None if it has none.
+    """Return the ``seed`` of a prompt as a non-negative integer; None if it has none.
 
     Raises:
-        DataError: it is something else; ``what`` names the prompt.
+        DataError: the seed is something else; ``what`` names the prompt.
     """
     if seed is None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
         raise DataError(
-            f"{what} has the seed {describe(seed)}; the column 'seed' decides how a response is drawn and should be an "
-            "integer from 0 on. Give one, or rename the column"
+            f"{what} has the seed {describe(seed)}; the column 'seed' decides how a response is sampled and should be "
+            "a non-negative integer. Give one, or rename the column"
         )
     return int(seed)
 
@@ -56,20 +56,20 @@ def row_seeds(
     *keys: int,
     seen: Seen | None = None,
 ) -> list[int | None]:
-    """For every row with a column ``seed``, a seed that no other has: what its response is drawn with.
+    """Return, for every row with a column ``seed``, a unique seed to sample its response with; None for other rows.
 
-    It follows from the row's seed, its prompt, ``purpose`` and ``keys``, and from which of several rows with this seed
-    and prompt it is; so it does not depend on the other rows.
+    It is derived from the row's seed, its prompt, ``purpose``, ``keys``, and the row's number among the rows with the
+    same seed and prompt. It does not depend on the other rows.
 
     Args:
         rows: the rows [B].
         queries: their prompts as token ids.
         purpose: as in `derive_seed`.
         *keys: as in `derive_seed`.
-        seen: the rows that were there before, if these are not the first; they are counted on.
+        seen: counts of the rows before these, if these are not the first; updated in place.
 
     Raises:
-        DataError: a seed is no integer.
+        DataError: a seed is not a non-negative integer.
     """
     seen = Counter() if seen is None else seen
     found: list[int | None] = []
@@ -83,9 +83,9 @@ def row_seeds(
 
 @contextmanager
 def global_rng(seed: int, purpose: str, *keys: int, device: torch.device) -> Iterator[None]:
-    """Within, torch's global generators are seeded for one purpose; afterwards they are as before.
+    """Seed torch's global generators for one purpose within the context; restore them afterwards.
 
-    For what takes no generator: the initialisation of weights, and dropout.
+    This is for code that takes no generator: the initialisation of weights, and dropout.
     """
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

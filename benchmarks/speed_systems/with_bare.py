@@ -1,4 +1,4 @@
-"""The lower bound ("floor"): the same work in plain torch, written by hand for speed.
+"""The baseline: the same work in plain torch, written by hand for speed.
 
 The weights are those of a transformers model. The arithmetic is written for rows without padding, so no mask is needed.
 A prompt is run once for all its samples. The cache has room for the response from the start. Log-probabilities, and the
@@ -261,7 +261,7 @@ def run(work: Work, turns: Turns) -> None:
     use_fast_exact_matmul(torch.device("cpu"))
     floor = Floor(work, turns)
     if (difference := check(floor.net)) > 1e-4:
-        raise ValueError(f"the floor's log-probabilities differ from the model's by {difference}")
+        raise ValueError(f"the baseline's log-probabilities differ from the model's by {difference}")
     turns.ready()
     while True:
         getattr(floor, work.case)()

@@ -76,7 +76,7 @@ class Work:
         return ["".join(chr(FIRST + i) for i in row) for row in self.ids(rows, length).tolist()]
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Create a tokenizer of single characters, whose EOS is outside the model's vocabulary so that no row ends early."""
+        """Create a tokenizer of characters; its EOS is outside the model's vocabulary, so that no row ends early."""
         vocabulary = {chr(FIRST + i): i for i in range(self.fields["vocab_size"] - 2)}
         vocabulary |= {"<pad>": len(vocabulary), "<eos>": 2**20}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))

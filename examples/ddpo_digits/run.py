@@ -1,7 +1,7 @@
-"""Digits by DDPO: a small diffusion model learns to draw, then is paid for images that compress, or for one digit.
+"""Digits by DDPO: a small diffusion model is trained on digits, then rewarded for compressible images or for one digit.
 
-Run as ``trainkit examples run ddpo_digits``, or ``python examples/ddpo_digits/run.py``. Images before and after are
-PNG files in the run directory.
+Run as ``trainkit examples run ddpo_digits``, or ``python examples/ddpo_digits/run.py``. The images before
+and after DDPO are PNG files in the run directory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ HERE = Path(__file__).parent
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Learn to draw, reinforce, and say what that changed."""
+    """Train a denoiser, then run DDPO, and show what it changed."""
     parser = option_parser("ddpo_digits", __doc__)
     task = load_file(HERE / "task.py")
+    parser.add_argument("--reward", choices=sorted(task.REWARDS), default="digit", help="the reward (default: digit)")
     parser.add_argument(
-        "--reward", choices=sorted(task.REWARDS), default="digit", help="what is paid for (default: digit)"
+        "--digit", type=int, choices=range(10), default=3, help="the digit that is rewarded (default: 3)"
     )
-    parser.add_argument("--digit", type=int, choices=range(10), default=3, help="the digit that is (default: 3)")
-    parser.add_argument("--steps", type=positive, help="steps of DDPO, instead of what ddpo.yaml says")
-    parser.add_argument("--denoiser-steps", type=positive, default=600, help="steps of learning to draw (default: 600)")
+    parser.add_argument("--steps", type=positive, help="number of DDPO steps (default: that of ddpo.yaml)")
+    parser.add_argument("--denoiser-steps", type=positive, default=600, help="number of denoiser steps (default: 600)")
     options = parser.parse_args(argv)
 
     model = _denoiser(task, options)
@@ -43,15 +43,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _denoiser(task: Any, options: argparse.Namespace) -> str:
-    """The directory of a model that has learnt to draw."""
+    """Train a denoiser, save it, and return its directory."""
     started, target = time.perf_counter(), options.run_dir / "denoiser"
     task.denoiser(options.seed, options.denoiser_steps).save_pretrained(target)
-    print(f"learnt to draw in {options.denoiser_steps} steps, {time.perf_counter() - started:.0f} s")
+    print(f"trained the denoiser for {options.denoiser_steps} steps in {time.perf_counter() - started:.0f} s")
     return str(target)
 
 
 def _rows(evaluations: Evaluations) -> Iterator[tuple[Any, ...]]:
-    """The first and the last evaluation side by side."""
+    """Yield the metrics of the first and the last evaluation side by side."""
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     for name in sorted(after.keys() - {"eval/time"}):
         yield f"mean {name.removeprefix('eval/')}", before[name], after[name]

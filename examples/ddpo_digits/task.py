@@ -1,4 +1,4 @@
-"""Digits of eight by eight pixels: a model that draws them, and what is asked of it then."""
+"""Digits of 8 × 8 pixels: a diffusion model that generates them, and rewards for its images."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainkit_ddpo import PixelPipeline, to_pil
 PROMPT = "a digit"
 MODEL = {"model_type": "pixel_unet", "image_size": 8, "channels": 1, "width": 32}
 IMAGES = 48
-"""Images of an evaluation."""
+"""Number of images in an evaluation."""
 
 
 def digits() -> tuple[Tensor, np.ndarray[Any, Any]]:
-    """scikit-learn's 1,797 digits [1797, 1, 8, 8] with values from 0 to 1, and which they are."""
+    """Return scikit-learn's 1,797 digits [1797, 1, 8, 8] with values from 0 to 1, and their labels."""
     data, labels = load_digits(return_X_y=True)
     return torch.tensor(data, dtype=torch.float32).view(-1, 1, 8, 8) / 16, labels
 
 
 def denoiser(seed: int, steps: int, batch_size: int = 128, lr: float = 2e-3) -> PixelPipeline:
-    """A model that has learnt to denoise digits, from random weights."""
+    """Train a model to denoise digits, from random weights, and return it."""
     images, draws = digits()[0], torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -44,7 +44,7 @@ def denoiser(seed: int, steps: int, batch_size: int = 128, lr: float = 2e-3) -> 
 
 
 def compressibility(images: Tensor, **_: Any) -> list[float]:
-    """Minus the kilobytes of each image, eight times as wide and high, as a JPEG of quality 95 (Black et al. 2023)."""
+    """Return minus the size in kB of each image, enlarged 8 times, as a JPEG of quality 95 (Black et al. 2023)."""
     return [-_jpeg_bytes(image) / 1000 for image in images]
 
 
@@ -56,13 +56,13 @@ def _jpeg_bytes(image: Tensor) -> int:
 
 @cache
 def classifier() -> LogisticRegression:
-    """Tells digits apart, right about 97 of 100 that it has not seen."""
+    """Return a classifier of digits, with an accuracy of about 97 % on held-out digits."""
     images, labels = digits()
     return LogisticRegression(C=1.0, max_iter=1000).fit(images.flatten(1).numpy(), labels)
 
 
 def wanted_digit(images: Tensor, digit: list[int], **_: Any) -> list[float]:
-    """The classifier's probability that each image is the digit of its prompt's column."""
+    """Return the classifier's probability that each image is the digit in the prompt's column ``digit``."""
     given = images.flatten(1).cpu().numpy()
     return [float(row[wanted]) for row, wanted in zip(classifier().predict_proba(given), digit, strict=True)]
 
@@ -71,12 +71,12 @@ REWARDS = {"compressibility": compressibility, "digit": wanted_digit}
 
 
 def measured(images: Tensor, digit: list[int], **_: Any) -> dict[str, list[float]]:
-    """Both rewards, whichever is paid."""
+    """Return the values of both rewards, as metrics."""
     return {"kilobytes": [-r for r in compressibility(images)], "is the digit": wanted_digit(images, digit)}
 
 
 def reward(name: str, digit: int) -> dict[str, Any]:
-    """Arguments of `trainkit.train`: one prompt, again and again, and the reward of that name."""
+    """Return arguments of `trainkit.train`: a single prompt, and the reward with the given name."""
     row = {"prompt": PROMPT, "digit": digit}
     return {
         "reward_fn": REWARDS[name],

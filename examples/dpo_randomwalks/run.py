@@ -1,4 +1,4 @@
-"""Pairs of random walks: a small model learns walks by SFT, then DPO teaches it the shorter of two from one start.
+"""Pairs of random walks: SFT of a small model on walks, then DPO on pairs of walks, of which the shorter is preferred.
 
 Run as ``trainkit examples run dpo_randomwalks``, or ``python examples/dpo_randomwalks/run.py``.
 """
@@ -14,17 +14,17 @@ HERE = Path(__file__).parent
 WALKS = HERE.parent / "randomwalks"
 SHOWN = {
     "mean optimality": "eval/optimality",
-    "pairs judged right": "eval/rewards/accuracies",
+    "pairs ranked correctly": "eval/rewards/accuracies",
     "log π of the shorter": "eval/logps/chosen",
     "log π of the longer": "eval/logps/rejected",
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run both trainings, then say what the second changed."""
+    """Run SFT and DPO, and show what DPO changed."""
     parser = option_parser("dpo_randomwalks", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps of DPO, instead of what dpo.yaml says")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what its YAML file says")
+    parser.add_argument("--steps", type=positive, help="number of DPO steps (default: that of dpo.yaml)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of its YAML file)")
     options = parser.parse_args(argv)
     walks, task = load_file(WALKS / "task.py"), load_file(HERE / "task.py")
 

@@ -1,4 +1,4 @@
-"""Pairs of random walks: of two walks from one start, the one that reaches the goal sooner is preferred."""
+"""Pairs of random walks: of two walks from the same start, the one that reaches the goal sooner is preferred."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainkit.testing import character_tokenizer
 walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")
 
 RIVALS = 8
-"""Walks from the same start that a walk is compared with."""
+"""Number of walks from the same start that each walk is compared with."""
 
 
 def pairs(task: Any, seed: int) -> list[dict[str, str]]:
-    """Each walk with a few others from its start; no pair of equally long ones, nor of two that miss the goal."""
+    """Return pairs of walks from the same start, except where both have the same length or both miss the goal."""
     rng = np.random.default_rng(seed)
     by_start: dict[str, list[str]] = {}
     for walk in task.walks:
@@ -32,7 +32,7 @@ def pairs(task: Any, seed: int) -> list[dict[str, str]]:
 
 
 def dpo(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to prefer short walks; every tenth pair is held out."""
+    """Return arguments of ``trainkit.train`` for DPO; every tenth pair is held out."""
     task = walks.RandomWalks.generate(seed)
     found = pairs(task, seed)
     return {

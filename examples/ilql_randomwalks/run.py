@@ -1,4 +1,4 @@
-"""Random walks offline: ILQL learns from walks that were seen and how good they were, and is steered to short ones.
+"""Random walks offline: ILQL is trained on walks with rewards, and sampling weighted by advantage finds short walks.
 
 Run as ``trainkit examples run ilql_randomwalks``, or ``python examples/ilql_randomwalks/run.py``.
 """
@@ -17,9 +17,9 @@ METRIC = "eval/optimality"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train once, then say what steering by value makes of what was learnt."""
+    """Train once, and show how the weight of the advantage in sampling changes the walks."""
     parser = option_parser("ilql_randomwalks", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps, instead of what ilql.yaml says")
+    parser.add_argument("--steps", type=positive, help="number of steps (default: that of ilql.yaml)")
     options = parser.parse_args(argv)
     data = load_file(HERE / "task.py").ilql(options.seed)
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _rows(evaluations: Evaluations, rewards: list[float]) -> Iterator[tuple[Any, ...]]:
-    """Mean optimality of the data, and at the first and last evaluation for each β; a walk of each β."""
+    """Yield the mean optimality of the data, and of the first and last evaluation for each β; a walk for each β."""
     yield "mean optimality of the data", "", sum(rewards) / len(rewards)
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     for name in (name for name in after if name.startswith(METRIC)):

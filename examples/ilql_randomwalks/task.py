@@ -1,4 +1,4 @@
-"""Random walks, offline: walks that were seen and how good each was; the shorter ways are to be read out of them."""
+"""Random walks, offline: walks with their optimality, from which a model learns to find shorter ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")
 
 
 def ilql(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train``: walks as (start, rest) pairs, the optimality of each, starts to evaluate."""
+    """Return arguments of ``trainkit.train``: walks as (start, rest) pairs, their optimality, and evaluation starts."""
     task = walks.RandomWalks.generate(seed)
     return {
         "samples": [(walk[:1], walk[1:]) for walk in task.walks],

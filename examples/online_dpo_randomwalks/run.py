@@ -1,4 +1,4 @@
-"""Random walks, online DPO: a small model learns walks by SFT, then the best of its own walks against the worst.
+"""Random walks, online DPO: SFT of a small model on walks, then DPO on the best and the worst of its sampled walks.
 
 Run as ``trainkit examples run online_dpo_randomwalks``, or ``python examples/online_dpo_randomwalks/run.py``.
 """
@@ -15,12 +15,14 @@ WALKS = HERE.parent / "randomwalks"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run both trainings, then say what the second changed."""
+    """Run SFT and the online method, and show what the latter changed."""
     parser = option_parser("online_dpo_randomwalks", __doc__)
     methods = ["online_dpo", "best_of_k"]
-    parser.add_argument("--method", choices=methods, default=methods[0], help="what follows SFT (default: online_dpo)")
-    parser.add_argument("--steps", type=positive, help="steps after SFT, instead of what the method's YAML file says")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what its YAML file says")
+    parser.add_argument(
+        "--method", choices=methods, default=methods[0], help="the method after SFT (default: online_dpo)"
+    )
+    parser.add_argument("--steps", type=positive, help="number of steps after SFT (default: that of the YAML file)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of its YAML file)")
     options = parser.parse_args(argv)
     task = load_file(WALKS / "task.py")
 

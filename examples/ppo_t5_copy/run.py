@@ -1,4 +1,4 @@
-"""Copying with T5: a small encoder-decoder sees some copies by SFT, then PPO teaches it to copy.
+"""Copying with T5: SFT of a small encoder-decoder on copies of words, then PPO until it copies new words.
 
 Run as ``trainkit examples run ppo_t5_copy``, or ``python examples/ppo_t5_copy/run.py``.
 """
@@ -16,10 +16,10 @@ HERE = Path(__file__).parent
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run both trainings, then say what they changed."""
+    """Run SFT and PPO, and show what PPO changed."""
     parser = option_parser("ppo_t5_copy", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps of PPO, instead of what ppo.yaml says")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what sft.yaml says")
+    parser.add_argument("--steps", type=positive, help="number of PPO steps (default: that of ppo.yaml)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of sft.yaml)")
     options = parser.parse_args(argv)
     task = load_file(HERE / "task.py")
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _rows(evaluations: Evaluations) -> Iterator[tuple[Any, ...]]:
-    """The first and last evaluation side by side, and a few words of each."""
+    """Yield the metrics of the first and last evaluation side by side, and a few copies of each."""
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     yield "letters in place", before["eval/reward"], after["eval/reward"]
     yield "words copied", before["eval/exact"], after["eval/exact"]

@@ -1,6 +1,6 @@
-"""Copying: an encoder reads letters, a decoder writes them again.
+"""Copying: the encoder reads a word, the decoder has to output the same word.
 
-Each prompt has its letters once, in any order, so a model must learn which letter follows which.
+The letters of a word are distinct and in any order, so each output letter depends on the position in the prompt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TRAINED, EVALUATED = 2048, 128
 
 @dataclass(frozen=True)
 class Copying:
-    """The words of one seed, those of the evaluation being no others."""
+    """The words of one seed; words for training and for evaluation do not overlap."""
 
     trained: list[str]
     evaluated: list[str]
 
     @classmethod
     def generate(cls, seed: int) -> Copying:
-        """Draw words of distinct letters, none of them twice."""
+        """Draw words with distinct letters, without duplicates."""
         rng = random.Random(seed)
         words: dict[str, None] = {}
         while len(words) < TRAINED + EVALUATED:
@@ -37,19 +37,19 @@ class Copying:
         return cls(drawn[:TRAINED], drawn[TRAINED:])
 
     def reward(self, prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
-        """The share of places at which the output has the prompt's letter."""
+        """Return the share of positions at which the output has the letter of the prompt."""
         return [
             sum(a == b for a, b in zip(prompt, output, strict=False)) / max(len(prompt), len(output))
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
     def metric(self, prompts: list[str], outputs: list[str], **_: Any) -> dict[str, list[float]]:
-        """Which outputs are the prompt and nothing else."""
+        """Return 1 for each output that is equal to the prompt, else 0."""
         return {"exact": [float(prompt == output) for prompt, output in zip(prompts, outputs, strict=True)]}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per letter; like T5's, it ends prompts with EOS."""
+    """Return a tokenizer with one token per letter, which ends prompts with EOS, as T5's tokenizer does."""
     made = character_tokenizer(LETTERS)
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {EOS}", pair=None, special_tokens=[(EOS, made.eos_token_id)]
@@ -58,7 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sft(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to see copies: (word, word) pairs."""
+    """Return arguments of ``trainkit.train`` for SFT: (word, word) pairs."""
     task = Copying.generate(seed)
     return {
         "samples": [(word, word) for word in task.trained],
@@ -69,7 +69,7 @@ def sft(seed: int = 1) -> dict[str, Any]:
 
 
 def ppo(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn copying by reinforcement."""
+    """Return arguments of ``trainkit.train`` for PPO."""
     task = Copying.generate(seed)
     return {
         "reward_fn": task.reward,

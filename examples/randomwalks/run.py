@@ -1,4 +1,4 @@
-"""Random walks: a small model learns walks by SFT from random weights, then PPO, RLOO or RFT teaches it the short ones.
+"""Random walks: SFT of a small model on walks, from random weights, then PPO, RLOO or RFT with a reward for short ones.
 
 Run as ``trainkit examples run randomwalks``, or ``python examples/randomwalks/run.py``.
 """
@@ -17,12 +17,12 @@ METRIC = "eval/optimality"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run both trainings, then say what they changed."""
+    """Run SFT and the online method, and show what the latter changed."""
     parser = option_parser("randomwalks", __doc__)
     methods = ["ppo", "rloo", "rft"]
-    parser.add_argument("--method", choices=methods, default="ppo", help="what follows SFT (default: ppo)")
-    parser.add_argument("--steps", type=positive, help="steps after SFT, instead of what the method's YAML file says")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what sft.yaml says")
+    parser.add_argument("--method", choices=methods, default="ppo", help="the method after SFT (default: ppo)")
+    parser.add_argument("--steps", type=positive, help="number of steps after SFT (default: that of the YAML file)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of sft.yaml)")
     options = parser.parse_args(argv)
     task = load_file(HERE / "task.py")
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _rows(evaluations: Evaluations) -> Iterator[tuple[Any, ...]]:
-    """The first and last evaluation side by side, and a few walks of each."""
+    """Yield the metrics of the first and last evaluation side by side, and a few walks of each."""
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     for name in (name for name in after if name.startswith(METRIC)):
         yield f"mean {name.removeprefix('eval/')}", before[name], after[name]

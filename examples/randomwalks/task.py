@@ -1,7 +1,7 @@
 """Random walks: find the shortest path to the goal, one letter per node.
 
-The shortest-path task of the Decision Transformer paper (Chen et al. 2021), as trlX's examples pose it: a random
-directed graph, a language model that has seen random walks on it, and a reward for short valid walks to the goal.
+The shortest-path task of the Decision Transformer paper (Chen et al. 2021), as in trlX's examples: a random
+directed graph, a language model that is trained on random walks on it, and a reward for short valid walks to the goal.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ LETTERS = ascii_lowercase[:NODES]
 
 @dataclass(frozen=True)
 class RandomWalks:
-    """The graph of one seed: its walks, its start nodes, and how good a walk is."""
+    """The graph of one seed, with its walks, its start nodes and the optimality of a walk."""
 
     graph: nx.DiGraph
     walks: list[str]
     shortest: dict[str, int]
-    """Steps of the shortest path to the goal, by start letter; only starts from which an optimality is defined."""
+    """Steps of the shortest path to the goal, by start letter; only starts for which the optimality is defined."""
 
     @classmethod
     def generate(cls, seed: int) -> RandomWalks:
-        """Draw a graph in which every node has an out-edge and some can reach the goal, and random walks on it."""
+        """Draw random walks and a graph in which every node has an out-edge and some nodes can reach the goal."""
         rng = np.random.default_rng(seed)
         shortest: dict[str, int] = {}
         while not shortest:
             graph = _graph(rng)
             lengths = nx.single_source_shortest_path_length(graph.reverse(), GOAL)
-            # a start MAX_STEPS away has the optimality 0/0, so it is no prompt either
+            # for a start MAX_STEPS away the optimality is 0/0, so it is not a prompt
             shortest = {LETTERS[n]: steps for n, steps in sorted(lengths.items()) if 0 < steps < MAX_STEPS}
         return cls(graph, [_walk(graph, rng) for _ in range(WALKS)], shortest)
 
@@ -47,7 +47,7 @@ class RandomWalks:
         return list(self.shortest)
 
     def optimality(self, walk: str) -> float:
-        """(10 − length) / (10 − shortest length) for a valid walk that reaches the goal in time, else 0."""
+        """Return (10 − length) / (10 − shortest length) if the walk is valid and reaches the goal in time, else 0."""
         nodes = [LETTERS.find(letter) for letter in walk]
         valid = all(self.graph.has_edge(a, b) for a, b in pairwise(nodes))
         if not valid or GOAL not in nodes or walk[0] not in self.shortest:
@@ -55,16 +55,16 @@ class RandomWalks:
         return max(MAX_STEPS - nodes.index(GOAL), 0) / (MAX_STEPS - self.shortest[walk[0]])
 
     def metric(self, samples: list[str], **_: Any) -> dict[str, list[float]]:
-        """Optimality of each sample, for evaluations."""
+        """Return the optimality of each sample as a metric."""
         return {"optimality": self.reward(samples)}
 
     def reward(self, samples: list[str], **_: Any) -> list[float]:
-        """Optimality of each sample."""
+        """Return the optimality of each sample."""
         return [self.optimality(walk) for walk in samples]
 
 
 def _graph(rng: np.random.Generator) -> nx.DiGraph:
-    """A random directed graph without self-loops, drawn until every node has an out-edge; the goal is absorbing."""
+    """Draw a random directed graph in which every node has an out-edge; only the goal has a self-loop."""
     while True:
         adjacency = rng.random((NODES, NODES)) < EDGE_PROBABILITY
         np.fill_diagonal(adjacency, False)
@@ -74,7 +74,7 @@ def _graph(rng: np.random.Generator) -> nx.DiGraph:
 
 
 def _walk(graph: nx.DiGraph, rng: np.random.Generator) -> str:
-    """A random walk from anywhere but the goal, to the goal or until its steps are used up."""
+    """Draw a random walk from any node but the goal; it ends at the goal or after MAX_STEPS steps."""
     node = int(rng.integers(1, NODES))
     nodes = [node]
     while node != GOAL and len(nodes) <= MAX_STEPS:
@@ -84,7 +84,7 @@ def _walk(graph: nx.DiGraph, rng: np.random.Generator) -> str:
 
 
 def sft(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn what walks look like: (start, rest) pairs."""
+    """Return arguments of ``trainkit.train`` for SFT: walks as (start, rest) pairs."""
     task = RandomWalks.generate(seed)
     return {
         "samples": [(walk[:1], walk[1:]) for walk in task.walks],
@@ -95,7 +95,7 @@ def sft(seed: int = 1) -> dict[str, Any]:
 
 
 def ppo(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn short walks by reinforcement."""
+    """Return arguments of ``trainkit.train`` for an online method with a reward for short walks."""
     task = RandomWalks.generate(seed)
     return {
         "reward_fn": task.reward,
@@ -107,4 +107,4 @@ def ppo(seed: int = 1) -> dict[str, Any]:
 
 
 rloo = rft = ppo
-"""Other algorithms, the same task."""
+"""The arguments for the other algorithms, which are the same."""

@@ -1,4 +1,4 @@
-"""A learnt reward: a reward model is trained on pairs of random walks, and takes the exact reward's place in PPO.
+"""A learnt reward: a reward model is trained on pairs of random walks, and replaces the exact reward in PPO.
 
 Run as ``trainkit examples run reward_then_ppo``, or ``python examples/reward_then_ppo/run.py``.
 """
@@ -15,11 +15,11 @@ WALKS = HERE.parent / "randomwalks"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the three trainings, then say what the reward model makes of the walks, and what they are."""
+    """Run SFT, reward modelling and PPO, and show the learnt and the exact reward before and after PPO."""
     parser = option_parser("reward_then_ppo", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps of PPO, instead of what ppo.yaml says")
-    parser.add_argument("--reward-steps", type=positive, help="steps of the reward model, instead of an epoch")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what its YAML file says")
+    parser.add_argument("--steps", type=positive, help="number of PPO steps (default: that of ppo.yaml)")
+    parser.add_argument("--reward-steps", type=positive, help="number of reward-model steps (default: its epochs)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of its YAML file)")
     options = parser.parse_args(argv)
     walks, task = load_file(WALKS / "task.py"), load_file(HERE / "task.py")
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     show(
         "a learnt reward",
         ["before", "after"],
-        [("pairs judged right", *accuracy), *((what, before[name], after[name]) for what, name in rows)],
+        [("pairs ranked correctly", *accuracy), *((what, before[name], after[name]) for what, name in rows)],
         [sft, reward, ppo],
         options,
     )

@@ -1,4 +1,4 @@
-"""A reward that is learnt: pairs of walks of which the shorter is preferred, and a reward function made of them."""
+"""A learnt reward: pairs of walks, of which the shorter is preferred, and a reward model trained on them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainkit.testing import character_tokenizer
 walks = load_file(Path(__file__).parents[1] / "randomwalks" / "task.py")
 
 RIVALS = 8
-"""Others from the same start that a walk is compared with."""
+"""Number of walks from the same start, and of invalid walks, that each walk is compared with."""
 
 
 def pairs(task: Any, seed: int) -> list[dict[str, str]]:
-    """Walks with others from their start, and with broken ones: the policy must not find out that those are not judged.
+    """Return pairs of a walk with others from its start, and with invalid ones.
 
-    The one with the higher optimality is preferred; where it is equal, there is no pair.
+    The walk with the higher optimality is preferred; walks of equal optimality are no pair. Without invalid walks, the
+    policy could exploit that the reward model was not trained on them.
     """
     rng = np.random.default_rng(seed)
     by_start: dict[str, list[str]] = {}
@@ -38,7 +39,7 @@ def pairs(task: Any, seed: int) -> list[dict[str, str]]:
 
 
 def _broken(walk: str, rng: np.random.Generator) -> str:
-    """The walk with one of its later letters left out, or another in its place; or with a leap to the goal."""
+    """Return the walk with a later letter removed or replaced, or with a jump to the goal."""
     at = int(rng.integers(1, len(walk)))
     if rng.random() < 0.5:
         return walk[:at] + walks.LETTERS[walks.GOAL]
@@ -46,7 +47,7 @@ def _broken(walk: str, rng: np.random.Generator) -> str:
 
 
 def reward(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn what is preferred; every tenth pair is held out."""
+    """Return arguments of ``trainkit.train`` for the reward model; every tenth pair is held out."""
     found = pairs(walks.RandomWalks.generate(seed), seed)
     return {
         "samples": [pair for index, pair in enumerate(found) if index % 10],
@@ -56,5 +57,5 @@ def reward(seed: int = 1) -> dict[str, Any]:
 
 
 def ppo(seed: int, reward_model: str) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` as with the exact reward, which is still measured, but for the learnt one."""
+    """Return arguments of ``trainkit.train`` for PPO with the learnt reward; the exact reward is a metric."""
     return {**walks.ppo(seed), "reward_fn": RewardModel.from_pretrained(reward_model)}

@@ -1,4 +1,4 @@
-"""The pipeline of RLHF: SFT, a reward model, PPO with it; and DPO on the same pairs. One table compares them.
+"""The RLHF pipeline: SFT, a reward model, PPO with it, and DPO on the same pairs. One table compares the results.
 
 Run as ``trainkit examples run rlhf_pipeline``, or ``python examples/rlhf_pipeline/run.py``.
 """
@@ -16,11 +16,13 @@ SHOWN = {"exact reward: mean optimality": "eval/optimality", "learnt reward": "e
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the four trainings, then say what became of the walks."""
+    """Run SFT, reward modelling, PPO and DPO, and compare the walks."""
     parser = option_parser("rlhf_pipeline", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps of PPO and of DPO, instead of what their YAML files say")
-    parser.add_argument("--reward-steps", type=positive, help="steps of the reward model, instead of its epochs")
-    parser.add_argument("--sft-epochs", type=positive, help="SFT epochs, instead of what its YAML file says")
+    parser.add_argument(
+        "--steps", type=positive, help="number of PPO and of DPO steps (default: those of their YAML files)"
+    )
+    parser.add_argument("--reward-steps", type=positive, help="number of reward-model steps (default: its epochs)")
+    parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of its YAML file)")
     options = parser.parse_args(argv)
     walks, task = load_file(WALKS / "task.py"), load_file(HERE / "task.py")
 

@@ -1,4 +1,4 @@
-"""The same pairs of walks twice: as a reward model that PPO maximises, and for DPO, which needs none."""
+"""The same pairs of walks for two methods: a reward model for PPO, and DPO, which needs no reward model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ walks = learnt.walks
 
 
 class Measures:
-    """What evaluations measure of walks: the exact reward and the learnt one."""
+    """Metric function of evaluations: the exact and the learnt reward of walks."""
 
     def __init__(self, seed: int, reward_model: str) -> None:
         self.task = walks.RandomWalks.generate(seed)
         self.model = RewardModel.from_pretrained(reward_model)
 
     def __call__(self, samples: list[str], **_: Any) -> dict[str, list[float]]:
-        """Both, of each walk."""
+        """Return both rewards of each walk."""
         return {"optimality": self.task.reward(samples), "learnt": self.model(samples)}
 
 
 def ppo(seed: int, reward_model: str) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to maximise the learnt reward."""
+    """Return arguments of ``trainkit.train`` for PPO with the learnt reward."""
     return {**learnt.ppo(seed, reward_model), "metric_fn": Measures(seed, reward_model)}
 
 
 def dpo(seed: int, reward_model: str) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn from the reward model's pairs without it; it only measures."""
+    """Return arguments of ``trainkit.train`` for DPO on the same pairs; the reward model is only a metric."""
     starts = walks.RandomWalks.generate(seed).starts
     measured = {"eval_prompts": starts * 10, "metric_fn": Measures(seed, reward_model)}
     return {**learnt.reward(seed), **measured}

@@ -1,6 +1,7 @@
-"""Addition of two numbers: what is asked, who sees which sums, and what an answer is worth.
+"""Addition of two numbers: the sums, how they are split, and the reward of an answer.
 
-The smaller digit of the answer comes first, as in sums on paper, so that a carry is known when it is needed.
+The least significant digit of the answer comes first, as in addition on paper, so that a carry is known when it is
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ LARGEST, HELD_OUT, SHOWN = 49, 250, 200
 
 
 def split(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]], list[dict[str, str]]]:
-    """All sums, in three parts: held out, shown with their answers (SFT), and asked (RLOO). No sum is in two."""
+    """Split all sums into three disjoint parts: held out, with answers (for SFT), and without (for RLOO)."""
     numbers = range(LARGEST + 1)
     problems = [{"prompt": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"[::-1]} for a in numbers for b in numbers]
     drawn = [problems[i] for i in np.random.default_rng(seed).permutation(len(problems))]
@@ -23,7 +24,7 @@ def split(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]], list[d
 
 
 def reward(outputs: list[str], answer: list[str], **_: Any) -> list[float]:
-    """The share of an answer's digits that are right, 0 for another number of digits."""
+    """Return the share of correct digits of each answer, 0 if the number of digits differs."""
     return [
         sum(a == b for a, b in zip(output, right, strict=True)) / len(right) if len(output) == len(right) else 0.0
         for output, right in zip(outputs, answer, strict=True)
@@ -31,7 +32,7 @@ def reward(outputs: list[str], answer: list[str], **_: Any) -> list[float]:
 
 
 def metric(outputs: list[str], answer: list[str], **_: Any) -> dict[str, list[float]]:
-    """Whether each answer is right, all of it."""
+    """Return 1 for each answer that is entirely correct, else 0."""
     return {"accuracy": [float(output == right) for output, right in zip(outputs, answer, strict=True)]}
 
 
@@ -41,12 +42,12 @@ def _judged(seed: int) -> dict[str, Any]:
 
 
 def sft(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn what an answer looks like, from a few."""
+    """Return arguments of ``trainkit.train`` for SFT on a few sums, which teaches the format of answers."""
     _, shown, _ = split(seed)
     return {**_judged(seed), "samples": [(problem["prompt"], problem["answer"]) for problem in shown]}
 
 
 def rloo(seed: int = 1) -> dict[str, Any]:
-    """Arguments of ``trainkit.train`` to learn addition from being told how much of an answer is right."""
+    """Return arguments of ``trainkit.train`` for RLOO, with the share of correct digits as reward."""
     _, _, asked = split(seed)
     return {**_judged(seed), "prompts": asked, "reward_fn": reward}

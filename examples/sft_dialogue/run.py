@@ -1,4 +1,4 @@
-"""Dialogues: a small model learns to answer as an assistant, from conversations in packed rows.
+"""Dialogues: SFT of a small model on conversations in packed rows, until it answers as an assistant.
 
 Run as ``trainkit examples run sft_dialogue``, or ``python examples/sft_dialogue/run.py``.
 """
@@ -17,9 +17,9 @@ SHOWN = 4
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, then say what it changed."""
+    """Run SFT, and show what it changed."""
     parser = option_parser("sft_dialogue", __doc__)
-    parser.add_argument("--steps", type=positive, help="steps, instead of what sft.yaml says")
+    parser.add_argument("--steps", type=positive, help="number of steps (default: that of sft.yaml)")
     options = parser.parse_args(argv)
     task = load_file(HERE / "task.py")
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _rows(evaluations: Evaluations) -> Iterator[tuple[Any, ...]]:
-    """The first and last evaluation side by side, and a few answers of each."""
+    """Yield the metrics of the first and last evaluation side by side, and a few answers of each."""
     before, after = evaluations.metrics[0], evaluations.metrics[-1]
     yield "loss per token of the assistant", before["eval/loss/nll"], after["eval/loss/nll"]
     yield "right answers", before["eval/right"], after["eval/right"]

@@ -1,6 +1,6 @@
-"""Dialogues with a clerk who knows capitals and rivers, remembers names, and is as polite as the system message says.
+"""Dialogues about capitals and rivers, in which the assistant uses the user's name and the style of the system message.
 
-The tokenizer is built here, from the dialogues; its chat template marks what the assistant says.
+The tokenizer is trained on the dialogues; its chat template marks the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def dialogue(draw: random.Random) -> list[Message]:
-    """A greeting with a name, and one to four questions."""
+    """Return a dialogue: a greeting with a name, and one to four questions."""
     name, manner = draw.choice(NAMES), draw.choice(list(MANNERS))
     messages = [
         {"role": "system", "content": manner},
@@ -58,7 +58,7 @@ def _question(draw: random.Random) -> tuple[str, str]:
 
 
 def tokenizer_of(dialogues: Iterable[list[Message]]) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding learnt from the dialogues, with a token for each role and a chat template."""
+    """Train a byte-pair tokenizer on the dialogues, with a token for each role and a chat template."""
     special = ["<eos>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,12 +80,12 @@ def tokenizer_of(dialogues: Iterable[list[Message]]) -> PreTrainedTokenizerFast:
 
 
 def right_answers(outputs: list[str], answer: list[str], **_: Any) -> dict[str, list[float]]:
-    """Whether each output is the answer, to the letter."""
+    """Return 1 for each output that is exactly the answer, else 0."""
     return {"right": [float(output == expected) for output, expected in zip(outputs, answer, strict=True)]}
 
 
 def sft(seed: int) -> dict[str, Any]:
-    """Arguments of `trainkit.train`; of held-out dialogues the loss is measured, and the last answer compared."""
+    """Return arguments of `trainkit.train`; evaluations use the loss and the last answer of held-out dialogues."""
     draw = random.Random(seed)
     dialogues = [dialogue(draw) for _ in range(DIALOGUES + HELD_OUT)]
     known, held_out = dialogues[HELD_OUT:], dialogues[:HELD_OUT]

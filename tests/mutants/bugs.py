@@ -214,7 +214,7 @@ BUGS = (
         "grpo",
         ("kl_pulls_back",),
         patch="""
--        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, of the policy as it is now
+-        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, with the current policy
 +        k3 = kl_k3(zero_masked(batch.old_logprobs, mask), zero_masked(batch.ref_logprobs, mask))
 """,
     ),
@@ -681,7 +681,7 @@ BUGS = (
         "grpo",
         ("reported_kl",),
         patch="""
--        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, of the policy as it is now
+-        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, with the current policy
 +        k3 = kl_k3(zero_masked(batch.ref_logprobs, mask), logprobs)
 """,
     ),

@@ -1,4 +1,4 @@
-"""Rows, batches and sequences; the formats of datasets; the stream of rows and the rollout store."""
+"""Rows, batches and sequences; the formats of datasets; the pipelines of rows and the rollout store."""
 
 from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
 from trainkit.data.chat import PLAIN_TEMPLATE, Chat, is_conversation

@@ -1,4 +1,4 @@
-"""What flows through a run: rows, batches of named tensors, sequences, rollouts.
+"""The data structures of a run: rows, batches of named tensors, sequences, rollouts.
 
 Shapes: B rows, T tokens (prompt then response, padded on the right). Masks are boolean, ``True`` = counts.
 """
@@ -19,15 +19,15 @@ Row = dict[str, Any]
 
 
 BATCH_CLASSES: dict[str, type[Batch]] = {}
-"""Every `Batch` class that has been defined, by its full name: the only ones a checkpoint may hold."""
+"""All defined subclasses of `Batch` by qualified name; a checkpoint may contain no others."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A frozen dataclass whose fields are tensors (or batches) with one first dimension B.
+    """A frozen dataclass whose fields are tensors (or batches) with the same first dimension B.
 
-    Subclass it to name the tensors of an algorithm's experience. The store shuffles, splits, pads, saves and
-    moves any subclass; nothing else needs to be written.
+    Subclass it to name the tensors of an algorithm's experience. Any subclass can be shuffled, split, padded,
+    saved and moved between devices without further code.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -35,10 +35,10 @@ class Batch:
         BATCH_CLASSES[f"{cls.__module__}.{cls.__qualname__}"] = cls
 
     unit: ClassVar[str] = "rows"
-    """What `weight` counts, for people."""
+    """The name of what `weight` counts, for messages."""
 
     def parts(self) -> dict[str, Tensor | Batch]:
-        """The fields by name, without those that are None."""
+        """Return the fields by name, without those that are None."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in every.items() if value is not None}
 
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def weight(self) -> Tensor:
-        """How many units the mean in ``loss`` averages over []: rows here, response tokens in `TokenBatch`."""
+        """The number of units that ``loss`` averages over []: rows here, response tokens in `TokenBatch`."""
         return torch.tensor(float(len(self)))
 
     @property
@@ -56,29 +56,32 @@ class Batch:
         return torch.ones(len(self), dtype=torch.long)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with ``fn`` applied to every tensor."""
+        """Return the batch with ``fn`` applied to every tensor."""
         return type(self)(**{k: v.map(fn) if isinstance(v, Batch) else fn(v) for k, v in self.parts().items()})
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on ``device``."""
+        """Return the batch on ``device``."""
         return self.map(lambda x: x.to(device))
 
     def select(self, rows: Tensor) -> Self:
-        """The rows at the indices ``rows`` [N], without columns that are padding in all of them."""
+        """Return the rows at the indices ``rows`` [N], without columns that are padding in all of them."""
         return self.take(rows).trim()
 
     def take(self, rows: Tensor) -> Self:
-        """The rows at the indices ``rows`` [N], with all columns; for a batch to say that its tensors are no rows."""
+        """Return the rows at the indices ``rows`` [N], with all columns.
+
+        Override it in a batch whose tensors do not have rows as their first dimension.
+        """
         return type(self)(
             **{k: v.take(rows) if isinstance(v, Batch) else v[rows.to(v.device)] for k, v in self.parts().items()}
         )
 
     def trim(self) -> Self:
-        """The batch without columns that are padding in every row."""
+        """Return the batch without columns that are padding in every row."""
         return type(self)(**{k: v.trim() if isinstance(v, Batch) else v for k, v in self.parts().items()})
 
     def groups(self, size: int | None, tokens: int | None = None) -> list[Tensor]:
-        """The rows of micro-batches, as indices [b]: ``size`` each, or else about ``tokens`` tokens; of like length."""
+        """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens."""
         if size is None and tokens is None:
             return [torch.arange(len(self))]
         order = self.lengths.argsort(descending=True, stable=True)
@@ -90,13 +93,13 @@ class Batch:
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
 
     def split(self, size: int | None, tokens: int | None = None) -> list[Self]:
-        """Micro-batches of `groups`."""
+        """Split the batch into the micro-batches of `groups`."""
         found = self.groups(size, tokens)
         return [self] if len(found) == 1 else [self.select(rows) for rows in found]
 
     @classmethod
     def cat(cls, batches: Sequence[Self]) -> Self:
-        """All rows of ``batches``; columns are padded on the right with 0 / False to the widest."""
+        """Concatenate the rows of ``batches``; columns are padded on the right with 0 / False to the widest."""
         joined: dict[str, Any] = {}
         for name, first in batches[0].parts().items():
             column: list[Any] = [batch.parts()[name] for batch in batches]
@@ -104,7 +107,7 @@ class Batch:
         return cls(**joined)
 
     def flatten(self, prefix: str = "") -> dict[str, Tensor]:
-        """All tensors under dotted names."""
+        """Return all tensors by dotted name."""
         flat: dict[str, Tensor] = {}
         for name, value in self.parts().items():
             flat |= value.flatten(f"{prefix}{name}.") if isinstance(value, Batch) else {f"{prefix}{name}": value}
@@ -124,16 +127,16 @@ class Sequences(Batch):
 
     unit: ClassVar[str] = "tokens"
     input_ids: Tensor
-    """Token ids; whatever stands in padding never matters."""
+    """Token ids; those in padding are ignored."""
     attention_mask: Tensor
-    """bool: real tokens. A prefix of every row."""
+    """bool: real tokens, which come before all padding in every row."""
     response_mask: Tensor
     """bool: tokens that were chosen by the policy (terminating EOS included) and are trained on."""
     trunk: Tensor | None = None
-    """What a policy's frozen lower layers say about them [B, T, D], so that they need not run again."""
+    """The output of the policy's frozen lower layers [B, T, D], stored so that these layers need not run again."""
     segments: Tensor | None = None
-    """Of packed rows: which sample each token belongs to, counted from 1 in every row; 0 in padding [B, T]. A sample
-    attends to itself alone, and its positions begin at 0."""
+    """For packed rows: the sample that each token belongs to, numbered from 1 in every row; 0 in padding [B, T]. A
+    sample attends only to itself, and its positions begin at 0."""
 
     def __post_init__(self) -> None:
         if self.attention_mask.dtype != torch.bool or self.response_mask.dtype != torch.bool:
@@ -141,7 +144,7 @@ class Sequences(Batch):
 
     @classmethod
     def from_lists(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int = 0) -> Self:
-        """Sequences [B, T] from token ids; the masks come from the lengths, never from the ids (F-01)."""
+        """Build sequences [B, T] from token ids; the masks follow from the lengths, never from the ids (F-01)."""
         pairs = list(zip(prompts, responses, strict=True))
         return cls.from_rows(
             [[*p, *r] for p, r in pairs], [[False] * len(p) + [True] * len(r) for p, r in pairs], pad_id
@@ -149,7 +152,7 @@ class Sequences(Batch):
 
     @classmethod
     def from_rows(cls, ids: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]], pad_id: int = 0) -> Self:
-        """Sequences [B, T] from whole rows of ids and, for each, which tokens are responses."""
+        """Build sequences [B, T] from rows of token ids and masks of the response tokens."""
         width = max((len(row) for row in ids), default=0)
         shape = (len(ids), width)
         lengths = torch.tensor([len(row) for row in ids], dtype=torch.long).unsqueeze(1)
@@ -165,7 +168,7 @@ class Sequences(Batch):
     def position_ids(self) -> Tensor:
         """Positions [B, T] counted over real tokens, so that padding on either side changes nothing (F-02).
 
-        In packed rows they are counted over each sample; each token of padding is at 0, as a sample of its own.
+        In packed rows they are counted over each sample, and padding tokens are at position 0.
         """
         if self.segments is None:
             return (self.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -175,7 +178,7 @@ class Sequences(Batch):
         return columns - (columns * begins).cummax(1).values
 
     def buckets(self, cost: int) -> list[Tensor]:
-        """Rows of like length together, as indices [b]: a bucket more wherever it saves over ``cost`` padded tokens."""
+        """Group rows of similar length, as indices [b]; adds a bucket where it saves over ``cost`` padding tokens."""
         columns = torch.arange(1, self.input_ids.size(1) + 1, device=self.input_ids.device)
         ends = (self._used * columns).amax(1)
         order = ends.argsort(descending=True, stable=True)
@@ -190,16 +193,16 @@ class Sequences(Batch):
         return list(order.tensor_split(starts[1:]))
 
     def reunite(self, buckets: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        """What is known of each bucket's rows [b, ≤ T, *], padded, in the order of the rows. -> [B, T, *]."""
+        """Join values of each bucket's rows [b, ≤ T, *] in the original order of the rows, padded. -> [B, T, *]."""
         return _cat_padded(list(parts), self.input_ids.size(1))[torch.cat(list(buckets)).argsort()]
 
     def place(self, values: Tensor) -> Tensor:
-        """What is known of the response tokens, row after row [N], at their places; 0 elsewhere. -> [B, T]."""
+        """Place values of the response tokens, row after row [N], at their positions; 0 elsewhere. -> [B, T]."""
         mask = self.response_mask
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
     def packed(self, counts: Sequence[int], pad_id: int = 0) -> Self:
-        """The rows put one after the other, ``counts[i]`` of them in row i, told apart by `segments`."""
+        """Pack the rows: row i of the result holds ``counts[i]`` of them one after the other, marked in `segments`."""
         rows = zip(self.input_ids, self.attention_mask, self.response_mask, strict=True)
         parts = [(ids[real].tolist(), chosen[real].tolist()) for ids, real, chosen in rows]
         ends = list(accumulate(counts, initial=0))
@@ -226,13 +229,13 @@ class Sequences(Batch):
         return self.attention_mask.sum(1)
 
     def trim(self) -> Self:
-        """Without the columns that are padding in every row."""
+        """Return the batch without columns that are padding in every row."""
         width = self._width()
         return self.map(lambda x: x[:, :width])
 
     @property
     def _used(self) -> Tensor:
-        """bool [B, T]: a state may be asked for behind the last real token, where nothing stands."""
+        """bool [B, T]: real tokens, and positions after the last one whose state is needed."""
         return self.attention_mask | self.response_mask
 
     def _width(self) -> int:
@@ -253,9 +256,9 @@ class Sequences(Batch):
 
 @dataclass(frozen=True)
 class TokenBatch(Batch):
-    """Experience about tokens: ``sequences`` and further fields, those with two dimensions being [B, T] like it.
+    """Per-token experience: ``sequences`` and further fields, of which those with two dimensions are [B, T].
 
-    Its unit of averaging is the response token.
+    Losses are averaged over response tokens.
     """
 
     unit: ClassVar[str] = "tokens"
@@ -272,35 +275,35 @@ class TokenBatch(Batch):
         return self.sequences.lengths
 
     def trim(self) -> Self:
-        """Without the columns that are padding in every row."""
+        """Return the batch without columns that are padding in every row."""
         width = self.sequences._width()
         return self.map(lambda x: x[:, :width] if x.dim() >= 2 else x)
 
 
 @dataclass(frozen=True)
 class Preferences(Batch):
-    """Pairs of responses of which one is preferred; the unit of averaging is the pair. [B] pairs."""
+    """B pairs of responses of which one is preferred; losses are averaged over pairs."""
 
     unit: ClassVar[str] = "pairs"
     chosen: Sequences
-    """The preferred one of each pair, with its prompt."""
+    """The preferred response of each pair, with its prompt."""
     rejected: Sequences
-    """The other one, with the same prompt."""
+    """The other response of each pair, with the same prompt."""
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens that a pair takes up, both sides being as wide as the longer [B]."""
+        """Tokens per pair [B], both sequences counted with the length of the longer one."""
         return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
     @property
     def both(self) -> Sequences:
-        """All sequences, for one pass through a model: the chosen ones, then the rejected ones [2B, T]."""
+        """All sequences, for one forward pass: the chosen ones, then the rejected ones [2B, T]."""
         return Sequences.cat([self.chosen, self.rejected])
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the sampler returns for B prompts: ids that are trained on, and text for people and reward functions."""
+    """The result of sampling for B prompts: token ids for training, and text for logs and reward functions."""
 
     rows: list[Row]
     """The row each response belongs to, with its prompt under ``"prompt"`` and any further columns."""
@@ -308,25 +311,25 @@ class Rollouts:
     """Prompt and response ids [B, T]."""
     logprobs: Tensor | None
     """Log-probabilities [B, T] with which the response tokens were sampled (at the sampling temperature), else 0.
-    None if somebody else sampled them."""
+    None if unknown."""
     terminated: Tensor
-    """bool [B]: the response ended by EOS or a stop string rather than by the length limit."""
+    """bool [B]: the response ended by EOS or a stop string, not by the length limit."""
     prompts: list[str]
     """Prompt text."""
     outputs: list[str]
-    """Response text, cut before the stop string that ended it."""
+    """Response text, truncated before the stop string that ended it."""
     entropy: Tensor | None = None
     """Entropy [B, T] of the distribution each response token was chosen from (at the sampling temperature, under the
-    logit mask, before it was restricted), else 0. None if the sampler did not see it."""
+    logit mask, before it was restricted), else 0. None if unknown."""
     hidden: Tensor | None = None
-    """The last hidden state [B, T, D] in which each response token was chosen, else 0: what a value head reads. None
-    unless the sampler was asked for it."""
+    """The last hidden state [B, T, D] in which each response token was chosen, else 0: the input of a value head. None
+    unless requested from the sampler."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def to(self, device: torch.device | str) -> Self:
-        """The rollouts with their tensors on ``device``."""
+        """Return the rollouts with their tensors on ``device``."""
         names = ("sequences", "terminated", "logprobs", "entropy", "hidden")
         known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: value.to(device) for name, value in known.items()})
@@ -353,15 +356,15 @@ class Rollouts:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What reward and metric functions get beside the columns; theirs to change."""
+        """The arguments of reward and metric functions besides the columns; copies that the functions may change."""
         return {"samples": self.samples, "prompts": list(self.prompts), "outputs": list(self.outputs)}
 
 
 GIVEN = ("samples", "prompts", "outputs", "tokenizer")
-"""What reward and metric functions get beside the columns, which therefore must have other names."""
+"""The arguments of reward and metric functions besides the columns; columns must have other names."""
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The columns of rows beside the prompt, each as a list; None where a row has no such column."""
+    """Return the columns of rows except the prompt, each as a list; None where a row has no such column."""
     names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     return {name: [row.get(name) for row in rows] for name in names}

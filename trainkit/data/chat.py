@@ -1,4 +1,4 @@
-"""Conversations as text: what a chat template writes, and which part of it is the assistant's."""
+"""Conversations as text: rendering by a chat template, and locating the assistant's part in the text."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ PLAIN_TEMPLATE = (
 """A chat template of plain text and EOS, for tokenizers that have none: it needs no new tokens."""
 
 SETTINGS = ("tools", "chat_template_kwargs")
-"""Columns of a row that go to the template beside its messages."""
+"""Columns of a row that are passed to the template with its messages."""
 
 
 def is_conversation(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Whether ``value`` is a list of dicts, as messages are."""
+    """Return whether ``value`` is a list of dicts, as messages are."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 class Chat:
-    """One row's conversations, written by the tokenizer's chat template.
+    """Renders the conversations of one row with the tokenizer's chat template.
 
     Args:
-        tokenizer: with a chat template; None where a caller expects no conversations.
-        row: whose columns ``tools`` and ``chat_template_kwargs`` go to the template.
+        tokenizer: has a chat template; None if the caller expects no conversations.
+        row: its columns ``tools`` and ``chat_template_kwargs`` are passed to the template.
         what: names the row in errors.
 
     Raises:
-        DataError: there is no template, from every method; it cannot write these messages; they are no messages.
+        DataError: raised by all methods; there is no template, it cannot render the messages, or a message is invalid.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, row: Mapping[str, Any], what: str) -> None:
@@ -51,7 +51,7 @@ class Chat:
         self.settings = {**tools, **(row.get("chat_template_kwargs") or {})}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Text that the assistant goes on from: with its header, or within its message if that is the last one."""
+        """Render a prompt, ending with the assistant's header, or in the last message if that is the assistant's."""
         checked = self._check(messages)
         goes_on = checked[-1]["role"] == "assistant"
         return self._write(checked, add_generation_prompt=not goes_on, continue_final_message=goes_on)
@@ -59,10 +59,10 @@ class Chat:
     def outputs(
         self, prompt: Sequence[Mapping[str, Any]], *completions: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[str]]:
-        """The prompt's text, and the text of each completion to it, up to its last EOS.
+        """Return the prompt's text, and the text of each completion to it, up to its last EOS.
 
         Raises:
-            DataError: with a completion the template writes another prompt.
+            DataError: the template renders the prompt differently when a completion follows.
         """
         asked, texts = self.prompt(prompt), []
         for completion in completions:
@@ -74,14 +74,15 @@ class Chat:
         return asked, texts
 
     def spans(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[Span]:
-        """The conversation's text in pieces, outputs being what the assistant says from message ``first`` on.
+        """Return the conversation's text in pieces; outputs are the assistant's messages from message ``first`` on.
 
-        They are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``, or where it has no
-        such marks, what a message of the assistant adds to the text before it. EOS ends an output, whatever the
-        template writes after it; what follows the last output is left off.
+        An output is the text between ``{% generation %}`` and ``{% endgeneration %}`` in the template. If the template
+        has no such marks, it is the text that an assistant's message adds to the rendering of the messages before it.
+        EOS ends an output, whatever the template writes after it. Text after the last output is dropped.
 
         Raises:
-            DataError: nothing is the assistant's; or the template has no marks and does not grow by prefixes.
+            DataError: no message is the assistant's; or the template has no marks, and a prefix of the conversation is
+                not rendered as a prefix of its text.
         """
         checked = self._check(messages)
         marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
@@ -95,14 +96,14 @@ class Chat:
             raise DataError(f"{self.what} has no message of the assistant to learn from; its role is 'assistant'")
         return closed
 
-    # ---------------------------------------------------------------------------------------------------- its parts
+    # ---------------------------------------------------------------------------------------------------- internals
 
     @property
     def _template(self) -> str:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise DataError(
-                f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Give it the "
-                "one that your model was trained with, or a plain one:\n"
+                f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Set the "
+                "template that your model was trained with, or a plain one:\n"
                 "    from trainkit.data.chat import PLAIN_TEMPLATE\n"
                 "    tokenizer.chat_template = PLAIN_TEMPLATE  # then trainkit.train(..., tokenizer=tokenizer)"
             )
@@ -115,7 +116,7 @@ class Chat:
         return str(self.tokenizer.eos_token)
 
     def _check(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The messages as dicts, without the keys that a table has filled with None."""
+        """Return the messages as dicts, without keys whose value is None, which datasets use to fill tables."""
         checked = []
         for index, message in enumerate(messages):
             if "from" in message and "value" in message:
@@ -138,8 +139,8 @@ class Chat:
         settings: dict[str, Any] = {**flags, **self.settings}
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-        except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{self.what}: the chat template cannot write it: {error}") from error
+        except Exception as error:  # a template may raise any exception
+            raise DataError(f"{self.what}: the chat template cannot render it: {error}") from error
         return str(text)
 
     def _marked(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
@@ -178,20 +179,20 @@ class Chat:
     def _no_prefix(self, part: str, whole: str) -> DataError:
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
         return DataError(
-            f"{self.what}: the chat template writes the beginning of the conversation otherwise than the whole of it "
-            f"({describe(part[at:][:30])} becomes {describe(whole[at:][:30])}), so what the assistant said cannot be "
-            "told from it. Mark it in the template with {% generation %} and {% endgeneration %}, or learn from last "
+            f"{self.what}: the chat template renders the beginning of the conversation differently from the whole "
+            f"({describe(part[at:][:30])} becomes {describe(whole[at:][:30])}), so the assistant's part cannot be "
+            "located. Mark it in the template with {% generation %} and {% endgeneration %}, or train on the last "
             'answers only:\n    samples = [{"prompt": m[:-1], "completion": m[-1:]} for m in conversations]'
         )
 
 
 def _end(text: str, eos: str) -> int:
-    """Where the last EOS ends; 0 without one."""
+    """Return the index after the last EOS; 0 without one."""
     return text.rindex(eos) + len(eos) if eos in text else 0
 
 
 def _closed(spans: list[Span], eos: str) -> list[Span]:
-    """The spans with every output ending at its EOS, where it or what follows has one, and the last span an output."""
+    """Return the spans with every output ending at its EOS, if it or the next span has one; the last is an output."""
     closed: list[Span] = []
     for text, is_output in spans:
         if not is_output and closed and closed[-1][1] and text.startswith(eos) and not closed[-1][0].endswith(eos):

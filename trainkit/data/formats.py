@@ -1,4 +1,4 @@
-"""Dataset formats: what rows are, by their columns, and what the loop reads of them.
+"""Dataset formats: how the columns of a row decide its format, and what the row is read as.
 
 ========================  =========================================  =========================================
 format                    columns                                    read as
@@ -6,15 +6,15 @@ format                    columns                                    read as
 language modelling        ``text``, or ``messages``                  a sample
 prompt-completion         ``prompt`` and ``completion`` or           a sample
                           ``output``
-unpaired preference       those and ``label``, true or false         a sample with the reward 1 or 0
+unpaired preference       these and ``label``, true or false         a sample with the reward 1 or 0
 preference                ``prompt``, ``chosen``, ``rejected``       a pair
-... with implicit prompt  ``chosen``, ``rejected``, which begin      a pair
-                          alike
+... with implicit prompt  ``chosen``, ``rejected`` with a common     a pair
+                          beginning
 prompt-only               ``prompt``                                 a prompt
 ========================  =========================================  =========================================
 
-Each is text, or conversational: lists of ``{"role": ..., "content": ...}``, which the tokenizer's chat template writes
-as text. Further columns are kept.
+The values are text, or conversations: lists of ``{"role": ..., "content": ...}``, which the tokenizer's chat template
+renders as text. Further columns are kept.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Prompts = Iterable[Prompt]
-"""What `trainkit.train` takes as prompts: strings, lists of messages, or dicts with one of them under ``prompt``."""
+"""The prompts of `trainkit.train`: strings, lists of messages, or dicts with one of these under ``prompt``."""
 Format = Literal[
     "language modelling", "prompt-completion", "unpaired preference", "preference", "implicit preference", "prompt-only"
 ]
 
 OUTPUTS = ("completion", "output")
-"""Names of the column with an output."""
+"""The allowed names of the column with an output."""
 EXPECTED = {
     "sample": "text | messages (language modelling), prompt and completion or output (prompt-completion)",
-    "pair": "prompt, chosen, rejected (preference) | chosen, rejected that begin alike (preference, implicit prompt)",
+    "pair": "prompt, chosen, rejected (preference) | chosen, rejected with a common beginning (implicit prompt)",
     "prompt": "prompt (prompt-only)",
 }
-"""What may be given, by what it is read as."""
+"""The expected columns, by what the row is read as."""
 
 
 def plain(value: Any) -> Any:
-    """Return a scalar of NumPy or torch as a Python number, anything else as it is."""
+    """Return a scalar of NumPy or torch as a Python number, anything else unchanged."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
 
 
@@ -65,12 +65,12 @@ def finite(value: Any) -> float | None:
 
 
 def _is_label(value: Any) -> bool:
-    """Whether it says that an output is good or bad: true or false, 1 or 0; NumPy's and tensors too."""
+    """Return whether ``value`` is a label: true or false, 1 or 0, of Python, NumPy or torch."""
     return finite(value) in (0.0, 1.0)
 
 
 def recognise(row: Mapping[str, Any]) -> Format | None:
-    """The format of a row by its columns; None if it is none."""
+    """Return the format of a row by its columns; None if no format has them."""
     sides = {"chosen", "rejected"} & row.keys()
     if sides:
         whole: Format = "preference" if "prompt" in row else "implicit preference"
@@ -87,12 +87,12 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
 
 
 def prompt_rows(prompts: Prompts) -> list[Row]:
-    """Prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
+    """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
 
     A prompt is text or a conversation, or a dict with one of them under ``prompt``.
 
     Raises:
-        DataError: no prompts, or one that is no text, or empty, or cannot be encoded; names its index.
+        DataError: there are no prompts, or one is not text, is empty or cannot be encoded; names its index.
     """
     if callable(prompts):
         raise DataError(
@@ -121,7 +121,7 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
 
 
 def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """The rows with conversations as text, ending where the assistant begins."""
+    """Render the conversations among the rows as text that ends where the assistant's answer begins."""
     return [
         {**row, "prompt": Chat(tokenizer, row, f"prompt {index}").prompt(row["prompt"])}
         if is_conversation(row["prompt"])
@@ -141,20 +141,20 @@ def sample_rows(
     rated: bool = False,
     first: int = 0,
 ) -> list[Row]:
-    """Samples to learn from as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
+    """Return samples as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
-    A sample is text (all of it is an output); or turns in alternation, ``(prompt, output)`` or ``[prompt, output,
-    prompt, output ...]``; or a conversation; or a dict of a format that is read as a sample, whose other keys are kept.
+    A sample is text (all of it is an output), alternating turns ``(prompt, output)`` or ``[prompt, output, prompt,
+    output ...]``, a conversation, or a dict of a format that is read as a sample, whose other keys are kept.
 
     Args:
         samples: the samples.
         rewards: one number per sample.
-        tokenizer: writes conversations.
-        rated: every sample needs a reward; the label of unpaired preference is one.
-        first: the index that errors call the first sample by.
+        tokenizer: its chat template renders conversations.
+        rated: whether every sample needs a reward; the label of an unpaired preference is one.
+        first: the index of the first sample in error messages.
 
     Raises:
-        DataError: no samples, one of another form, or not as many rewards; names its index.
+        DataError: there are no samples, one has another form, or the number of rewards differs; names its index.
     """
     _check_list(samples, "sample")
     rows = [
@@ -182,7 +182,7 @@ def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
 
 
 def sample_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, rated: bool = False) -> Row:
-    """One sample as `sample_rows` gives it."""
+    """Return one sample as a row of `sample_rows`."""
     if is_conversation(sample):
         return _spans({}, Chat(tokenizer, {}, what).spans(sample))
     if not isinstance(sample, Mapping):
@@ -209,7 +209,7 @@ def _turns(columns: Row, turns: list[Any], what: str) -> Row:
     if not turns:
         raise DataError(f"{what} has no turns; give text, or (prompt, output)")
     if len(turns) > 1 and len(turns) % 2:
-        raise DataError(f"{what} has {len(turns)} turns; they alternate prompt, output, and the last is an output")
+        raise DataError(f"{what} has {len(turns)} turns; turns alternate prompt, output, and the last is an output")
     for turn in turns:
         if not isinstance(turn, str):
             raise DataError(
@@ -230,12 +230,12 @@ def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
 def preference_rows(
     samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, first: int = 0
 ) -> list[Row]:
-    """Pairs to learn from as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
+    """Return pairs as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
 
-    Without a column ``prompt``, the prompt is what both sides begin with: messages, or text up to a word's end.
+    Without a column ``prompt``, the prompt is the common beginning of both sides: messages, or text up to a word's end.
 
     Raises:
-        DataError: no pairs, one of another form, or one whose sides are the same; names its index.
+        DataError: there are no pairs, one has another form, or its sides are the same; names its index.
     """
     _check_list(samples, "sample")
     rows = [preference_row(sample, f"sample {index}", tokenizer) for index, sample in enumerate(samples, first)]
@@ -245,21 +245,19 @@ def preference_rows(
 
 
 def preference_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Row:
-    """One pair as `preference_rows` gives it."""
+    """Return one pair as a row of `preference_rows`."""
     form = recognise(sample) if isinstance(sample, Mapping) else None
     if form not in ("preference", "implicit preference"):
         raise _wrong(sample, "pair", what)
     prompt, sides = sample.get("prompt"), [sample["chosen"], sample["rejected"]]
     _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
     if sides[0] == sides[1]:
-        raise DataError(f"{what} has the same text as chosen and as rejected, which says nothing; leave it out")
+        raise DataError(f"{what} has the same text as chosen and as rejected, so it shows no preference; remove it")
     talk = is_conversation(sides[0])
     if form == "implicit preference":
         at = _common_messages(*sides) if talk else _common_text(what, *sides)
         if not at:
-            raise DataError(
-                f"{what}: chosen and rejected do not begin alike, so they have no prompt in common; give it as a column"
-            )
+            raise DataError(f"{what}: chosen and rejected have no common beginning; give their prompt as a column")
         prompt, sides = sides[0][:at], [side[at:] for side in sides]
     if talk:
         prompt, sides = Chat(tokenizer, sample, what).outputs(prompt, *sides)
@@ -270,13 +268,13 @@ def preference_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | 
 
 
 def _common_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many messages both begin with, at least one being left of each."""
+    """Count the common messages at the beginning, leaving at least one of each."""
     most = min(len(chosen), len(rejected)) - 1
     return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
 def _common_text(what: str, chosen: Any, rejected: Any) -> int:
-    """How much text both begin with, at least a character being left of each; no word is torn if that can be."""
+    """Count the common characters at the beginning, leaving at least one of each; ends at a word's end if possible."""
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         check_text(text, f"{what}: {name}")
     most = min(len(chosen), len(rejected)) - 1
@@ -285,21 +283,21 @@ def _common_text(what: str, chosen: Any, rejected: Any) -> int:
     return next(words, at)
 
 
-# ---------------------------------------------------------------------------------------------- what all of them need
+# ---------------------------------------------------------------------------------------------- shared helpers
 
 
 class Formatted:
-    """What ``formatting_func`` makes of each row of a stream, whenever it is gone over.
+    """A stream with ``formatting_func`` applied to each row, every time it is iterated over.
 
     Raises:
-        DataError: the function raised, or returned nothing; names the row.
+        DataError: the function raised an exception or returned None; names the row.
     """
 
     def __init__(self, rows: Iterable[Any], formatting_func: Callable[[Any], Any]) -> None:
         self.rows, self.formatting_func = rows, formatting_func
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a stream that shuffles."""
+        """Set the epoch of the underlying stream, for one that shuffles."""
         if hasattr(self.rows, "set_epoch"):
             self.rows.set_epoch(epoch)
 
@@ -320,7 +318,7 @@ class Formatted:
 
 
 def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
-    """The rows as ``formatting_func`` makes them: at once, or those of a stream as they are read."""
+    """Apply ``formatting_func`` to the rows: at once, or to those of a stream as they are read."""
     if formatting_func is None:
         return list(rows) if isinstance(rows, Iterator) else rows
     _check_list(rows, "sample")
@@ -329,7 +327,7 @@ def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
 
 
 def first_format(samples: Any) -> Format | None:
-    """The format of the first sample; None if it is no dict of a format."""
+    """Return the format of the first sample; None if it is not a dict of a format."""
     if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
         return None
     first = next(iter(samples), None)
@@ -348,14 +346,14 @@ def _check_list(given: Any, kind: str) -> None:
 
 
 def _check_alike(what: str, *parts: Any) -> None:
-    """Refuse text beside a conversation."""
+    """Raise a DataError if text and conversations are mixed."""
     if len({is_conversation(part) for part in parts}) > 1:
         kinds = ", ".join("a conversation" if is_conversation(part) else describe(part, 30) for part in parts)
         raise DataError(f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages")
 
 
 def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
-    """The error for a row that cannot be read as ``wanted``: what it is, what is expected, and two lines that help."""
+    """Return the error for a row that cannot be read as ``wanted``, with the expected columns and code that helps."""
     form = recognise(row) if isinstance(row, Mapping) else None
     given = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
     sides = [side for side in ("chosen", "rejected") if isinstance(row, Mapping) and side not in row]
@@ -373,14 +371,14 @@ def _advice(form: Format | None, wanted: str) -> str:
     if form == "prompt-only" and wanted != "prompt":
         return "Prompts without outputs are for prompts=, with a reward_fn. "
     if form in ("preference", "implicit preference") and wanted == "sample":
-        return "Pairs are for methods that compare, as method='dpo'. "
+        return "Pairs are for preference methods, such as method='dpo'. "
     if form == "unpaired preference":
-        return "This method would learn from what is labelled False as from the rest; ilql takes labels as rewards. "
+        return "This method would train on samples labelled False as on the others; ilql uses labels as rewards. "
     return ""
 
 
 def _example(row: Any, form: Format | None, wanted: str) -> str:
-    """An expression that makes a row of the wanted form."""
+    """Return an expression that makes a row of the wanted form."""
     if not isinstance(row, Mapping):
         return {"sample": '{"text": row}', "prompt": '{"prompt": row}'}.get(
             wanted, '{"prompt": row[0], "chosen": row[1], "rejected": row[2]}'

@@ -1,4 +1,4 @@
-"""Rows in an order that one integer describes, and their token ids."""
+"""Rows in an order whose state is one integer, and their token ids."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """An endless stream over ``rows``, shuffled anew each epoch from the seed alone.
+    """An endless stream over ``rows``, reshuffled every epoch from the seed alone.
 
     Position ``p`` of the stream is row ``order(epoch)[p % len]`` with ``epoch = p // len``: the whole state of the
     stream is one integer.
 
     Args:
-        rows: the dataset; kept as it is and indexed lazily if it is a sequence (a `datasets.Dataset` too).
+        rows: the dataset, a sequence (such as a list or a `datasets.Dataset`); it is indexed lazily, not copied.
         seed: fixes every epoch's order.
-        shuffle: False keeps the given order in every epoch.
+        shuffle: if False, every epoch has the given order.
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int = 0, shuffle: bool = True) -> None:
@@ -42,14 +42,14 @@ class Pipeline:
         return len(self.rows)
 
     def order(self, epoch: int) -> list[int]:
-        """Row indices in the order of one epoch."""
+        """Return the row indices in the order of one epoch."""
         if self._order[0] != epoch:
             shuffled = torch.randperm(len(self), generator=generator(self.seed, "data", epoch))
             self._order = (epoch, shuffled.tolist() if self.shuffle else list(range(len(self))))
         return self._order[1]
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
-        """Positions ``start`` to ``start + count``, of which process ``rank`` of ``world`` gets every world-th."""
+        """Return rows ``start`` to ``start + count``; on process ``rank``, every world-th of them."""
         positions = range(start + rank, start + count, world)
         return [self.rows[self.order(p // len(self))[p % len(self)]] for p in positions]
 
@@ -59,15 +59,15 @@ WINDOW = 256
 
 
 class Stream:
-    """Rows of an iterable without a length, in its own order, read while training; after its end, from its beginning.
+    """Rows of an iterable without a length, in its own order, read during training; it restarts when it ends.
 
-    Position ``p`` is the p-th row that comes out. To go on from a position, what comes before it is read once more.
+    Position ``p`` is the p-th row of the stream. To resume at a position, the rows before it are read again.
 
     Args:
-        source: gives the same rows whenever it is gone over; a `datasets.IterableDataset` that shuffles is told the
-            epoch.
-        read: given rows of the source and the index of the first of them -> rows to train on, checked.
-        one_to_one: ``read`` gives a row for each, so that those before a position need not be read to skip them.
+        source: yields the same rows whenever it is iterated over. Its `set_epoch`, which a `datasets.IterableDataset`
+            has, is called before each epoch.
+        read: converts rows of the source, given with the index of the first one, to checked rows for training.
+        one_to_one: whether ``read`` returns one row per source row, so that rows can be skipped without calling it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stream:
         self._at = 0
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
-        """Positions ``start`` to ``start + count``, of which process ``rank`` of ``world`` gets every world-th."""
+        """Return rows ``start`` to ``start + count``; on process ``rank``, every world-th of them."""
         if start < self._at or (start > self._at and self.one_to_one):
             self._rows, self._at = self._from(start if self.one_to_one else 0), start if self.one_to_one else 0
         for _ in range(start - self._at):
@@ -88,11 +88,11 @@ class Stream:
         return taken[rank::world]
 
     def check(self) -> None:
-        """Read the first rows, as they will be read."""
+        """Read and check the first rows; they are not consumed."""
         self._rows = chain([next(self._rows)], self._rows)
 
     def _from(self, skip: int) -> Iterator[Row]:
-        """The rows from the one on before which ``skip`` rows of the source stand."""
+        """Yield the rows, starting after the first ``skip`` rows of the source."""
         epoch = 0
         while True:
             if hasattr(self.source, "set_epoch"):
@@ -109,22 +109,22 @@ class Stream:
 
 
 def is_stream(rows: object) -> bool:
-    """Whether ``rows`` can be gone over again and has no length, as a `datasets.IterableDataset`."""
+    """Return whether ``rows`` has no length and can be iterated over repeatedly, as a `datasets.IterableDataset`."""
     return isinstance(rows, Iterable) and not isinstance(rows, Iterator) and not hasattr(rows, "__len__")
 
 
 REMEMBERED = 4096
-"""Prompts whose ids a `PromptEncoder` keeps at hand."""
+"""How many prompts a `PromptEncoder` caches the ids of."""
 
 
 class PromptEncoder:
-    """Prompts as token ids that leave room for the response.
+    """Encodes prompts as token ids that leave room for the response.
 
     Args:
-        tokenizer: its own beginning token is added, once, and no end token.
-        budget: most tokens a prompt may have; None: no limit.
-        overlong: what to do with longer ones; ``"truncate"`` keeps a prompt's *end* (S-44).
-        ends: add the tokenizer's end token too, if it has the habit: so an encoder reads prompts.
+        tokenizer: the BOS that it adds is added once; EOS is not added.
+        budget: the maximum number of tokens of a prompt; None: no limit.
+        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt (S-44).
+        ends: also add EOS if the tokenizer does, for prompts that an encoder reads.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class PromptEncoder:
         ends: bool = False,
     ) -> None:
         self.tokenizer, self.budget, self.overlong, self.ends = tokenizer, budget, overlong, ends
-        self._known: dict[str, list[int]] = {}  # prompts come again with every sample and every epoch
+        self._known: dict[str, list[int]] = {}  # prompts recur with every sample and every epoch
 
     def __call__(self, prompt: Any, what: str = "the prompt") -> list[int]:
-        """Token ids of a prompt: text, or ids that are taken as they are.
+        """Return the token ids of a prompt, which is text, or ids that are used unchanged.
 
         Raises:
-            DataError: no text, no tokens, or too many; ``what`` names it.
+            DataError: the prompt is not text, or has no tokens or too many; ``what`` names it.
         """
         if isinstance(prompt, str) or not isinstance(prompt, Tensor | Sequence):
             check_text(prompt, what)
@@ -163,13 +163,12 @@ class PromptEncoder:
         room = "are read" if self.ends else "leave room for the response"
         raise DataError(
             f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. Shorten it, "
-            f"{'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if it is what limits, "
+            f"{'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if that is the limit, "
             "or set rollout.overlong_prompts to 'truncate' or 'drop'"
         )
 
     def _encode(self, prompt: str, what: str) -> list[int]:
-        """The tokenizer's ids, without the EOS it may append unless that is asked for, and neither a second BOS nor a
-        second EOS where the text spells one out."""
+        """Return the tokenizer's ids, without EOS unless ``ends``; BOS or EOS in the text is not repeated."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         bare = encode_text(self.tokenizer, prompt, what)
         if not bare:
@@ -181,7 +180,7 @@ class PromptEncoder:
         return [*ids, eos] if ended and self.ends and bare[-1] != eos else ids
 
     def fit(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows whose prompts fit, every one of them checked; how many did not is logged."""
+        """Check all prompts and return the rows that fit; log how many were too long."""
         kept, overlong = [], 0
         whole = PromptEncoder(self.tokenizer, None, ends=self.ends)
         for index, row in enumerate(rows):
@@ -196,64 +195,64 @@ class PromptEncoder:
                 f"all {len(rows)} prompts are longer than {self.budget} tokens and were dropped; none is left"
             )
         if overlong:
-            verb = "dropped" if self.overlong == "drop" else "cut to their end"
+            verb = "dropped" if self.overlong == "drop" else "truncated to their end"
             log.warning("%d of %d prompts were %s: more than %s tokens", overlong, len(rows), verb, self.budget)
         return kept
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str = "the text") -> list[int]:
-    """Token ids of text in the middle of a sequence: no special tokens are added."""
+    """Return the token ids of text in the middle of a sequence; no special tokens are added."""
     return _tokenize(tokenizer, text, what, add_special_tokens=False)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_special_tokens: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except Exception as error:  # tokenizers raise nothing more special
+    except Exception as error:  # tokenizers have no exception class of their own
         raise DataError(f"{what} {describe(text)} cannot be encoded by the tokenizer: {error}") from error
     return ids
 
 
 def check_text(text: Any, what: str) -> None:
-    """Raise a `DataError` unless ``text`` is a string with something in it that UTF-8 can hold."""
+    """Raise a DataError unless ``text`` is a non-empty string that can be encoded as UTF-8."""
     if not isinstance(text, str):
         raise DataError(f"{what} should be a string, or a dict with the key 'prompt'; given {describe(text)}")
     if not text:
-        raise DataError(f"{what} is empty; give text to go on from, or leave it out")
+        raise DataError(f"{what} is empty; give some text, or remove it")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what} holds a character that is no text: {error}; remove it") from error
+        raise DataError(f"{what} contains a character that cannot be encoded: {error}; remove it") from error
 
 
 EncodedSide = tuple[list[int], list[bool]]
-"""Token ids of a prompt with an output, and which of them are the output's."""
+"""The token ids of a prompt with an output, and a mask of the output's tokens."""
 
 
 def encode_pair(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
 ) -> tuple[EncodedSide, EncodedSide, bool]:
-    """Both sides of a pair row, chosen and rejected, and whether something was cut at ``limit`` tokens.
+    """Encode both sides of a pair row; return them, and whether they were truncated to ``limit`` tokens.
 
-    What is too long loses the beginning of the prompt, the same of both sides, so that they answer to one prompt; an
-    output that is longer still loses its end, EOS with it (S-36).
+    A pair that is too long loses the beginning of its prompt, the same part on both sides, so that the prompts stay
+    equal. An output that is still too long loses its end and its EOS (S-36).
 
     Raises:
-        DataError: a text has no tokens, or the sides have the same ones, or one loses its whole output.
+        DataError: a text has no tokens, both sides have the same tokens, or a side loses its whole output.
     """
     chosen, rejected = (
         encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}") for side in ("chosen", "rejected")
     )
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
-        first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # a state to choose in is left
+        first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # at least one prompt token stays
         cut = slice(first, first + (limit or 0))
         chosen, rejected = ((ids[cut], mask[cut]) for ids, mask in (chosen, rejected))
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):
         raise DataError(
             f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
-            f"{f' within {limit} tokens; raise train.seq_length, or leave it out' if room > 0 else '; leave it out'}"
+            f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
         )
     return chosen, rejected, room > 0
 
@@ -261,26 +260,26 @@ def encode_pair(
 def encode_pair_apart(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
 ) -> tuple[EncodedSide, EncodedSide, bool]:
-    """As `encode_pair`, for a model that reads prompt and output apart (`encode_apart`).
+    """Do as `encode_pair` does, for a model that reads prompt and output separately (`encode_apart`).
 
     Raises:
-        DataError: a text has no tokens, or the sides have the same ones.
+        DataError: a text has no tokens, or both sides have the same tokens.
     """
     chosen, rejected = (
         encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in ("chosen", "rejected")
     )
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
-        raise DataError(f"{what} has the same tokens as chosen and as rejected{within}; leave it out")
+        raise DataError(f"{what} has the same tokens as chosen and as rejected{within}; remove it")
     return chosen[:2], rejected[:2], chosen[2] or rejected[2]
 
 
 def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str = "the sample") -> EncodedSide:
-    """Token ids of a prompt and an output that are tokenised as one text, and which of them are the output's.
+    """Tokenise a prompt and an output as one text; return the token ids and a mask of the output's tokens.
 
-    A token that reaches from the prompt into the output is the output's; where it would be the first of all, and the
-    output have nothing to follow, the two are tokenised apart. The tokenizer's beginning token comes first, where it
-    adds one and the text does not; EOS ends the output, where it does not (S-36).
+    A token that spans the end of the prompt and the beginning of the output belongs to the output. If it is the
+    first of all tokens, so that nothing would precede the output, the two are tokenised separately. BOS comes first if
+    the tokenizer adds it and the text does not have it. EOS is appended to the output if it is missing (S-36).
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -301,11 +300,11 @@ def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, w
 def encode_apart(
     tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, limit: int | None, what: str = "the sample"
 ) -> tuple[list[int], list[bool], bool]:
-    """Token ids of a prompt that an encoder reads and the output of a decoder, which are the output's, whether cut.
+    """Tokenise a prompt for an encoder and an output for a decoder; return ids, output mask and whether truncated.
 
-    The prompt is as the tokenizer makes it, special tokens included; EOS ends the output, where it does not. Each has
-    ``limit`` tokens to itself, the decoder's start token included: a longer prompt loses its beginning, a longer
-    output its end (S-44).
+    The prompt is encoded as the tokenizer does, special tokens included. EOS is appended to the output if it is
+    missing. Each may have ``limit`` tokens, the decoder's start token included: a longer prompt loses its beginning, a
+    longer output its end (S-44).
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -323,10 +322,10 @@ def encode_apart(
 
 
 def one_output(row: Row, what: str = "the sample") -> tuple[str, str]:
-    """The prompt and the output of a sample row.
+    """Return the prompt and the output of a sample row.
 
     Raises:
-        DataError: it has no prompt, or several outputs.
+        DataError: the row has no prompt, or several outputs.
     """
     if row["outputs"] != [False, True]:
         raise DataError(
@@ -338,9 +337,9 @@ def one_output(row: Row, what: str = "the sample") -> tuple[str, str]:
 
 
 def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str) -> int:
-    """How many of the last tokens of ``prompt + output`` hold text of the output."""
+    """Return how many of the last tokens of ``prompt + output`` contain text of the output."""
     text = prompt + output
-    if not tokenizer.is_fast:  # no offsets: what the whole begins with as the prompt alone does
+    if not tokenizer.is_fast:  # no offsets: compare with the tokens of the prompt alone
         whole, alone = encode_text(tokenizer, text, what), encode_text(tokenizer, prompt, what)
         agree = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), len(alone))
         return len(whole) - agree
@@ -351,10 +350,10 @@ def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str,
 def encode_sample(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a sample row, and which of them are responses.
+    """Encode a sample row; return the token ids and a mask of the response tokens.
 
-    Turns are encoded one by one, as they are when generating, so ids at a turn's boundary are the same in training
-    and in use. EOS ends the last output and is trained, unless the sample was cut at ``limit`` tokens (S-35).
+    Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
+    inference. EOS ends the last output and is trained on, unless the sample was truncated to ``limit`` tokens (S-35).
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.
@@ -366,7 +365,7 @@ def encode_sample(
         turn = encoder(text, what) if not ids and not is_output else encode_text(tokenizer, text, what)
         if not turn:
             raise DataError(f"{what} holds {describe(text)}, which has no tokens; give text that the tokenizer keeps")
-        if not ids and is_output:  # nothing precedes the first token, so it can only be chosen after BOS
+        if not ids and is_output:  # the first token has no predecessor, so it can only be predicted from BOS
             missing = tokenizer.bos_token_id not in (None, turn[0])
             ids, turn = ([tokenizer.bos_token_id], turn) if missing else (turn[:1], turn[1:])
             chosen = [False]
@@ -384,10 +383,10 @@ def encode_sample(
 
 
 def as_ids(value: Tensor | Sequence[int]) -> list[int]:
-    """Token ids as a list of int, from a 1-D tensor or a sequence.
+    """Return token ids, given as a 1-D tensor or a sequence, as a list of int.
 
     Raises:
-        DataError: it is something else.
+        DataError: ``value`` is something else.
     """
     if isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point():
         return [int(i) for i in value.tolist()]

@@ -1,4 +1,4 @@
-"""The rollout store: one collection of experience, any algorithm's."""
+"""The rollout store: the experience of one collection, for any algorithm."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RolloutStore(Generic[B]):
         return sum(len(part) for part in self._parts)
 
     def push(self, batch: B) -> None:
-        """Add rows."""
+        """Add the rows of ``batch``."""
         self._parts.append(batch.to("cpu"))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all rows."""
         self._parts = []
 
     @property
@@ -49,7 +49,7 @@ class RolloutStore(Generic[B]):
         self._parts = [batch.to("cpu")]
 
     def batches(self, size: int, generator: torch.Generator, start: int = 0) -> Iterator[B]:
-        """Minibatches of ``size`` rows (the last may be smaller) in the generator's order, from number ``start`` on."""
+        """Yield shuffled minibatches of ``size`` rows (the last may be smaller), beginning with number ``start``."""
         order = torch.randperm(len(self), generator=generator)
         for rows in order.split(size)[start:]:
             yield self.experience.select(rows)
@@ -57,7 +57,7 @@ class RolloutStore(Generic[B]):
     def export(self, path: str | Path) -> None:
         """Write one JSON line per row: every tensor of the row as nested lists, under its dotted name.
 
-        Hidden states (three dimensions) are left out: they follow from the rest, and are large.
+        Hidden states (three dimensions) are omitted: they can be recomputed from the rest, and are large.
         """
         flat = {name: tensor for name, tensor in self.experience.flatten().items() if tensor.dim() < 3}
         with Path(path).open("w", encoding="utf-8") as file:

@@ -187,7 +187,7 @@ def bare(model: Any) -> PreTrainedModel:
     inner = language_model(model)
     names = list(getattr(inner, "peft_config", None) or {})
     if names:
-        inner._hf_peft_config_loaded = True  # or transformers would save the wrapped layers as a whole model
+        inner._hf_peft_config_loaded = True  # otherwise transformers would save the wrapped layers as a full model
     if len(names) > 1 and len(active := inner.active_adapters()) != 1:
         raise ConfigError(
             f"the live model has the adapters {', '.join(names)}, of which {len(active)} are active; one has to be "

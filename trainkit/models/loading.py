@@ -105,15 +105,15 @@ def _load(config: ModelConfig) -> PreTrainedModel:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's EOS and those of the model's generation config, of which chat models have several (S-65)."""
+    """Return the EOS ids of the tokenizer and of the model's generation config; chat models have several (S-65)."""
     return sorted({tokenizer.eos_token_id, *_named_eos(getattr(model, "generation_config", None))})
 
 
 def name_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Write the EOS ids at which responses end into the configurations of ``model``; return whether one was missing.
 
-    transformers' ``generate`` stops at those of the generation config. Without this it would go on past the EOS that
-    was trained, where the tokenizer's is another than the one that the model was made with.
+    transformers' ``generate`` stops at the EOS ids of the generation config. Without this function it would continue
+    past the trained EOS if the tokenizer's EOS differs from the one in the model's config.
     """
     ids = [token for token in eos_ids(model, tokenizer) if token < model.config.get_text_config().vocab_size]
     text, generation = model.config.get_text_config(), getattr(model, "generation_config", None)

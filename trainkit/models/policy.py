@@ -266,7 +266,7 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
         *columns: the arguments of ``read`` for all rows; the first must not be None.
     """
     size = max(CHUNK // vocabulary, 1)
-    assert columns[0] is not None, "it says how many there are"
+    assert columns[0] is not None, "its length is the number of rows"
     if len(columns[0]) <= size:
         return read(*columns)
     chunks = zip(*(repeat(None) if column is None else column.split(size) for column in columns), strict=False)

@@ -105,7 +105,7 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
         own = BUILT_IN.get(name.lower())
         raise RegistryError(
             f"no plugin {name!r} is installed{suggest(name.lower(), names)}; available: {', '.join(names) or 'none'}. "
-            + (f"It is in {own}: pip install {own}" if own else f"Your own plugin needs an entry point in the group {GROUP!r}")
+            + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
         )
     told = "; ".join(plugin.why for plugin in found)
     if {plugin.state for plugin in found} == {SHADOWED} and name.lower() not in BUILT_IN:
@@ -263,7 +263,7 @@ def _examined(plugin: PluginInfo) -> PluginInfo:
         known, fault = replace(plugin, kind=reading.kind), reading.fault
     else:
         known = plugin
-        fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module alone, without a class"
+        fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module, without a class"
     return known.refused(BROKEN, fault) if fault and known.state == OK else known
 
 

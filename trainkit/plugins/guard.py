@@ -62,7 +62,7 @@ class Watched:
         impl.argnames = ("trainer", *impl.argnames)  # type: ignore[misc]  # an error names the step
 
     def failed(self, hook: str, trainer: Any, error: Exception) -> HookError | None:
-        """Handle an error of a hook: log it if the observer is optional; return it if the hook is `LAST`; else raise it.
+        """Handle an error of a hook: log it if the observer is optional, return it if the hook is `LAST`, or raise it.
 
         Raises:
             HookError: names the hook, its owner and the step; the error is its cause.
@@ -73,7 +73,7 @@ class Watched:
             what = f"the hook {hook} of {self.owner} failed at step {trainer.progress.step}: {said(error)}"
             if self.optional and hook not in PROVIDERS:
                 self.dismissed = True
-                log.warning("%s. It is optional: the run goes on, and does not call it again", what, exc_info=error)
+                log.warning("%s. It is optional: the run goes on and does not call it again", what, exc_info=error)
                 return None
             failure = HookError(f"{what}. {self._way_out(hook)}")
             failure.__cause__ = error

@@ -19,7 +19,7 @@ class Reading:
     """What was found in a module, or why nothing was."""
 
     kind: str = UNKNOWN
-    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several are separated by commas."""
+    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several are joined by commas."""
     fault: str = ""
     """Why the import cannot succeed; empty if the source shows no reason."""
 

@@ -26,7 +26,7 @@ AT_ONCE = 2
 def probe(plugins: Iterable[PluginInfo], timeout: float = TIMEOUT) -> list[PluginInfo]:
     """Return the plugins, in the state ``broken`` if their import fails or does not end, or their hooks do not fit.
 
-    A plugin that defines neither a trainer of its name nor hooks is ``broken`` too. Only plugins in the state ``ok`` are imported.
+    A plugin with neither a trainer of its name nor hooks is ``broken`` too. Only plugins that are ``ok`` are imported.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda plugin: _probed(plugin, timeout) if plugin.state == OK else plugin, plugins))

@@ -141,7 +141,7 @@ def available_trainers() -> list[str]:
 
     Plugins that are disabled, broken, shadowed or made for another version of trainkit are excluded, as far as this is
     known without importing them. So are plugins whose source registers no trainer of their name, and names that begin
-    with an underscore, which are private, such as those in `trainkit.testing`.
+    with an underscore, which are private, such as those of the conformance kit.
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
     return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""From prompts to scored responses: the sampler, the decoders it steps through, and calls of reward functions."""
+"""From prompts to scored responses: the sampler, the decoders that run the model, and calls of reward functions."""
 
 from trainkit.rollouts.rewards import (
     MetricFn,

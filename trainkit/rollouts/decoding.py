@@ -1,4 +1,4 @@
-"""A model that is run step by step: it reads prompts, then one token a step, with a cache of keys and values."""
+"""Decoders: they run a model on prompts, then on one token per step, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainkit.models.seq2seq import decoder_prefix, encode
 
 UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
-"""What a model's code may raise when it is given a cache that it does not know."""
+"""Exceptions that a model may raise if it does not support the cache."""
 
 
 class _Preallocated(DynamicLayer):
-    """Keys and values of one layer in a buffer with room for the whole response: a step writes, it does not copy."""
+    """Keys and values of one layer in a buffer with room for the whole response, so that a step does not copy them."""
 
     def __init__(self, room: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ class _Preallocated(DynamicLayer):
         self.buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of new tokens [B, H, S, D]; all keys and values so far."""
+        """Write the states of new tokens [B, H, S, D] and return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [
@@ -39,7 +39,7 @@ class _Preallocated(DynamicLayer):
         return self._view()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep, repeat or drop rows; what is not yet written is not copied."""
+        """Keep, repeat or drop rows; the unwritten part of the buffers is not copied."""
         if not self.is_initialized:
             return
         chosen = []
@@ -59,49 +59,49 @@ class _Preallocated(DynamicLayer):
 class Active:
     """The rows that are still being sampled: b of the B rows, all tensors on the model's device."""
 
-    rows: Tensor  # [b] which of the B rows each is
-    real: Tensor  # bool [b, *], which tokens of the prompts are padding
-    padded: bool  # whether any row is
-    last: Tensor  # [b] the token before the one to be chosen
+    rows: Tensor  # [b] the index of each among the B rows
+    real: Tensor  # bool [b, *], False for padding of the prompts
+    padded: bool  # whether any row has padding
+    last: Tensor  # [b] the previous token
     cache: DynamicCache | EncoderDecoderCache
 
     def keep(self, at: Tensor) -> None:
-        """Go on with the rows at the indices ``at`` alone."""
+        """Keep only the rows at the indices ``at``."""
         self.rows, self.real, self.last = self.rows[at], self.real[at], self.last[at]
         self.padded = not bool(self.real.all())
         self.cache.reorder_cache(at)  # type: ignore[arg-type]
 
 
 class Decoder(Protocol):
-    """A model that reads prompts, then one token a step."""
+    """Runs a model on prompts, then on one token per step."""
 
     model: PreTrainedModel
     hidden: bool
-    """Whether it gives the states that logits come from."""
+    """Whether it returns the hidden states that the logits are computed from."""
 
     @property
     def prefix(self) -> list[int]:
-        """What an encoder-decoder's decoder reads before it chooses; nothing where prompt and response are one text."""
+        """The tokens that the decoder of an encoder-decoder starts with; empty for causal models."""
         ...
 
     def prefill(self, queries: list[list[int]], room: int) -> tuple[Any, Tensor, Tensor | None]:
-        """The `Active` rows after every prompt has been read, and as `next` the logits and states of the first token.
+        """Run the model on the prompts; return the `Active` rows and, as `next`, the first token's logits and states.
 
-        A prompt that occurs several times is read once.
+        A prompt that occurs several times is run once.
         """
         ...
 
     def next(self, active: Any) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next token [b, V] in float32, and the states [b, D] they come from if asked for."""
+        """Return the next token's logits [b, V] in float32, and if ``hidden`` the states [b, D] they come from."""
         ...
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
-        """The next token's logits [1, V], from a pass over all tokens without a cache."""
+        """Return the next token's logits [1, V], from a forward pass over all tokens without a cache."""
         ...
 
 
 def _distinct(queries: list[list[int]], device: torch.device) -> tuple[list[list[int]], Tensor]:
-    """The queries without repetitions, and which of them each row has [B]."""
+    """Return the distinct queries, and for each row the index of its query [B]."""
     places = {query: index for index, query in enumerate(dict.fromkeys(map(tuple, queries)))}
     use = torch.tensor([places[tuple(query)] for query in queries], device=device)
     return [list(query) for query in places], use
@@ -110,7 +110,7 @@ def _distinct(queries: list[list[int]], device: torch.device) -> tuple[list[list
 def _read_once(
     active: Active, rows: int, use: Tensor, found: tuple[Tensor, Tensor | None]
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """What is known of distinct prompts, for all rows."""
+    """Repeat the results of distinct prompts for all rows."""
     logits, hidden = found
     if len(active.rows) < rows:
         active.keep(use)
@@ -120,7 +120,7 @@ def _read_once(
 
 
 def _cache(config: PreTrainedConfig, room: int) -> DynamicCache:
-    """The model's cache, its plain layers preallocated; sliding and recurrent layers stay transformers' own."""
+    """Return the model's cache, with plain layers preallocated; sliding and recurrent layers are not changed."""
     cache = DynamicCache(config=config)
     cache.layers = [_Preallocated(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -131,7 +131,7 @@ def _cache(config: PreTrainedConfig, room: int) -> DynamicCache:
 
 @dataclass
 class _ActiveText(Active):
-    """Prompts are padded on the left; ``real`` is [b, P + room], True for all that is still to come."""
+    """Prompts are padded on the left; ``real`` is [b, P + room], True for all response tokens."""
 
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
@@ -147,17 +147,17 @@ class CausalDecoder:
 
     model: PreTrainedModel
     fill: int
-    """What padding is filled with."""
+    """The token id used as padding."""
     head_alone: bool
     hidden: bool
 
     @property
     def prefix(self) -> list[int]:
-        """Nothing: the response goes on from the prompt."""
+        """Empty: the response continues the prompt."""
         return []
 
     def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActiveText, Tensor, Tensor | None]:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         device = self.model.device
         distinct, use = _distinct(queries, device)
         width = max(map(len, distinct))
@@ -170,7 +170,7 @@ class CausalDecoder:
         return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache))
 
     def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         positions = active.lengths.unsqueeze(1)
         active.lengths = active.lengths + 1
         active.width += 1
@@ -178,7 +178,7 @@ class CausalDecoder:
         return self._forward(active.last.unsqueeze(1), real, positions, active.cache)
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         ids = torch.tensor([[*query, *response]], device=self.model.device)
         logits: Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         return logits[:, -1].float()
@@ -186,7 +186,7 @@ class CausalDecoder:
     def _forward(
         self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
     ) -> tuple[Tensor, Tensor | None]:
-        """As `next`, feeding ``ids`` [b, S] into the cache. Without padding no mask is made, which is quicker."""
+        """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster."""
         inputs = {
             "input_ids": ids,
             "attention_mask": real,
@@ -208,7 +208,7 @@ class CausalDecoder:
 class _ActivePair(Active):
     """Prompts are padded on the right, ``real`` is [b, P]; the decoder's tokens need no padding."""
 
-    states: Tensor  # [b, P, D] what the encoder says about them
+    states: Tensor  # [b, P, D] the output of the encoder
 
     def keep(self, at: Tensor) -> None:
         super().keep(at)
@@ -221,7 +221,7 @@ class Seq2SeqDecoder:
 
     model: PreTrainedModel
     fill: int
-    """What padding is filled with."""
+    """The token id used as padding."""
     hidden: bool
 
     @property
@@ -230,7 +230,7 @@ class Seq2SeqDecoder:
         return decoder_prefix(self.model)
 
     def prefill(self, queries: list[list[int]], room: int) -> tuple[_ActivePair, Tensor, Tensor | None]:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         device, prefix = self.model.device, self.prefix
         distinct, use = _distinct(queries, device)
         width = max(map(len, distinct))
@@ -245,18 +245,18 @@ class Seq2SeqDecoder:
         return _read_once(active, len(queries), use, self._forward(start, active))
 
     def next(self, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         return self._forward(active.last.unsqueeze(1), active)
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
-        """As in `Decoder`."""
+        """Do as `Decoder` describes."""
         device = self.model.device
         ids, start = (torch.tensor([tokens], device=device) for tokens in (query, [*self.prefix, *response]))
         logits: Tensor = self.model(input_ids=ids, decoder_input_ids=start, use_cache=False).logits
         return logits[:, -1].float()
 
     def _forward(self, ids: Tensor, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
-        """As `next`, feeding the decoder's ``ids`` [b, S] into the cache."""
+        """Do as `next` does for the decoder's tokens ``ids`` [b, S]."""
         outputs = self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=active.states),
             attention_mask=active.real if active.padded else None,
@@ -269,15 +269,15 @@ class Seq2SeqDecoder:
         return outputs.logits[:, -1].float(), hidden
 
 
-# ------------------------------------------------------------------------------------ whether stepping is right
+# ------------------------------------------------------------------------------------ checking the steps
 
 
 @torch.no_grad()
 def stepping_fault(decoder: Decoder) -> str:
-    """Why a model cannot be sampled from step by step; empty if it can.
+    """Return why a model cannot be sampled from step by step; an empty string if it can.
 
-    Two prompts of unlike length go a few steps, while rows are repeated, change places and leave; whole forward passes
-    of each row alone must give the same logits.
+    Two prompts of different lengths are run for a few steps, while rows are repeated, reordered and removed. The logits
+    must equal those of full forward passes over each row alone.
     """
     model, size = decoder.model, vocabulary(decoder.model)
     queries = [[token % size for token in query] for query in ([1, 2, 3], [4, 5, 6, 7, 8])]
@@ -288,7 +288,7 @@ def stepping_fault(decoder: Decoder) -> str:
         with torch.autocast(model.device.type, enabled=False):
             active, logits, _ = decoder.prefill(queries, 4)
             found = [_difference(decoder, rows, logits)]
-            for keep in ([1, 0, 1], [2, 1], [0]):  # the last one goes on without padding
+            for keep in ([1, 0, 1], [2, 1], [0]):  # the last row left has no padding
                 active.keep(torch.tensor(keep, device=model.device))
                 rows = [(rows[at][0], [*rows[at][1], (9 + at) % size]) for at in keep]
                 active.last = torch.tensor([response[-1] for _, response in rows], device=model.device)
@@ -298,11 +298,11 @@ def stepping_fault(decoder: Decoder) -> str:
     finally:
         model.train(training)
     allowed = torch.finfo(model.dtype).eps ** 0.5
-    return "" if max(found) <= allowed else f"cached steps differ from whole passes by {max(found):.1%}"
+    return "" if max(found) <= allowed else f"cached steps differ from full forward passes by {max(found):.1%}"
 
 
 def _difference(decoder: Decoder, rows: list[tuple[list[int], list[int]]], logits: Tensor) -> float:
-    """How far ``logits`` [b, V] are from those of whole passes over (query, response), relative to their spread."""
+    """Return the distance of ``logits`` [b, V] from those of full passes over ``rows``, relative to their spread."""
     expected = torch.cat([decoder.whole(query, response) for query, response in rows])
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     found = (logits - expected).norm() / spread.clamp(min=1e-6)
@@ -310,5 +310,5 @@ def _difference(decoder: Decoder, rows: list[tuple[list[int], list[int]]], logit
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """How many tokens the model knows."""
+    """Return the size of the model's vocabulary."""
     return int(model.config.get_text_config().vocab_size)

@@ -1,4 +1,4 @@
-"""The one boundary to reward and metric functions: what goes in is copied, what comes out is checked."""
+"""Calls of reward and metric functions: their arguments are copied, and their results are checked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainkit.data.formats import plain
 from trainkit.errors import RewardError, describe
 
 RewardFn = Callable[..., Any]
-"""Gives samples their scores; see `score`."""
+"""Returns the scores of samples; see `score`."""
 MetricFn = Callable[..., Mapping[str, Any]]
-"""Gives samples numbers by name; see `metrics`."""
+"""Returns numbers about samples by name; see `metrics`."""
 
 CONTRACT = (
     "return one finite number per sample (list, tuple, NumPy array or tensor [B]), or for dense rewards one list, "
@@ -30,15 +30,15 @@ METRIC_CONTRACT = "return a dict of name -> number or list of numbers, finite, o
 
 
 class Scored(Protocol):
-    """What is scored and measured: text, or what another kind of model makes."""
+    """The interface of what is scored and measured: responses of text, or the output of another kind of model."""
 
     @property
     def rows(self) -> list[Row]:
-        """The row that each belongs to."""
+        """The row that each response belongs to."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """What functions get beside the columns."""
+        """The arguments of reward and metric functions besides the columns."""
 
     def __len__(self) -> int: ...
 
@@ -47,19 +47,19 @@ def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
     """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
 
     Returns:
-        Scores [B] in float32, or dense rewards [B, T] that stand at the response tokens they speak about.
+        Scores [B] in float32, or dense rewards [B, T] at the positions of their response tokens.
 
     Raises:
-        RewardError: the function raised, or returned something else; names the function and the row.
+        RewardError: the function raised an exception or returned something else; names it and the row.
     """
     return check_scores(call(reward_fn, rollouts, tokenizer=tokenizer), rollouts, name_of(reward_fn))
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
-    """``scores`` of any allowed form as a tensor [B] or [B, T]; ``source`` is named in errors.
+    """Convert ``scores`` of any allowed form to a tensor [B] or [B, T]; ``source`` is named in errors.
 
     Raises:
-        RewardError: a wrong type, count or length, or a number that is not finite.
+        RewardError: the type, count or length is wrong, or a number is not finite.
     """
     _check_list(scores, len(rollouts), source, CONTRACT)
     if len(scores) and all(_is_vector(s) for s in scores):
@@ -68,10 +68,10 @@ def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
 
 
 def check_numbers(values: Any, count: int, source: str, contract: str) -> Tensor:
-    """``values`` of any list-like form as a tensor [B], float32; ``source`` and ``contract`` are quoted in errors.
+    """Convert ``values`` of any list-like form to a tensor [B], float32; errors quote ``source`` and ``contract``.
 
     Raises:
-        RewardError: a wrong type or count, or something that is no finite number.
+        RewardError: the type or count is wrong, or a value is not a finite number.
     """
     _check_list(values, count, source, contract)
     return torch.tensor([_number(v, source, i, contract) for i, v in enumerate(values)], dtype=torch.float32)
@@ -83,14 +83,14 @@ def _check_list(values: Any, count: int, source: str, contract: str) -> None:
     if isinstance(values, Tensor | np.ndarray) and values.ndim != 1:
         raise RewardError(
             f"{source} returned a {values.ndim}-D array of shape {tuple(values.shape)}; {contract}. "
-            "Padding cannot be told from rewards: for [B, 1] write .squeeze(1), for dense rewards a list per sample"
+            "Padding cannot be told apart from rewards: write .squeeze(1) for [B, 1], a list per sample if dense"
         )
     if len(values) != count:
         raise RewardError(f"{source} returned {len(values)} scores for {count} samples; {contract}")
 
 
 def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
-    """Per-token scores placed at the first response tokens of each row. -> [B, T]."""
+    """Place per-token scores at the first response tokens of each row. -> [B, T]."""
     mask = rollouts.sequences.response_mask.cpu()
     lengths = mask.sum(1).tolist()
     if all(len(s) == 1 for s in scores) and any(n > 1 for n in lengths):
@@ -114,10 +114,10 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
     """Call ``metric_fn(samples=, prompts=, outputs=, **columns)`` and check its numbers.
 
     Returns:
-        By name, one number for the whole, or a list with one per sample.
+        By name, one number for all samples, or a list with one per sample.
 
     Raises:
-        RewardError: the function raised, or did not return a mapping of numbers; names the function.
+        RewardError: the function raised an exception or did not return a mapping of numbers; names the function.
     """
     source = name_of(metric_fn)
     result = call(metric_fn, rollouts)
@@ -137,7 +137,7 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
 
 
 RESERVED = ("prompt", "output", "image", "reward", "length", "time")
-"""What an evaluation's records and metrics hold already."""
+"""Names that evaluations use in records and metrics themselves."""
 
 Record = dict[str, Any]
 """One response of an evaluation: its prompt, its output, and numbers about it."""
@@ -146,16 +146,16 @@ Record = dict[str, Any]
 def measure(
     metric_fn: MetricFn | None, rollouts: Scored, known: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, float], list[Record]]:
-    """``metric_fn``'s numbers about the whole, and a record of each response: of what is ``known``, and its numbers.
+    """Return ``metric_fn``'s numbers about all responses, and a record of each: ``known`` and its own numbers.
 
     Raises:
-        RewardError: as `metrics`; or it gives a name that evaluations use themselves.
+        RewardError: as `metrics`; or ``metric_fn`` returned one of the `RESERVED` names.
     """
     whole: dict[str, float] = {}
     columns: dict[str, Sequence[Any]] = {**known}
     for name, value in (metrics(metric_fn, rollouts) if metric_fn else {}).items():
         if name in RESERVED:
-            raise RewardError(f"metric_fn gives {name!r}, a name that evaluations use themselves; choose another")
+            raise RewardError(f"metric_fn returned {name!r}, a name that evaluations use themselves; choose another")
         if isinstance(value, list):
             columns[name] = value
         else:
@@ -164,7 +164,7 @@ def measure(
 
 
 def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Means by name: of the records' numbers, and of numbers about so many responses each."""
+    """Return means by name: of the records' numbers, and of ``wholes``, (count, numbers) of sets of responses."""
     names = [name for name, value in records[0].items() if isinstance(value, int | float)]
     found = {name: sum(record[name] for record in records) / len(records) for name in names}
     total = sum(count for count, _ in wholes)
@@ -174,10 +174,10 @@ def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, fl
 
 
 def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
-    """What ``fn(**rollouts.given, **extra, **columns)`` returns, computed in the precision of its own tensors.
+    """Return ``fn(**rollouts.given, **extra, **columns)``, called with autocast disabled.
 
     Raises:
-        RewardError: it raised, or a column has the name of something that it is given.
+        RewardError: ``fn`` raised an exception, or a column has the name of one of its other arguments.
     """
     columns, given = columns_of(rollouts.rows), rollouts.given
     if taken := [name for name in columns if name in {*GIVEN, *given}]:
@@ -192,7 +192,7 @@ def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
 
 @contextmanager
 def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Iterator[None]:
-    """Within, what ``fn`` raises about ``rollouts`` becomes a `RewardError` that names it."""
+    """Raise exceptions of ``fn`` within the context as a `RewardError` that names ``fn``."""
     try:
         yield
     except RewardError:
@@ -200,13 +200,13 @@ def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Itera
     except Exception as error:
         raise RewardError(
             f"{name_of(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples{also}). "
-            "No step was made with what it should have given; mend the function"
+            "No step was made with its result; fix the function"
         ) from error
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Within, the trainer's mixed precision does not hold: a function is the same in threads and at evaluations."""
+    """Disable autocast within the context, so that a function computes the same in threads and at evaluations."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
     with ExitStack() as stack:
@@ -217,7 +217,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy, so that the function cannot change the dataset; what cannot be copied is handed over as it is."""
+    """Copy a value, so that the function cannot change the dataset; return it unchanged if it cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -225,7 +225,7 @@ def _copied(value: Any) -> Any:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A function's name and module, as errors give them."""
+    """Return a function's name and module, for error messages."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return f"{getattr(fn, '__qualname__', type(fn).__qualname__)} ({getattr(fn, '__module__', '?')})"

@@ -1,4 +1,4 @@
-"""The sampler: prompts in, rollouts out. With `decoding`, the only place with left padding and caches."""
+"""Samplers: from prompts to rollouts. Only this module and `decoding` use left padding and key-value caches."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from trainkit.seeding import row_seeds
 log = logging.getLogger(__name__)
 
 SHRINK_AT = 0.75
-"""Rows that have ended leave the batch once no more than this share is left: fewer rows against a copy of the cache."""
+"""Ended rows are removed from the batch once at most this share of rows is left; removing them copies the cache."""
 
 
 class Sampler(Protocol):
-    """What `make_sampler` may return: samples one response per prompt."""
+    """The interface of the object that `make_sampler` returns: samples one response per prompt."""
 
     def __call__(
         self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
     ) -> Rollouts:
-        """Rollouts for ``queries`` (token ids, one list per row), drawn with ``generator`` alone.
+        """Sample a response to each of ``queries`` (token ids, one list per row), with ``generator`` only.
 
-        What is drawn for a row with a column ``seed`` follows from this seed instead.
+        The response of a row with a column ``seed`` is sampled from this seed instead.
         """
         ...
 
 
 Steer = Callable[[Tensor, Tensor, SamplingConfig], Tensor]
-"""``steer(logits, states, settings)``: what is drawn from instead of ``logits`` [b, V], which are at the sampling
-temperature and under the logit mask; ``states`` [b, D] are those that they come from."""
+"""``steer(logits, states, settings)`` returns the logits to sample from instead of ``logits`` [b, V], which are divided
+by the sampling temperature and masked by the logit mask; they are computed from ``states`` [b, D]."""
 
 
 class TokenSampler:
-    """Samples from a language model with a cache of keys and values, one token a step for the whole batch.
+    """Samples from a language model with a key-value cache, one token per step for the whole batch.
 
-    A prompt that occurs several times runs once; the cache is allocated once; rows that have ended leave the batch.
-    The randomness of a row does not depend on when others end.
+    A prompt that occurs several times is run once. The cache is allocated once. Rows that have ended are removed from
+    the batch. The random numbers of a row do not depend on when other rows end.
 
-    The log-probabilities it returns are those of the distribution that is trained on: at the sampling temperature
-    and under the logit mask, before ``repetition_penalty`` and ``steer`` bend it and ``top_k``, ``top_p`` and
-    ``min_p`` cut it (F-02). The entropies are those of this distribution too.
+    The log-probabilities and entropies that it returns are those of the distribution that training uses: at the
+    sampling temperature and under the logit mask, before ``repetition_penalty``, ``steer``, ``top_k``, ``top_p`` and
+    ``min_p`` are applied (F-02).
 
-    At construction a few tokens are run through the model. Where cached steps do not give what whole forward passes
-    give, such as with recurrent states that cannot be padded, the model's own ``generate`` runs the model instead and
-    the sampler chooses the tokens; log-probabilities, entropies and states are then None.
+    At construction a few tokens are run through the model. If cached steps differ from full forward passes, for
+    example because recurrent states cannot be padded, the model is run by its own ``generate`` instead, and the sampler
+    chooses the tokens; log-probabilities, entropies and states are then None.
 
     Args:
         decoder: runs the model.
-        tokenizer: turns tokens into the text that stop strings and reward functions read.
+        tokenizer: decodes tokens to the text for stop strings and reward functions.
         logit_mask: bool [V] or [V, V], True = allowed.
-        skip_special_tokens: leave special tokens out of the text.
-        steer: bends what tokens are drawn from, by the states they are chosen in.
+        skip_special_tokens: omit special tokens from the text.
+        steer: changes the logits that tokens are sampled from, given the hidden states.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class TokenSampler:
         self.fault = stepping_fault(decoder)
         if self.fault:
             log.warning(
-                "%s cannot be sampled from with a cache of keys and values (%s); its own generate() is used, which is "
-                "slower",
+                "%s cannot be sampled from with a key-value cache (%s); its own generate() is used, which is slower",
                 type(model).__name__,
                 self.fault,
             )
@@ -101,7 +100,7 @@ class TokenSampler:
     def __call__(
         self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
     ) -> Rollouts:
-        """Rollouts for ``queries``, one response each; ``generator`` lives on the model's device."""
+        """Sample a response to each of ``queries``; ``generator`` is on the model's device."""
         uniforms = _uniforms(rows, queries, settings.max_new_tokens, generator, self.model.device)
         responses = _Responses(self, queries, settings, uniforms)
         if self.fault:
@@ -117,8 +116,8 @@ class CausalSampler(TokenSampler):
     Args:
         model: the language model, unwrapped.
         tokenizer: as for `TokenSampler`.
-        head_alone: whether the model's logits are those of its output head on its trunk (`Policy.head_alone`).
-        hidden: return the states in which tokens were chosen, as a value head reads them.
+        head_alone: whether the model's logits are its output head applied to its trunk (`Policy.head_alone`).
+        hidden: return the hidden states from which tokens were chosen, which a value head takes.
         **kwargs: those of `TokenSampler`.
     """
 
@@ -135,12 +134,12 @@ class CausalSampler(TokenSampler):
 
 
 class Seq2SeqSampler(TokenSampler):
-    """Samples from an encoder-decoder: the encoder runs once for each distinct prompt, the decoder token by token.
+    """Samples from an encoder-decoder: the encoder runs once per distinct prompt, the decoder once per token.
 
     Args:
         model: the encoder-decoder, unwrapped.
         tokenizer: as for `TokenSampler`.
-        hidden: return the decoder's states in which tokens were chosen, as a value head reads them.
+        hidden: return the decoder's hidden states from which tokens were chosen, which a value head takes.
         **kwargs: those of `TokenSampler`.
     """
 
@@ -153,7 +152,7 @@ class Seq2SeqSampler(TokenSampler):
 def make_sampler(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, head_alone: bool = False, **kwargs: Any
 ) -> TokenSampler:
-    """The sampler that fits the model's architecture; the arguments are those of `CausalSampler`."""
+    """Return the sampler for the model's architecture; the arguments are those of `CausalSampler`."""
     if model.config.is_encoder_decoder:
         return Seq2SeqSampler(model, tokenizer, **kwargs)
     return CausalSampler(model, tokenizer, head_alone=head_alone, **kwargs)
@@ -162,10 +161,10 @@ def make_sampler(
 def _uniforms(
     rows: list[Row], queries: list[list[int]], room: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Numbers in [0, 1) that decide every token, drawn ahead, so that no row depends on when others end. [B, R]."""
+    """Return the random numbers in [0, 1) for all tokens, so that no row depends on when others end. [B, R]."""
     uniforms = torch.rand((len(queries), room), generator=generator, device=device)
     for index, seed in enumerate(row_seeds(rows, queries, "response")):
-        if seed is not None:  # on the CPU, so that every device draws alike
+        if seed is not None:  # on the CPU, so that all devices sample the same
             uniforms[index] = torch.rand(room, generator=torch.Generator().manual_seed(seed)).to(device)
     return uniforms
 
@@ -174,7 +173,7 @@ def _uniforms(
 
 
 class _Responses:
-    """The responses to B prompts as they grow, with room for R tokens: chooses tokens, notes what is known of them."""
+    """The responses to B prompts while they are sampled, at most R tokens each; chooses their tokens."""
 
     def __init__(
         self, sampler: TokenSampler, queries: list[list[int]], settings: SamplingConfig, uniforms: Tensor
@@ -185,7 +184,7 @@ class _Responses:
         self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
         self.logprobs = torch.zeros((count, self.room), device=device)
         self.entropy = torch.zeros((count, self.room), device=device)
-        self.hidden: Tensor | None = None  # [B, R, D], if it is asked for
+        self.hidden: Tensor | None = None  # [B, R, D], if requested
         self.lengths = torch.zeros(count, dtype=torch.long, device=device)  # the terminating token included
         self.alive = torch.ones(count, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # bool [B, V], tokens that have occurred, if they are penalised
@@ -196,18 +195,19 @@ class _Responses:
             self.seen = self.seen.to(device)
 
     def extend(self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> Tensor:
-        """Choose the next token of ``rows`` [b] and write it down at column ``step``; what is written behind the end
-        of a response does not count.
+        """Choose the next token of ``rows`` [b] and store it in column ``step``.
+
+        Tokens stored after the end of a response are ignored.
 
         Args:
-            step: tokens that the responses have already.
-            rows: which of the B rows these are.
-            previous: the tokens [b] before.
-            logits: the model's [b, V], in float32.
-            hidden: the states [b, D] they come from.
+            step: the number of tokens that the responses have already.
+            rows: the indices [b] of these rows among the B rows.
+            previous: the previous tokens [b].
+            logits: the model's logits [b, V], in float32.
+            hidden: the states [b, D] that the logits come from.
 
         Returns:
-            The tokens [b].
+            The chosen tokens [b].
         """
         plain = _Odds(self._scale(logits, previous))
         odds = self._restrict(plain, rows, previous, logits, hidden)
@@ -230,19 +230,19 @@ class _Responses:
         return allow_logits(scaled, previous, self.sampler.logit_mask)
 
     def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> _Odds:
-        """The distribution that is drawn from: ``plain``, bent by the settings, without what they leave out."""
+        """Return the distribution to sample from: ``plain``, changed and truncated by the settings."""
         scores, settings = plain.scores, self.settings
         if self.seen is not None:
             penalised = penalise_repetition(logits, self.seen[rows], settings.repetition_penalty)
             scores = self._scale(penalised, previous)
         if self.sampler.steer is not None:
-            assert hidden is not None, "they are asked for where there is something to steer"
+            assert hidden is not None, "hidden states are requested if there is something to steer"
             scores = self.sampler.steer(scores, hidden, settings)
         scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
         return plain if scores is plain.scores else _Odds(scores)
 
     def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
-        """bool [b]: the rows that their last token ended, by being EOS or by completing a stop string."""
+        """Return bool [b]: the rows whose last token is EOS or completes a stop string."""
         ended, stops = torch.isin(tokens, self.eos), self.settings.stop_sequences
         if stops:
             so_far = self.tokens[rows, : step + 1]
@@ -251,7 +251,7 @@ class _Responses:
         return ended
 
     def rollouts(self, rows: list[Row], queries: list[list[int]]) -> Rollouts:
-        """What was sampled, with all that is known of it."""
+        """Return the sampled responses as rollouts."""
         lengths = self.lengths.tolist()
         taken = torch.arange(self.room, device=self.lengths.device) < self.lengths.unsqueeze(1)
         known = not self.sampler.fault
@@ -270,7 +270,7 @@ class _Responses:
 
 
 class _Odds:
-    """The distributions softmax(``scores``) [b, V], of which the exponentials are taken once."""
+    """The distributions softmax(``scores``) [b, V]; exponentials are computed once."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -279,22 +279,22 @@ class _Odds:
         self.total = self.weights.sum(-1, keepdim=True)  # [b, 1]
 
     def draw(self, uniforms: Tensor, temperature: float) -> Tensor:
-        """One token per row, by inverting the distribution at ``uniforms`` [b]; the likeliest at temperature 0. [b]."""
+        """Sample one token per row by inverse-transform sampling at ``uniforms`` [b]; greedy at temperature 0. [b]."""
         if temperature == 0:
             return self.likeliest.squeeze(-1)
         mass = self.weights.cumsum(-1)
         at = uniforms.unsqueeze(-1) * mass[:, -1:]
         token = torch.searchsorted(mass, at, right=True).clamp_(max=mass.size(-1) - 1)
-        possible = self.weights.gather(-1, token) > 0  # rounding may reach a token without mass
+        possible = self.weights.gather(-1, token) > 0  # rounding may select a token of probability 0
         return torch.where(possible, token, self.likeliest).squeeze(-1)
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """log softmax(scores)[token]. [b] -> [b]."""
+        """Return log softmax(scores)[token]. [b] -> [b]."""
         chosen = self.scores.gather(-1, tokens.unsqueeze(-1))
         return (chosen - self.largest - self.total.log()).squeeze(-1)
 
     def entropy(self) -> Tensor:
-        """H = log Σ exp(z) − Σ softmax(z)·z. [b]."""
+        """Return the entropy, H = log Σ exp(z) − Σ softmax(z)·z. [b]."""
         finite = (self.scores - self.largest).clamp_(min=-1e4)  # 0 * -inf is NaN
         mean: Tensor = torch.linalg.vecdot(self.weights, finite).unsqueeze(-1) / self.total
         return (self.total.log() - mean).squeeze(-1)
@@ -304,12 +304,12 @@ class _Odds:
 
 
 def _by_steps(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
-    """Sample all responses with a cache of keys and values."""
+    """Sample all responses with a key-value cache."""
     active, logits, hidden = decoder.prefill(queries, responses.room)
     for step in range(responses.room):
         tokens = responses.extend(step, active.rows, active.last, logits, hidden)
         alive = responses.alive[active.rows]
-        active.last = torch.where(alive, tokens, active.last)  # an EOS that ended a row may look like padding
+        active.last = torch.where(alive, tokens, active.last)  # an EOS that ended a row may equal padding
         left = int(alive.sum())
         if left == 0 or step == responses.room - 1:
             break
@@ -318,11 +318,11 @@ def _by_steps(decoder: Decoder, queries: list[list[int]], responses: _Responses)
         logits, hidden = decoder.next(active)
 
 
-# --------------------------------------------------------------------------------- models that run only themselves
+# --------------------------------------------------------------------------------- models that only generate() can run
 
 
 def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Responses) -> None:
-    """Sample all responses with the model's own ``generate``, prompts of one length together: nothing is padded."""
+    """Sample all responses with the model's own ``generate``, grouped by prompt length so that nothing is padded."""
     model, prefix = decoder.model, decoder.prefix
     groups: dict[int, list[int]] = {}
     for row, query in enumerate(queries):
@@ -352,7 +352,7 @@ def _by_generate(decoder: Decoder, queries: list[list[int]], responses: _Respons
 
 @contextmanager
 def _no_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model has no generation settings of its own, which would fill in what we leave out."""
+    """Remove the model's own generation settings within the context; they would fill in settings not given here."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -362,7 +362,7 @@ def _no_settings(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _seen_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[Tensor]]:
-    """Within, the list holds the states [b, D] that the model's newest logits come from, if they are ``wanted``."""
+    """Yield a list that holds the states [b, D] of the model's newest logits within the context, if ``wanted``."""
     newest: list[Tensor] = []
 
     def note(_: Any, __: Any, outputs: Any) -> None:
@@ -378,13 +378,13 @@ def _seen_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[Tensor]]
 
 
 class _Chooser(LogitsProcessor):
-    """Leaves ``generate`` one token to choose: the one that we have drawn."""
+    """Makes ``generate`` choose the token that the sampler has chosen."""
 
     def __init__(self, responses: _Responses, rows: Tensor, width: int, states: list[Tensor]) -> None:
         self.responses, self.rows, self.width, self.states = responses, rows, width, states
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Logits [b, V] that are −inf but for the token drawn from ``scores`` [b, V]."""
+        """Return logits [b, V] that are 0 at the token sampled from ``scores`` [b, V] and −inf elsewhere."""
         step = input_ids.size(1) - self.width
         states = self.states[0] if self.states else None
         tokens = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), states)
@@ -392,13 +392,13 @@ class _Chooser(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """Tells ``generate`` which responses have ended, by our rules."""
+    """Tells ``generate`` which responses have ended, by EOS or a stop string."""
 
     def __init__(self, responses: _Responses, rows: Tensor) -> None:
         self.responses, self.rows = responses, rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """bool [b]."""
+        """Return bool [b], True for responses that have ended."""
         return ~self.responses.alive[self.rows]
 
 
@@ -418,19 +418,19 @@ def assemble(
     stops: list[str],
     skip_special_tokens: bool,
 ) -> Rollouts:
-    """Rollouts from token ids: sequences with masks from the lengths, and text cut at stop strings.
+    """Build rollouts from token ids: sequences with masks from the lengths, and text truncated at stop strings.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: decodes the ids.
         rows: one per response, with the prompt's text if it has one.
         queries: prompt ids.
         responses: response ids, the terminating token included.
         terminated: bool [B].
         logprobs: sampling log-probabilities of all response tokens, row after row [N]; None if unknown.
-        entropy: entropies of what they were chosen from [N]; None if unknown.
-        hidden: states that they were chosen in [N, D]; None if unknown.
-        stops: strings at which text is cut.
-        skip_special_tokens: leave special tokens out of the text.
+        entropy: entropies [N] of the distributions that they were sampled from; None if unknown.
+        hidden: hidden states [N, D] from which they were chosen; None if unknown.
+        stops: strings at which text is truncated.
+        skip_special_tokens: omit special tokens from the text.
     """
     sequences = Sequences.from_lists(queries, responses, pad_id(tokenizer)).to(terminated.device)
     texts = [row["prompt"] if isinstance(row.get("prompt"), str) else None for row in rows]
@@ -451,7 +451,7 @@ def assemble(
 
 
 def _at(sequences: Sequences, values: Tensor | None) -> Tensor | None:
-    """Values of the response tokens [N, *] at these tokens, 0 elsewhere. -> [B, T, *]."""
+    """Place values [N, *] of the response tokens at their positions; 0 elsewhere. -> [B, T, *]."""
     if values is None:
         return None
     placed = values.new_zeros((*sequences.response_mask.shape, *values.shape[1:]))
@@ -460,11 +460,11 @@ def _at(sequences: Sequences, values: Tensor | None) -> Tensor | None:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Any, skip_special_tokens: bool) -> list[str]:
-    """Text of several responses."""
+    """Decode several responses to text."""
     return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens)) if len(ids) else []
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
-    """``text`` before the first of the stop strings, without trailing blanks there; unchanged if there is none."""
+    """Return ``text`` up to its first stop string, without trailing whitespace; unchanged if it has none."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)].rstrip() if found else text

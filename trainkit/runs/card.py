@@ -82,13 +82,14 @@ def _shared(kwargs: Plain) -> Plain:
 
 def _loading(method: str, code: str | None) -> str:
     again = (
-        f"To train it further, give trainkit this directory, or the id of its repository, as `model.model_path` "
-        f"(here with the method `{method}`).\n"
+        f"To train the model further, set `model.model_path` to this directory or to the id of its repository "
+        f"(it was trained with the method `{method}`).\n"
     )
     if code is None:
-        return f"## Loading it\n\n{again}"
+        return f"## Loading the model\n\n{again}"
     return (
-        f"## Loading it\n\n`directory` is this one, or the id of its repository.\n\n{fenced(code, 'python')}\n{again}"
+        "## Loading the model\n\n`directory` is this directory, or the id of its repository.\n\n"
+        f"{fenced(code, 'python')}\n{again}"
     )
 
 

@@ -112,6 +112,6 @@ def _release(handle: int, path: Path, made: list[Path]) -> None:
     with contextlib.suppress(OSError):  # the directory may have been removed
         path.unlink()
     os.close(handle)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a directory may not be empty
         for place in made:
             place.rmdir()

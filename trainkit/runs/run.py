@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.")
-"""Beginnings of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
+"""Prefixes of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
 MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
 """Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
@@ -222,7 +222,7 @@ def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
 
 
 def save_if_due(trainer: Trainer, done: bool) -> None:
-    """Save a checkpoint if the config's interval is over, or the run is ``done``."""
+    """Save a checkpoint at the config's interval, and when the run is ``done``."""
     every = trainer.config.train.save_interval
     if every and (done or trainer.progress.step % every == 0):
         save(trainer)

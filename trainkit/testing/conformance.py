@@ -293,7 +293,7 @@ def check_plugin(
 
     Args:
         name: the registered or installed name.
-        expected_failures: names of checks that must fail, each with the reason; if one passes, that is a failure.
+        expected_failures: names of checks that are expected to fail, each with the reason; if one passes, it fails.
         only: names of the checks to run; by default all that apply.
         tell: a function that is called with each result as soon as it is known.
 

@@ -41,7 +41,7 @@ def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any
     codes = _server().ask(job)
     ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
     told = [f"process {rank} {end}: {_written(folder, rank)}" for rank, end in enumerate(ends)]
-    require(codes == [0, 0], f"of two processes, with {LIMIT:g} s to end:\n" + "\n".join(told))
+    require(codes == [0, 0], f"two processes must end without an error within {LIMIT:g} s:\n" + "\n".join(told))
     return [torch.load(folder / f"said-{rank}.pt", map_location="cpu", weights_only=False) for rank in (0, 1)]
 
 

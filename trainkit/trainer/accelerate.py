@@ -170,7 +170,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         path = self.config.model.model_path if self.live_model is None else None
         if isinstance(policy, Policy) and isinstance(path, str) and has_score_head(Path(path)):
             log.warning(
-                "%s is a reward model, of which %s takes only the language model: its score head is not loaded. To "
+                "%s is a reward model, of which %s takes the language model alone: its score head is not loaded. To "
                 "learn from its scores give it as reward_fn=RewardModel.from_pretrained(path)",
                 path,
                 self.config.method.name,

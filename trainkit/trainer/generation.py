@@ -69,8 +69,8 @@ def _refuse_padding(input_ids: Tensor, pad: int) -> None:
     padded = ((input_ids[:, 0] == pad) | (input_ids[:, -1] == pad)).nonzero().flatten().tolist()
     if padded:
         raise DataError(
-            f"row {padded[0]} of input_ids begins or ends with the padding id {pad}, and no attention_mask says whether "
-            "that is padding or part of the prompt; give attention_mask, as the tokenizer returns it"
+            f"row {padded[0]} of input_ids begins or ends with the padding id {pad}, and no attention_mask says "
+            "whether that is padding or part of the prompt; give attention_mask, as the tokenizer returns it"
         )
 
 

@@ -49,8 +49,8 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, to
     """
     if config.name == "constant" and config.kwargs:
         raise ConfigError(
-            f"scheduler.kwargs is {dict(config.kwargs)}, and the schedule 'constant' takes no arguments; remove them, or "
-            "give another scheduler.name"
+            f"scheduler.kwargs is {dict(config.kwargs)}, and the schedule 'constant' takes no arguments; remove them, "
+            "or give another scheduler.name"
         )
     warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
     try:

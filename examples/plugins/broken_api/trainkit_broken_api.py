@@ -1,8 +1,8 @@
-"""Would work, and says that it is for another trainkit."""
+"""A plugin that works, but requires another version of trainkit."""
 
 from trainkit import hookimpl
 
 
 @hookimpl
 def on_step(step: int) -> None:
-    """Is never called."""
+    """Do nothing; this hook is never called."""

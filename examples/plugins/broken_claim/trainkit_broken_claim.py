@@ -4,7 +4,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, register_trainer
 
 
 class OtherConfig(MethodConfig):
-    """No numbers."""
+    """Settings of the plugin: none."""
 
     name: str = "ppo"
     """The registered name."""
@@ -12,4 +12,4 @@ class OtherConfig(MethodConfig):
 
 @register_trainer("ppo")
 class OtherTrainer(AccelerateRLTrainer[OtherConfig]):
-    """Is never used."""
+    """A trainer that is never used."""

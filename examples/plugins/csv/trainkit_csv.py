@@ -1,4 +1,4 @@
-"""Metrics of a run as ``metrics.csv`` in its directory, a line per number: ``step,metric,value``."""
+"""Writes the metrics of a run to ``metrics.csv`` in its directory, one number per line: ``step,metric,value``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NAME, HEADER = "metrics.csv", "step,metric,value\n"
 
 @hookimpl
 def on_train_begin(trainer: Any) -> None:
-    """Forget what a killed run wrote after the checkpoint that this one goes on from: it will be written again."""
-    if not trainer.accelerator.is_main_process:  # the hook is called on every process, `log_metrics` on one
+    """Remove lines that a killed run wrote after the checkpoint that this run resumes from; they are written again."""
+    if not trainer.accelerator.is_main_process:  # this hook is called on every process, `log_metrics` on one
         return
     path = trainer.run_dir / NAME
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -27,7 +27,7 @@ def on_train_begin(trainer: Any) -> None:
 
 @hookimpl
 def log_metrics(trainer: Any, step: int, metrics: dict[str, float]) -> None:
-    """Add a line for each number; outside a run there is nowhere to."""
+    """Append a line for each metric, if the trainer has a run directory."""
     if trainer.run_dir is not None:
         with (trainer.run_dir / NAME).open("a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows((step, *item) for item in metrics.items())

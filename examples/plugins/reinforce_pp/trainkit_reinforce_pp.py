@@ -1,4 +1,4 @@
-"""REINFORCE++: the divergence in the reward, advantages whitened over the whole collection, no critic (Hu 2025)."""
+"""REINFORCE++: a KL penalty in the reward, advantages whitened over the whole collection, no critic (Hu 2025)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.metrics import Mean, Metrics
 
 
 class ReinforcePPConfig(MethodConfig):
-    """The numbers of REINFORCE++. Defaults are those of Hu 2025 for general domains."""
+    """Settings of REINFORCE++. The defaults are those of Hu 2025 for general domains."""
 
     section_defaults: ClassVar[dict[str, Any]] = {
         "optimizer": {"lr": 5e-7},
@@ -26,14 +26,14 @@ class ReinforcePPConfig(MethodConfig):
     name: str = "reinforce_pp"
     """The registered name."""
     kl_coef: float = Field(0.01, ge=0)
-    """β: the price of a nat of divergence from the reference, in the reward of each token."""
+    """β: weight of the KL penalty in the reward of each token, per nat of KL from the reference."""
     cliprange: float = Field(0.2, gt=0)
-    """ε of the clipped surrogate; without effect in the first step on a collection."""
+    """ε of the clipped surrogate; has no effect in the first step on a collection."""
 
 
 @dataclass(frozen=True)
 class ReinforcePPBatch(TokenBatch):
-    """Both [B, T]; the advantages are rewards until the collection is complete."""
+    """Log-probabilities and advantages [B, T]; ``advantages`` holds rewards until the collection is complete."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -41,13 +41,13 @@ class ReinforcePPBatch(TokenBatch):
 
 @register_trainer("reinforce_pp")
 class ReinforcePPTrainer(AccelerateRLTrainer[ReinforcePPConfig]):
-    """r_t = score − β·k1 → rewards from each token on → whitened over the collection → clipped surrogate."""
+    """Trainer of REINFORCE++: r_t = score − β·k1, returns whitened over the collection, clipped surrogate."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     needs_reference: ClassVar[bool] = True
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> ReinforcePPBatch:
-        """Rewards per token, from what the policy and the reference say before any update."""
+        """Return log-probabilities, and rewards per token with the KL penalty [B, T], before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference, mask = self.reference(sequences).logprobs, sequences.response_mask
         divergence = zero_masked(kl_k1(policy.logprobs, reference), mask).sum(1)
@@ -56,14 +56,14 @@ class ReinforcePPTrainer(AccelerateRLTrainer[ReinforcePPConfig]):
         return ReinforcePPBatch(sequences, policy.logprobs, rewards)
 
     def prepare_experience(self, experience: ReinforcePPBatch) -> ReinforcePPBatch:
-        """A_t = Σ of the rewards from t on, whitened over all tokens of all processes."""
+        """Return advantages: the sum of the rewards from t on, whitened over all tokens of all processes. [B, T]."""
         rewards, mask = experience.advantages, experience.sequences.response_mask
         returns, _ = gae(torch.zeros_like(rewards), rewards, mask, gamma=1.0, lam=1.0)
         advantages = whiten(returns, mask, reduce=self.reduce)
         return ReinforcePPBatch(experience.sequences, experience.old_logprobs, advantages)
 
     def loss(self, batch: ReinforcePPBatch) -> tuple[Tensor, Metrics]:
-        """Clipped surrogate, a mean over response tokens. -> []."""
+        """Return the clipped surrogate, a mean over response tokens. -> []."""
         mask = batch.sequences.response_mask
         ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask).exp()
         surrogate = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange)

@@ -341,18 +341,18 @@ def test_denoising_is_learnt_from_images() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout__temperature": 0.5}, r"rollout\.temperature is set, and ddpo makes images"),
+        ({"rollout__temperature": 0.5}, r"rollout\.temperature is set, but does not apply to images"),
         ({"rollout__eval_kwargs": {"top_k": 1}}, r"rollout\.eval_kwargs"),
         ({"train__seq_length": 8}, r"train\.seq_length"),
         ({"model__num_layers_unfrozen": 1}, r"model\.num_layers_unfrozen"),
         ({"tokenizer__tokenizer_path": "x"}, r"tokenizer\.tokenizer_path"),
         ({"model__kwargs": {"revision": "main"}}, r"model\.kwargs"),
-        ({"method__num_steps": 1}, "none of the model's steps adds noise"),
-        ({"method__num_steps": 2000}, "1 to 1000 steps"),
+        ({"method__num_steps": 1}, "none of these steps adds noise"),
+        ({"method__num_steps": 2000}, "1 to 1000; choose one"),
         ({"method__eta": 0.0}, r"method\.eta.*greater than 0"),
-        ({"method__buffer_size": 4, "method__min_count": 5}, "buffer_size 4 remembers fewer .* min_count of 5"),
+        ({"method__buffer_size": 4, "method__min_count": 5}, "buffer_size 4 is below min_count 5"),
         ({"method__eta": 1.5}, r"method\.eta.*less than or equal to 1"),
-        ({"model": {"model_type": "gpt2"}}, "'gpt2'.*'pixel_unet' only"),
+        ({"model": {"model_type": "gpt2"}}, "'gpt2'.*only for 'pixel_unet'"),
         ({"model": {**PIXELS, "image_size": 7}}, "image_size 7 cannot be halved"),
         ({"model": {**PIXELS, "channels": 4}}, "channels"),
         ({"model__peft_config": {"target_modules": ["nowhere"]}}, "fits no module of UNet"),
@@ -374,7 +374,7 @@ def test_dropout_of_an_adapter_that_would_be_switched_off_is_refused_at_the_door
 
 @pytest.mark.parametrize("name", ["logit_mask", "stop_sequences", "tokenizer"])
 def test_arguments_about_text_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is about text"):
+    with pytest.raises(ConfigError, match=f"{name} applies to text"):
         trainkit.train(
             PIXELS, method="ddpo", reward_fn=lambda images, **_: [0.0] * len(images), prompts=["a"],
             **{name: ["x"]},

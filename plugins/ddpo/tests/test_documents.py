@@ -26,6 +26,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["trainer"].progress.step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", ["digit", "compressibility"])
 def test_the_digits_are_drawn_reinforced_and_shown(
     reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -239,7 +239,7 @@ def test_prompts_that_the_text_encoder_would_cut_are_refused_cut_or_dropped(
         trainer.add_prompt_pipeline(prompts)
         kept[how] = [row["prompt"] for row in trainer.pipeline.rows]
     assert kept == {"truncate": prompts, "drop": ["abc"]}
-    assert "1 of 2 prompts were cut" in caplog.text
+    assert "1 of 2 prompts were truncated" in caplog.text
     with pytest.raises(DataError, match="none is left"):
         trainer.add_prompt_pipeline(prompts[1:])
 

@@ -1,4 +1,4 @@
-"""DDPO (Black et al. 2023): denoising as decisions, one per step, and PPO's surrogate on their log-probabilities."""
+"""DDPO (Black et al. 2023): each denoising step is an action, trained with PPO's surrogate on its log-probability."""
 
 from __future__ import annotations
 

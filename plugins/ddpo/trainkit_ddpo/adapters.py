@@ -1,4 +1,4 @@
-"""Adapters of peft in a network that is no model of transformers."""
+"""Adapters of peft in a network that is not a transformers model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainkit.errors import ConfigError
 from trainkit.models import make_peft_config
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-"""What is adapted unless the configuration says otherwise, as Black et al. 2023 do."""
+"""Default target modules of adapters, as in Black et al. 2023."""
 
 
 def add_adapter(network: nn.Module, fields: Mapping[str, Any]) -> None:
-    """Put an adapter into the network, and freeze everything else.
+    """Add an adapter to the network, and freeze all other weights.
 
     Raises:
-        ConfigError: peft knows no such adapter, or it fits no module.
+        ConfigError: peft has no such adapter, or no module of the network matches it.
     """
     from peft import inject_adapter_in_model
 
@@ -30,18 +30,18 @@ def add_adapter(network: nn.Module, fields: Mapping[str, Any]) -> None:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.peft_config fits no module of {type(network).__name__}: {error}") from error
     for parameter in network.parameters():
-        if parameter.requires_grad:  # what is trained is never half, what is frozen may be (S-49)
+        if parameter.requires_grad:  # trained weights are in float32, frozen ones may be in 16 bits (S-49)
             parameter.data = parameter.data.float()
 
 
 def merged(network: nn.Module) -> nn.Module:
-    """The network itself if it has no adapter, else a copy with the adapter added to its weights."""
+    """Return the network if it has no adapter, else a copy with the adapter merged into its weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not any(isinstance(module, BaseTunerLayer) for module in network.modules()):
         return network
     whole = copy.deepcopy(network)
-    cast(whole, torch.float32)  # or what was learnt would be rounded away
+    cast(whole, torch.float32)  # in 16 bits, small changes of the adapter would be lost to rounding
     for name, module in list(whole.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
@@ -51,14 +51,14 @@ def merged(network: nn.Module) -> nn.Module:
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the module's floating-point tensors in ``dtype``."""
+    """Convert the module's floating-point tensors to ``dtype``, in place."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
 
 
 def lora_of(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights of the network's adapter and its configuration if it is LoRA, which diffusers loads, else nothing."""
+    """Return the weights and the configuration of the network's adapter if it is LoRA, else two empty dicts."""
     from peft import get_peft_model_state_dict
 
     [config] = network.peft_config.values()

@@ -1,4 +1,4 @@
-"""From rewards to advantages: around the moments of a prompt's own rewards, or of the collection."""
+"""Advantages: rewards standardised per prompt, or over the collection."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Rewards = NDArray[np.float64]
 
 
 def standardise(rewards: Sequence[float]) -> Rewards:
-    """(r − μ) / (σ + 1e-8), σ biased, over a whole collection. [B] -> [B]."""
+    """Return (r − μ) / (σ + 1e-8) over a whole collection, σ biased. [B] -> [B]."""
     given = np.asarray(rewards, dtype=np.float64)
     return (given - given.mean()) / (given.std() + 1e-8)
 
 
 class PerPromptStatTracker:
-    """(r − μ) / (σ + 1e-6) with the moments of the newest rewards of the same prompt (F-17; golden 10.7).
+    """(r − μ) / (σ + 1e-6) with mean and deviation of the latest rewards of the same prompt (F-17; golden 10.7).
 
-    Prompts are told apart by their text. The rewards at hand count already. Of a prompt with fewer than ``min_count``
-    rewards the moments are those of all rewards at hand. Source: Black et al. 2023, appendix D.1.
+    Prompts are identified by their text. The current rewards are included. For a prompt with fewer than ``min_count``
+    rewards, μ and σ are those of all current rewards. Source: Black et al. 2023, appendix D.1.
 
     Args:
-        buffer_size: rewards that are remembered of a prompt.
-        min_count: rewards that a prompt needs for moments of its own.
+        buffer_size: number of rewards stored per prompt.
+        min_count: number of rewards needed to use a prompt's own mean and deviation.
     """
 
     def __init__(self, buffer_size: int, min_count: int) -> None:
@@ -33,7 +33,7 @@ class PerPromptStatTracker:
         self.rewards: dict[str, deque[float]] = {}
 
     def update(self, prompts: Sequence[str], rewards: Sequence[float]) -> Rewards:
-        """Advantages in float64, whatever the rewards are (S-58). [B], [B] -> [B]."""
+        """Add the rewards, and return their advantages in float64, also for integer rewards (S-58). [B], [B] -> [B]."""
         given = np.asarray(rewards, dtype=np.float64)
         for prompt, reward in zip(prompts, given.tolist(), strict=True):
             self.rewards.setdefault(prompt, deque(maxlen=self.buffer_size)).append(reward)
@@ -44,14 +44,14 @@ class PerPromptStatTracker:
         return (given - mean) / (std + 1e-6)
 
     def get_stats(self) -> dict[str, dict[str, float]]:
-        """Mean, standard deviation and count of what is remembered, by prompt."""
+        """Return mean, standard deviation and count of the stored rewards, by prompt."""
         known = {prompt: np.array(rewards) for prompt, rewards in self.rewards.items()}
         return {p: {"mean": float(r.mean()), "std": float(r.std()), "count": len(r)} for p, r in known.items()}
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What is remembered, oldest first, by prompt."""
+        """Return the stored rewards, oldest first, by prompt."""
         return {prompt: list(rewards) for prompt, rewards in self.rewards.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the rewards that `state_dict` returned."""
         self.rewards = {prompt: deque(rewards, maxlen=self.buffer_size) for prompt, rewards in state.items()}

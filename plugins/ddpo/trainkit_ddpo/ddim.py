@@ -1,6 +1,6 @@
-"""Denoising as a Markov chain of Gaussians: DDIM's steps and their log-probabilities, in float32 or wider.
+"""Denoising as a Markov chain of Gaussians: DDIM steps and their log-probabilities, in float32 or wider.
 
-Shapes: B rows, S denoising steps, `*` the shape of one latent, or of one image.
+Shapes: B rows, S denoising steps, `*` the shape of one latent or image.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Prediction = Literal["epsilon", "v_prediction", "sample"]
 
 @dataclass(frozen=True)
 class Noise:
-    """How a diffusion model was trained to see noise: what its steps of any number are made of."""
+    """The noise schedule and parametrisation that a diffusion model was trained with, and the denoising timesteps."""
 
     alphas_cumprod: Tensor
-    """ᾱ_t, the share of the image's variance that is left after t + 1 of T noising steps [T]."""
+    """ᾱ_t, the share of the image's variance that remains after t + 1 of T noising steps [T]."""
     timesteps: Tensor
-    """The t of each denoising step, in the order they are made [S]."""
+    """The t of each denoising step, in sampling order [S]."""
     final_alpha: float = 1.0
     """ᾱ after the last step."""
     prediction: Prediction = "epsilon"
     """What the network predicts: the noise, the velocity, or the image."""
     clip: float | None = None
-    """Predicted images are clipped to ±this. None: not at all."""
+    """Predicted images are clipped to ± this value. None: not clipped."""
 
     def steps(self, eta: float) -> Steps:
-        """The denoising steps at η. A step of T // S noising steps leads from t to t − T // S (S-50)."""
+        """Return the denoising steps for η. A step leads from t to t − T // S (S-50)."""
         total = len(self.alphas_cumprod)
         wide, before = self.alphas_cumprod.double(), self.timesteps - total // len(self.timesteps)
         alphas = wide[self.timesteps]
@@ -42,7 +42,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Steps:
-    """S denoising steps, in the order they are made; all [S]."""
+    """S denoising steps, in sampling order; all tensors [S]."""
 
     timesteps: Tensor
     alphas: Tensor
@@ -50,7 +50,7 @@ class Steps:
     previous: Tensor
     """ᾱ after it."""
     sigmas: Tensor
-    """The standard deviation of what the step adds."""
+    """Standard deviation of the noise that the step adds."""
     noise: Noise
 
     def __len__(self) -> int:
@@ -58,12 +58,12 @@ class Steps:
 
     @property
     def trained(self) -> Tensor:
-        """Indices of the steps that draw something, and so have a density; the others only compute."""
+        """Indices of the steps that add noise, and so have a density; the other steps are deterministic."""
         return (self.sigmas > 0).nonzero().flatten()
 
 
 def ddim_sigma(alpha: Tensor, previous: Tensor, *, eta: float) -> Tensor:
-    """σ = η √((1 − ᾱ') / (1 − ᾱ) · (1 − ᾱ / ᾱ')), ᾱ before a step and ᾱ' after it. [*], [*] -> [*].
+    """Return σ = η √((1 − ᾱ') / (1 − ᾱ) · (1 − ᾱ / ᾱ')), with ᾱ before a step and ᾱ' after it. [*], [*] -> [*].
 
     Source: Song et al. 2021, equation 16.
     """
@@ -80,9 +80,9 @@ def ddim_mean(
     prediction: Prediction = "epsilon",
     clip: float | None = None,
 ) -> Tensor:
-    """μ = √ᾱ' x̂₀ + √(1 − ᾱ' − σ²) ε̂: where a denoising step is centred. [B, *] ×2, [B] ×3 -> [B, *].
+    """Return the mean of a denoising step, μ = √ᾱ' x̂₀ + √(1 − ᾱ' − σ²) ε̂. [B, *] ×2, [B] ×3 -> [B, *].
 
-    Source: Song et al. 2021, equation 12 (F-16); x̂₀ and ε̂ from what the network predicts as in Salimans and Ho 2022.
+    Source: Song et al. 2021, equation 12 (F-16); x̂₀ and ε̂ are computed as in Salimans and Ho 2022.
     """
     x, out = at_least_float32(latents), at_least_float32(predicted)
     a, a_after, s = (per_row(value, x) for value in (alpha, previous, sigma))
@@ -93,7 +93,7 @@ def ddim_mean(
 
 
 def _image_and_noise(x: Tensor, out: Tensor, alpha: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """x̂₀ and ε̂ [B, *] of x = √ᾱ x₀ + √(1 − ᾱ) ε."""
+    """Return x̂₀ and ε̂ of x = √ᾱ x₀ + √(1 − ᾱ) ε. -> [B, *] ×2."""
     signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
     if prediction == "epsilon":
         return (x - spread * out) / signal, out
@@ -103,9 +103,10 @@ def _image_and_noise(x: Tensor, out: Tensor, alpha: Tensor, prediction: Predicti
 
 
 def gaussian_logprob(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
-    """−(x − μ)² / 2σ² − ln σ − ½ ln 2π, a mean over the dimensions of each row. [B, *], [B, *], [B] -> [B].
+    """Return −(x − μ)² / 2σ² − ln σ − ½ ln 2π, a mean over the dimensions of each row. [B, *], [B, *], [B] -> [B].
 
-    A mean, where a density would have a sum: Black et al. 2023 chose their clipping range for it. σ is positive.
+    It is a mean instead of the sum of a density, because the clipping range of Black et al. 2023 assumes a mean. σ must
+    be positive.
     """
     x = at_least_float32(x)
     wide, s = at_least_float32(mean), per_row(sigma, x)
@@ -115,10 +116,10 @@ def gaussian_logprob(x: Tensor, mean: Tensor, sigma: Tensor) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in float32, unless it is wider."""
+    """Return ``x`` in float32, or unchanged if its dtype is wider. [*]."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:
-    """Numbers of rows [B], shaped so that they meet ``like`` [B, *]."""
+    """Return numbers of rows [B] in a shape that broadcasts with ``like`` [B, *]."""
     return values.to(like.device, like.dtype).view(-1, *[1] * (like.dim() - 1))

@@ -1,4 +1,4 @@
-"""Evaluation: an image for each evaluation prompt, of the same noise each time, scored and measured."""
+"""Evaluation: one image per evaluation prompt, sampled from the same noise each time, scored and measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit_ddpo.images import ImageRollouts
 from trainkit_ddpo.scoring import RewardCaller
 
 Draw = Callable[[list[Row], Sequence[int]], ImageRollouts]
-"""Images for rows, one from each seed."""
+"""Samples one image for each row and seed."""
 
 
 def evaluate(
@@ -25,9 +25,9 @@ def evaluate(
     """Return means over all evaluation prompts as ``eval/...``, and a record of each image.
 
     Args:
-        trainer: whose evaluation prompts, metric function and processes are used.
-        draw: makes the images.
-        caller: calls the reward function; None where there is none.
+        trainer: provides the evaluation prompts, the metric function and the processes.
+        draw: samples the images.
+        caller: calls the reward function; None if there is none.
     """
     started, accelerator, rows = time.perf_counter(), trainer.accelerator, trainer.eval_rows
     given = row_seeds(rows, [list(row["prompt"].encode()) for row in rows], "evaluate")
@@ -53,7 +53,7 @@ def evaluate(
 
 
 def _measure(trainer: AcceleratedLoop[Any], rollouts: ImageRollouts) -> tuple[dict[str, float], list[Record]]:
-    """Numbers about the images as a whole, and a record of each."""
+    """Return metrics of the images together, and a record of each."""
     known: dict[str, Sequence[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
     known["image"] = list(rollouts.images.cpu())
     if rollouts.scores is not None:

@@ -1,4 +1,4 @@
-"""What every run of DDPO leaves to look at: a PNG of each collection and of each evaluation."""
+"""Hooks that write a PNG of each collection and of each evaluation of a DDPO run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_experience(trainer: Any, rollouts: list[Any]) -> None:
 
 @hookimpl
 def on_evaluate(trainer: Any, samples: list[dict[str, Any]]) -> None:
-    """Write the first images of an evaluation there."""
+    """Write the first images of an evaluation to ``images/`` in the run directory."""
     _write(trainer, "evaluation", [sample["image"] for sample in samples if "image" in sample])
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that are images: what reward functions and hooks are given, and pictures of them as files."""
+"""Rollouts of images, as passed to reward functions and hooks, and image files of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit import Row
 
 FEW = 16
-"""Images of a collection or an evaluation that are written as a file."""
+"""Number of images of a collection or an evaluation that are written to a file."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class ImageRollouts:
     images: Tensor
     """Values from 0 to 1 [B, 1 or 3, H, W]."""
     scores: Tensor | None = None
-    """What the reward function said of them [B]; None before it has."""
+    """Scores of the reward function [B]; None before they are known."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def prompts(self) -> list[str]:
-        """Prompt text."""
+        """The text of each prompt."""
         return [row["prompt"] for row in self.rows]
 
     @property
     def outputs(self) -> list[str]:
-        """The images in words, for logs of text."""
+        """A description of each image, for text logs."""
         _, channels, height, width = self.images.shape
         what = f"{'grey' if channels == 1 else 'colour'} image {height}×{width}"
         scores = self.scores
@@ -46,18 +46,18 @@ class ImageRollouts:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What reward and metric functions get beside the columns; theirs to change."""
+        """Arguments of reward and metric functions besides the columns; copies, which they may modify."""
         return {"images": self.images.clone(), "prompts": self.prompts}
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """An image [1 or 3, H, W] with values from 0 to 1, in 8 bits."""
+    """Convert an image [1 or 3, H, W] with values from 0 to 1 to an 8-bit PIL image."""
     pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().cpu()
     return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 def save_grid(images: Sequence[Tensor] | Tensor, path: str | Path, *, columns: int | None = None) -> None:
-    """Write images [B, 1 or 3, H, W] as one PNG, side by side, small ones magnified."""
+    """Write images [B, 1 or 3, H, W] as a grid to one PNG; small images are enlarged."""
     tiles = [to_pil(image) for image in images]
     width, height = tiles[0].size
     zoom, columns = max(64 // max(width, height), 1), columns or math.ceil(len(tiles) ** 0.5)

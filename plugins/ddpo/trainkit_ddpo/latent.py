@@ -1,4 +1,4 @@
-"""Stable Diffusion and its like, through diffusers, which is imported when such a model is asked for."""
+"""Stable Diffusion models, through diffusers, which is imported only when such a model is used."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PARTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 
 
 def diffusers() -> ModuleType:
-    """The library.
+    """Import and return diffusers.
 
     Raises:
-        PluginError: it is not installed, or cannot be imported; models in pixels need none of it.
+        PluginError: diffusers is not installed, or cannot be imported. Models in pixels do not need it.
     """
     try:
         import diffusers
-        from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: F401  (lazy, and broken only now)
-    except Exception as error:  # whatever its own imports raise
+        from diffusers import DDIMScheduler, StableDiffusionPipeline  # noqa: F401  (lazy imports fail here)
+    except Exception as error:  # its imports may raise anything
         raise PluginError(
             f"models in latents need diffusers, and importing it raised {type(error).__name__}: {error}. Install it "
             "with pip install 'trainkit-ddpo[diffusers]', or give a model in pixels (model_type: pixel_unet)"
@@ -37,7 +37,7 @@ def diffusers() -> ModuleType:
 
 
 class LatentPipeline(ImagePipeline):
-    """A text encoder, a UNet in the latents of an autoencoder, and a tokenizer: a live ``StableDiffusionPipeline``."""
+    """A live ``StableDiffusionPipeline``: tokenizer, text encoder, UNet and autoencoder."""
 
     def __init__(self, pipe: Any) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class LatentPipeline(ImagePipeline):
         self.shape = (pipe.unet.config.in_channels, size, size)
 
     def noise(self, steps: int) -> Noise:
-        """As the pipeline's scheduler has it."""
+        """Return the noise schedule of the pipeline's scheduler."""
         return scheduled_noise(self.pipe.scheduler.config, steps)
 
     def fits(self, prompt: str) -> bool:
-        """Whether the text encoder reads all of it."""
+        """Return whether the prompt fits within the text encoder's limit."""
         return fits(self.pipe.tokenizer, prompt)
 
     def encode(self, prompts: Sequence[str]) -> Tensor:
-        """What the text encoder says of each token [B, L, D]."""
+        """Return the text encoder's hidden state of each token [B, L, D]."""
         tokenizer = self.pipe.tokenizer
         length = tokenizer.model_max_length
         ids = tokenizer(
@@ -66,19 +66,19 @@ class LatentPipeline(ImagePipeline):
         return cast(Tensor, self.text_encoder(ids.to(self.text_encoder.device))[0])
 
     def predict(self, latents: Tensor, timesteps: Tensor, condition: Tensor) -> Tensor:
-        """The UNet's prediction. [B, C, h, w], [B], [B, L, D] -> [B, C, h, w]."""
+        """Return the UNet's prediction. [B, C, h, w], [B], [B, L, D] -> [B, C, h, w]."""
         dtype = next(self.network.parameters()).dtype
         found = self.network(latents.to(dtype), timesteps, encoder_hidden_states=condition.to(dtype))
         return cast(Tensor, found.sample)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Through the autoencoder, from [−1, 1] to [0, 1]."""
+        """Decode latents with the autoencoder, to values from 0 to 1. [B, C, h, w] -> [B, 3, H, W]."""
         scaled = latents.to(next(self.vae.parameters()).dtype) / self.vae.config.scaling_factor
         images = self.vae.decode(scaled).sample
         return cast(Tensor, (images.float() / 2 + 0.5).clamp(0, 1))
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the pipeline as diffusers reads it; of an adapter its own weights too, for ``load_lora_weights``."""
+        """Write the pipeline in diffusers' format; the weights of a LoRA adapter too, for ``load_lora_weights``."""
         pipe, whole = self.pipe, merged(self.network)
         pipe.register_modules(unet=whole)
         try:
@@ -93,31 +93,34 @@ class LatentPipeline(ImagePipeline):
             pipe.save_lora_weights(str(directory), unet_lora_layers=weights, unet_lora_adapter_metadata=config)
 
     def card(self) -> dict[str, str]:
-        """It is loaded by diffusers."""
+        """Return the entries of the model card: the model is loaded with diffusers."""
         cls = type(self.pipe).__name__
         code = f"from diffusers import {cls}\n\npipeline = {cls}.from_pretrained(directory)"
         return {"library_name": "diffusers", "loading": code}
 
 
 def check_parts(pipe: Any) -> None:
-    """Raise a `ConfigError` unless the pipeline has the parts of Stable Diffusion, and no second text encoder."""
+    """Raise a `ConfigError` unless the pipeline has the parts of Stable Diffusion and no second text encoder."""
     have = getattr(pipe, "components", {})
     missing = [name for name in PARTS if have.get(name) is None]
     second = [name for name in have if name.endswith(("_2", "_3")) and have[name] is not None]
     if missing or second:
         fault = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(second)} too"
         raise ConfigError(
-            f"{type(pipe).__name__} {fault}; models in latents are made of {', '.join(PARTS)}, as Stable Diffusion 1 "
-            "and 2 are. For others derive from trainkit_ddpo.ImagePipeline, and give the object"
+            f"{type(pipe).__name__} {fault}; models in latents consist of {', '.join(PARTS)}, as Stable Diffusion 1 "
+            "and 2 do. For other models, subclass trainkit_ddpo.ImagePipeline and pass the object"
         )
 
 
 def scheduled_noise(config: Mapping[str, Any], steps: int) -> Noise:
-    """The noise that a scheduler's configuration describes, for DDIM's steps, whatever scheduler it is of."""
-    clips = config.get("clip_sample", False)  # latents have no bounds, which is not DDIM's default
+    """Return the noise schedule of a scheduler's configuration, of any scheduler class, for DDIM steps."""
+    clips = config.get("clip_sample", False)  # latents have no bounds, but DDIMScheduler clips by default
     scheduler = diffusers().DDIMScheduler.from_config(config, clip_sample=clips)
     if scheduler.config.thresholding:
-        raise ConfigError("the model's scheduler clips by dynamic thresholding, which DDPO's steps do not know")
+        raise ConfigError(
+            "the model's scheduler uses dynamic thresholding, which ddpo does not support; set thresholding to "
+            "false in its configuration"
+        )
     try:
         scheduler.set_timesteps(steps)
     except ValueError as error:
@@ -132,12 +135,12 @@ def scheduled_noise(config: Mapping[str, Any], steps: int) -> Noise:
 
 
 def fits(tokenizer: Any, prompt: str) -> bool:
-    """Whether a prompt has no more tokens than the text encoder reads."""
+    """Return whether a prompt has at most as many tokens as the text encoder accepts."""
     return len(tokenizer(prompt).input_ids) <= int(tokenizer.model_max_length)
 
 
 def load_part(name: str, path: str, kwargs: Mapping[str, Any]) -> Any:
-    """The tokenizer, or the scheduler's configuration, of the pipeline at ``path``: light enough for the door."""
+    """Return the tokenizer or the scheduler's configuration of the pipeline at ``path``, without loading weights."""
     library = diffusers()
     keys = ("revision", "token", "cache_dir", "variant")
     known = {key: value for key, value in kwargs.items() if key in keys}
@@ -152,7 +155,7 @@ def load_part(name: str, path: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def load_latent(path: str, dtype: torch.dtype, kwargs: Mapping[str, Any]) -> LatentPipeline:
-    """The pipeline at ``path``, a directory or a hub id, without what filters or describes images."""
+    """Return the pipeline at ``path``, a directory or a hub id, without safety checker and feature extractor."""
     library = diffusers()
     unused = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     try:
@@ -165,7 +168,7 @@ def load_latent(path: str, dtype: torch.dtype, kwargs: Mapping[str, Any]) -> Lat
 
 @contextmanager
 def _quiet(library: ModuleType) -> Iterator[None]:
-    """Within, neither diffusers nor transformers draws bars of its own."""
+    """Disable the progress bars of diffusers and transformers within the context."""
     from transformers.utils import logging as others
 
     own, shown = library.utils.logging, others.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""What DDPO needs of an image model: one face for pixels and latents, and the policy over it."""
+"""The interface of image models, in pixels or in latents, and the policy that samples from them."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from trainkit_ddpo.ddim import Noise, Steps, ddim_mean, gaussian_logprob
 
 
 class ImagePipeline(nn.Module, ABC):
-    """From prompts to images, by denoising: derive from it to train a model of another kind.
+    """A model that makes images from prompts by denoising. Subclass it to train another kind of model.
 
-    ``network`` is what is trained; everything else that has weights is frozen.
+    ``network`` is trained; all other modules are frozen.
     """
 
     network: nn.Module
     config: Any
-    """What it was made from."""
+    """The configuration that the model was made from."""
     shape: tuple[int, int, int]
-    """Shape [C, h, w] of what is denoised: pixels, or their latents."""
+    """Shape [C, h, w] of what is denoised: pixels or latents."""
 
     @abstractmethod
     def noise(self, steps: int) -> Noise:
-        """How it was trained to see noise, and which of the noise levels ``steps`` denoising steps visit."""
+        """Return the noise schedule of the model's training, with the timesteps of ``steps`` denoising steps."""
 
     def check(self, prompt: str, what: str) -> None:
-        """Raise a `DataError` unless ``prompt`` is one that the model knows; ``what`` names it."""
+        """Raise a `DataError` if the model does not accept ``prompt``; ``what`` names the prompt in the message."""
 
     def fits(self, prompt: str) -> bool:
-        """Whether ``prompt`` is encoded whole."""
+        """Return whether ``prompt`` is encoded without truncation."""
         return True
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Tensor:
-        """What the network reads of each prompt [B, *]; an empty one stands for no prompt at all."""
+        """Return the conditioning input of the network for each prompt [B, *]; an empty prompt means unconditional."""
 
     @abstractmethod
     def predict(self, latents: Tensor, timesteps: Tensor, condition: Tensor) -> Tensor:
-        """The network's prediction. [B, C, h, w], [B], [B, *] -> [B, C, h, w]."""
+        """Return the network's prediction. [B, C, h, w], [B], [B, *] -> [B, C, h, w]."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Images with values from 0 to 1. [B, C, h, w] -> [B, 1 or 3, H, W]."""
+        """Return images with values from 0 to 1. [B, C, h, w] -> [B, 1 or 3, H, W]."""
 
     @abstractmethod
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write everything that loading it again takes; an adapter is merged into the weights."""
+        """Write all files that are needed to load the model again; an adapter is merged into the weights."""
 
     def card(self) -> dict[str, str]:
-        """What a model card says of how it is loaded: ``library_name`` on the hub, code for ``loading``."""
+        """Return entries of the model card: ``library_name`` on the hub, and code for ``loading`` the model."""
         return {}
 
     def prepare(self, dtype: torch.dtype | None) -> Self:
-        """Freeze all but the network, and hold what is frozen for good in ``dtype`` where that is given."""
+        """Freeze everything but the network, and convert what is frozen to ``dtype`` if it is given."""
         for child in self._frozen():
             child.requires_grad_(False)
             if dtype is not None:
@@ -66,7 +66,7 @@ class ImagePipeline(nn.Module, ABC):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Set the network's mode; what is frozen is never in training."""
+        """Set the network's mode; frozen modules stay in evaluation mode."""
         super().train(mode)
         for child in self._frozen():
             child.eval()
@@ -77,13 +77,13 @@ class ImagePipeline(nn.Module, ABC):
 
 
 class DiffusionPolicy(nn.Module):
-    """Where each denoising step is centred: the network under classifier-free guidance, through one DDIM step.
+    """The mean of each denoising step: the network's prediction with classifier-free guidance, and one DDIM step.
 
     Args:
         pipeline: the image model.
         steps: the denoising steps.
-        guidance_scale: g in ε̂ = ε̂(negative) + g (ε̂(prompt) − ε̂(negative)); 1 is ε̂(prompt) alone.
-        negative_prompt: what to lead away from.
+        guidance_scale: g in ε̂ = ε̂(negative) + g (ε̂(prompt) − ε̂(negative)); with 1, ε̂(prompt) alone is used.
+        negative_prompt: the negative prompt of guidance.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class DiffusionPolicy(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The module that is trained."""
         return self.pipeline.network
 
     def forward(self, latents: Tensor, steps: Tensor, condition: Tensor) -> Tensor:
-        """μ of the denoising steps with these indices, in float32. [B, C, h, w], [B], [B, *] -> [B, C, h, w]."""
+        """Return μ of the steps with these indices, in float32. [B, C, h, w], [B], [B, *] -> [B, C, h, w]."""
         predicted = self._guided(latents, self.timesteps[steps], condition)
         at = (self.alphas[steps], self.previous[steps], self.sigmas[steps])
         return ddim_mean(latents, predicted, *at, prediction=self.prediction, clip=self.clip)
@@ -121,29 +121,30 @@ class DiffusionPolicy(nn.Module):
         return away + self.guidance_scale * (towards - away)
 
     def _led_away_from(self) -> Tensor:
-        """The negative prompt, encoded once: what encodes it is frozen. [1, *]."""
+        """Return the encoded negative prompt [1, *]. It is encoded once, because the encoder is frozen."""
         if self._negative is None:
             with torch.no_grad():
                 self._negative = self.pipeline.encode([self.negative_prompt])
         return self._negative
 
     def logprobs(self, mean: Tensor, latents: Tensor, steps: Tensor) -> Tensor:
-        """The log-probabilities of ``latents`` under steps that are centred at ``mean``. [B, *] ×2, [B] -> [B]."""
+        """Return the log-probabilities of ``latents`` under steps with mean ``mean``. [B, *] ×2, [B] -> [B]."""
         return gaussian_logprob(latents, mean, self.sigmas[steps])
 
     @torch.no_grad()
     def sample(self, condition: Tensor, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Latents after each of S steps, and the log-probabilities of the steps, 0 where one draws nothing.
+        """Sample the latents of S steps, and return them with the log-probabilities of the steps.
 
-        The chain goes on from what is kept, rounded to ``dtype``, and so do the log-probabilities speak of it (S-50).
+        Each step starts from the stored latents, rounded to ``dtype``, and the log-probabilities are those of the
+        stored latents (S-50). A step that adds no noise has log-probability 0.
 
         Args:
-            condition: what `ImagePipeline.encode` gave [B, *].
-            noise: standard normal: where the chain begins, and what each step adds [B, S + 1, C, h, w].
-            dtype: what latents are kept in.
+            condition: the output of `ImagePipeline.encode` [B, *].
+            noise: standard normal noise [B, S + 1, C, h, w]: the initial latents, then the noise of each step.
+            dtype: dtype in which latents are stored.
 
         Returns:
-            [B, S + 1, C, h, w] in ``dtype``, and [B, S] in float32.
+            The latents [B, S + 1, C, h, w] in ``dtype``, and the log-probabilities [B, S] in float32.
         """
         latents = [noise[:, 0].to(dtype)]
         logprobs = []

@@ -1,4 +1,4 @@
-"""A small diffusion model in pixels: a UNet that knows its prompts by number. Needs torch alone."""
+"""A small diffusion model in pixels: a UNet conditioned on the index of a prompt. Needs only torch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from trainkit_ddpo.pipeline import ImagePipeline
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DROPPED = 0.1
-"""Share of the prompts that are left out when learning to denoise, for guidance (Ho and Salimans 2022)."""
+"""Share of the prompts that are dropped in denoising training, for guidance (Ho and Salimans 2022)."""
 
 
 class PixelConfig(BaseModel):
-    """The fields that ``model.model_path`` takes for a model in pixels with random weights."""
+    """The fields that ``model.model_path`` accepts for a model in pixels with random weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     model_type: Literal["pixel_unet"] = "pixel_unet"
-    """What tells it from other models."""
+    """Identifies this kind of model."""
     image_size: int = Field(8, ge=2)
-    """Height and width; a multiple of 2 ** (levels − 1)."""
+    """Height and width in pixels; a multiple of 2 ** (levels − 1)."""
     channels: Literal[1, 3] = 1
     """1: grey; 3: red, green, blue."""
     width: int = Field(32, ge=4, multiple_of=4)
-    """Channels of the first level; every further one has twice as many."""
+    """Channels of the first level; each further level has twice as many."""
     levels: int = Field(2, ge=1)
-    """Resolutions, each half of the one before; attention is at the last."""
+    """Number of resolutions, each half of the one before; the last one has attention."""
     prompts: list[str] = []
-    """The prompts it knows. None: it is not conditioned, and any prompt will do."""
+    """The prompts that the model accepts. Empty: the model is unconditional and accepts any prompt."""
     train_timesteps: int = Field(1000, ge=2)
-    """T of the cosine schedule of noise (Nichol and Dhariwal 2021)."""
+    """T of the cosine noise schedule (Nichol and Dhariwal 2021)."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -60,15 +60,19 @@ class PixelPipeline(ImagePipeline):
             self.config = config if isinstance(config, PixelConfig) else PixelConfig(**config)
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
-            raise ConfigError(f"the fields of a pixel_unet do not fit: {faults}") from error
+            raise ConfigError(f"the fields of a pixel_unet are not valid: {faults}") from error
         self.shape = (self.config.channels, self.config.image_size, self.config.image_size)
         self.network = UNet(self.config)
 
     def noise(self, steps: int) -> Noise:
-        """Steps evenly spaced down to the image itself, which the last of them computes without drawing."""
+        """Return the cosine schedule with evenly spaced steps; the last step adds no noise.
+
+        Raises:
+            ConfigError: ``steps`` is not between 1 and `train_timesteps`.
+        """
         total = self.config.train_timesteps
         if not 1 <= steps <= total:
-            raise ConfigError(f"method.num_steps is {steps}, and the model was made for 1 to {total} steps")
+            raise ConfigError(f"method.num_steps is {steps}; this model supports 1 to {total}; choose one of them")
         timesteps = (steps - torch.arange(steps)) * (total // steps) - 1
         return Noise(self._alphas(), timesteps, prediction="v_prediction", clip=1.0)
 
@@ -80,32 +84,32 @@ class PixelPipeline(ImagePipeline):
         return (1 - betas).cumprod(0)
 
     def check(self, prompt: str, what: str) -> None:
-        """Raise a `DataError` for a prompt that it was not made for."""
+        """Raise a `DataError` if the prompt is not one of the model's prompts."""
         known = self.config.prompts
         if prompt and known and prompt not in known:
             listed = ", ".join(map(repr, known[:20])) + (", …" if len(known) > 20 else "")
             raise DataError(f"{what} is {describe(prompt)}, and the model knows {listed}; give one of these")
 
     def encode(self, prompts: Sequence[str]) -> Tensor:
-        """The prompts' numbers [B]; one more than there are stands for none."""
+        """Return the index of each prompt [B]; the index after the last prompt means unconditional."""
         known = {prompt: index for index, prompt in enumerate(self.config.prompts)}
         none = len(known)
         ids = [known.get(prompt, none) for prompt in prompts]
         return torch.tensor(ids, device=next(self.parameters()).device)
 
     def predict(self, latents: Tensor, timesteps: Tensor, condition: Tensor) -> Tensor:
-        """v̂. [B, C, h, w], [B], [B] -> [B, C, h, w]."""
+        """Return the predicted velocity v̂. [B, C, h, w], [B], [B] -> [B, C, h, w]."""
         return cast(Tensor, self.network(latents.to(next(self.parameters()).dtype), timesteps, condition))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels from [−1, 1] to [0, 1]."""
+        """Rescale pixels from [−1, 1] to [0, 1]. [B, C, h, w]."""
         return (latents.float() / 2 + 0.5).clamp(0, 1)
 
     def denoising_loss(self, images: Tensor, prompts: Sequence[str], generator: torch.Generator) -> Tensor:
-        """mean (v̂ − v)², v = √ᾱ ε − √(1 − ᾱ) x₀, at times drawn evenly: how the model is made from images. -> [].
+        """Return the training loss of the model on images, mean (v̂ − v)², v = √ᾱ ε − √(1 − ᾱ) x₀. -> [].
 
-        Images are [B, C, h, w] with values from 0 to 1; a tenth of their prompts is left out. Sources: Ho et al.
-        2020, equation 14; Salimans and Ho 2022, appendix D.
+        Images are [B, C, h, w] with values from 0 to 1. Timesteps are sampled uniformly, and a tenth of the prompts is
+        dropped. Sources: Ho et al. 2020, equation 14; Salimans and Ho 2022, appendix D.
         """
         count, device = len(images), images.device
         timesteps = torch.randint(self.config.train_timesteps, (count,), generator=generator, device=device)
@@ -126,22 +130,22 @@ class PixelPipeline(ImagePipeline):
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / WEIGHTS)
 
     def card(self) -> dict[str, str]:
-        """It is loaded by this plugin."""
+        """Return the entries of the model card: the model is loaded with this plugin."""
         code = "from trainkit_ddpo import PixelPipeline\n\npipeline = PixelPipeline.from_pretrained(directory)"
         return {"loading": code}
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """What `save_pretrained` wrote.
+        """Load a model that `save_pretrained` wrote.
 
         Raises:
-            ConfigError: it is not there, or not whole.
+            ConfigError: a file of the model is missing or cannot be read.
         """
         try:
             made = cls(json.loads((Path(directory) / CONFIG).read_text(encoding="utf-8")))
             made.network.load_state_dict(load_file(Path(directory) / WEIGHTS))
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{directory} holds no model in pixels that can be read: {error}") from error
+            raise ConfigError(f"cannot load a model in pixels from {directory}: {error}") from error
         return made
 
 
@@ -149,7 +153,7 @@ class PixelPipeline(ImagePipeline):
 
 
 class UNet(nn.Module):
-    """v̂(x, t, prompt): residual blocks down and up again, with attention where the image is smallest."""
+    """v̂(x, t, prompt): residual blocks down and up again, with attention at the lowest resolution."""
 
     def __init__(self, config: PixelConfig) -> None:
         super().__init__()
@@ -165,7 +169,7 @@ class UNet(nn.Module):
         self.last = nn.Sequential(_norm(widths[0]), nn.SiLU(), nn.Conv2d(widths[0], config.channels, 3, padding=1))
 
     def forward(self, x: Tensor, timesteps: Tensor, prompts: Tensor) -> Tensor:
-        """[B, C, h, w], [B], [B] -> [B, C, h, w]."""
+        """Return the predicted velocity. [B, C, h, w], [B], [B] -> [B, C, h, w]."""
         times = sinusoids(timesteps, self.time[0].in_features).to(x.dtype)
         about = self.time(times) + self.prompt(prompts)
         x = self.first(x)
@@ -182,7 +186,7 @@ class UNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + two convolutions; what is known of time and prompt scales and shifts what stands between them."""
+    """x + two convolutions; between them, the embedding of time and prompt scales and shifts the features."""
 
     def __init__(self, inputs: int, outputs: int, embedding: int) -> None:
         super().__init__()
@@ -192,14 +196,14 @@ class Residual(nn.Module):
         self.skip = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor, about: Tensor) -> Tensor:
-        """[B, C, h, w], [B, D] -> [B, C', h, w]."""
+        """Apply the block. [B, C, h, w], [B, D] -> [B, C', h, w]."""
         scale, shift = self.about(about)[:, :, None, None].chunk(2, 1)
-        inner = self.norm(self.one(x)) * (1 + scale) + shift  # after the norm, which would take a shift back
+        inner = self.norm(self.one(x)) * (1 + scale) + shift  # after the norm, which would undo a shift
         return cast(Tensor, self.skip(x) + self.two(inner))
 
 
 class Attention(nn.Module):
-    """x + self-attention over places; its layers are named as diffusers names them, and so found by adapters."""
+    """x + self-attention over positions. The layers have diffusers' names, so that adapters find them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -208,14 +212,14 @@ class Attention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, C, h, w]."""
+        """Apply the block. [B, C, h, w] -> [B, C, h, w]."""
         places = self.norm(x).flatten(2).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(self.to_q(places), self.to_k(places), self.to_v(places))
         return x + cast(Tensor, self.to_out(mixed)).transpose(1, 2).reshape(x.shape)
 
 
 def sinusoids(timesteps: Tensor, width: int) -> Tensor:
-    """Sines and cosines of the times, at frequencies from 1 down to 1/10000. [B] -> [B, D]."""
+    """Return sines and cosines of the timesteps, at frequencies from 1 down to 1/10000. [B] -> [B, D]."""
     half = width // 2
     rates = torch.exp(-math.log(10_000) * torch.arange(half, device=timesteps.device) / half)
     angles = timesteps.float().unsqueeze(1) * rates

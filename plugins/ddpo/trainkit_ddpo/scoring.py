@@ -1,4 +1,4 @@
-"""The reward function of images: called in place or in threads, and awaited in order where it promises its numbers."""
+"""Calling the reward function of images: directly or in threads, waiting for futures and coroutines in order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CONTRACT = (
 
 
 class RewardCaller:
-    """``reward_fn(images=, prompts=, **columns)`` on one batch of images after another.
+    """A caller of ``reward_fn(images=, prompts=, **columns)`` on batches of images.
 
     Args:
-        reward_fn: returns numbers, or promises of them: `concurrent.futures.Future`, or a coroutine, which runs on an
-            event loop in a thread of its own.
-        workers: threads that call it. 0: it is called in place.
+        reward_fn: returns numbers, `concurrent.futures.Future` objects, or a coroutine, which runs in an event loop
+            in a separate thread.
+        workers: number of threads that call it. 0: it is called in the main thread.
     """
 
     def __init__(self, reward_fn: RewardFn, workers: int = 0) -> None:
@@ -45,10 +45,10 @@ class RewardCaller:
         return loop
 
     def submit(self, rollouts: ImageRollouts) -> Callable[[], Tensor]:
-        """Begin scoring; what is returned waits for the scores [B], float32 on the CPU.
+        """Start scoring, and return a function that waits for the scores [B], float32 on the CPU.
 
         Raises:
-            RewardError: at once, or when waited for: the function raised, or returned something else.
+            RewardError: the reward function raised, or returned something else; here or in the returned function.
         """
         promised = self._pool.submit(self._in_thread, rollouts) if self.workers else self._begin(rollouts)
         return partial(self._settle, promised, rollouts)

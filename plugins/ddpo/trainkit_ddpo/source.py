@@ -1,4 +1,4 @@
-"""From what a configuration names, or a user gives, to an image model: first what the door needs, then its weights."""
+"""Image models from a configuration or a live object: first what checks need, then the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit_ddpo.pixel import CONFIG, PixelConfig, PixelPipeline
 
 @dataclass(frozen=True)
 class Source:
-    """An image model before its weights are there."""
+    """An image model before its weights are loaded."""
 
     noise: Callable[[int], Noise]
     """As `ImagePipeline.noise`."""
@@ -28,15 +28,15 @@ class Source:
     fits: Callable[[str], bool]
     """As `ImagePipeline.fits`."""
     load: Callable[[], ImagePipeline]
-    """The model with its weights, drawn from torch's global generator where they are random."""
+    """Loads the model with its weights; random weights are drawn from torch's global generator."""
 
 
 def open_source(config: Any, live: Any = None) -> Source:
-    """What the section ``model`` names, or the live object.
+    """Return the source of the model that the section ``model`` names, or of the live object.
 
     Raises:
-        ConfigError: nothing is named, or it is no image model that can be trained here.
-        PluginError: it needs diffusers, which cannot be imported.
+        ConfigError: no model is given, or it is not an image model that ddpo can train.
+        PluginError: the model needs diffusers, and diffusers cannot be imported.
     """
     dtype = getattr(torch, config.dtype)
     if live is not None:
@@ -44,12 +44,12 @@ def open_source(config: Any, live: Any = None) -> Source:
         return Source(pipeline.noise, pipeline.check, pipeline.fits, lambda: pipeline)
     path = config.model_path
     if path is None:
-        raise ConfigError("no model is given; set model.model_path to an image model, or pass one")
+        raise ConfigError("no model is given; set model.model_path to an image model, or pass a live one")
     fields = _pixel_fields(path)
     if fields is None:
         return _latent(path, dtype, config.kwargs)
     if config.kwargs:
-        raise ConfigError(f"model.kwargs is {config.kwargs}, which models in pixels have no use for; leave it out")
+        raise ConfigError(f"model.kwargs is {config.kwargs}, and models in pixels take none; leave it out")
     return _pixel(fields, path, dtype)
 
 
@@ -65,12 +65,12 @@ def _as_pipeline(live: Any) -> ImagePipeline:
 
 
 def _pixel_fields(path: Any) -> dict[str, Any] | None:
-    """The fields of a model in pixels; None if ``path`` names another."""
+    """Return the fields of a model in pixels, or None if ``path`` names another kind of model."""
     if not isinstance(path, str):
         if path.get("model_type") != "pixel_unet":
             raise ConfigError(
-                f"model.model_path has the model_type {path.get('model_type')!r}; ddpo makes random weights of "
-                "'pixel_unet' only. Models in latents are given by a hub id or directory, or live"
+                f"model.model_path has the model_type {path.get('model_type')!r}; ddpo makes random weights only for "
+                "'pixel_unet'. Give a model in latents as a hub id, a directory or a live pipeline"
             )
         return dict(path)
     file = Path(path) / CONFIG
@@ -95,7 +95,7 @@ def _latent(path: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> Source:
     scheduler, tokenizer = load_part("scheduler", path, kwargs), load_part("tokenizer", path, kwargs)
 
     def known(prompt: str, what: str) -> None:
-        """Any text is."""
+        """Accept any prompt."""
 
     return Source(
         lambda steps: scheduled_noise(scheduler, steps),

@@ -1,4 +1,4 @@
-"""The trainer: prompts to images and their rewards, and (image, step) rows to the clipped surrogate."""
+"""The trainer of DDPO: samples images, scores them, and trains on (image, step) rows with the clipped surrogate."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ USED = {
     "model": ("model_path", "dtype", "peft_config", "disable_dropout", "kwargs"),
     "tokenizer": (),
 }
-"""Settings of the shared sections that mean something here; of the others only the default is allowed."""
+"""Settings of the shared sections that DDPO uses; the other settings of these sections must have their defaults."""
 
 
 class DDPOConfig(MethodConfig):
-    """The numbers of DDPO; defaults are those of Black et al. 2023, appendix D, and of TRL's trainer."""
+    """Settings of DDPO. The defaults are those of Black et al. 2023, appendix D, and of TRL's trainer."""
 
     section_defaults: ClassVar[dict[str, Any]] = {
         "optimizer": {"lr": 1e-5, "weight_decay": 1e-4},
@@ -54,112 +54,113 @@ class DDPOConfig(MethodConfig):
     num_steps: int = Field(50, ge=1)
     """S: denoising steps from noise to an image."""
     eta: float = Field(1.0, gt=0, le=1)
-    """η: how much noise a step adds; 1 is as much as DDPM's. At 0 a step would decide nothing."""
+    """η: scale of the noise that a step adds; 1 adds as much as DDPM. It must be above 0, because a deterministic step
+    cannot be trained."""
     guidance_scale: float = Field(5.0, ge=1)
-    """Classifier-free guidance, the same in sampling and training; 1 is off, and half the work."""
+    """g: scale of classifier-free guidance, in sampling and training; 1 turns it off, which halves the computation."""
     negative_prompt: str = ""
-    """What guidance leads away from; empty: from no prompt."""
+    """The negative prompt of guidance; empty: the unconditional prediction."""
     ddpo_epochs: int = Field(1, ge=1)
     """Passes over each collection."""
     cliprange: float = Field(1e-4, gt=0)
-    """ε of the surrogate, for ratios of mean log-probabilities over a latent's dimensions."""
+    """ε of the surrogate, for ratios of log-probabilities that are means over the dimensions of a latent."""
     adv_clip_max: float = Field(5.0, gt=0)
-    """Advantages are clipped to ± this."""
+    """Advantages are clipped to ± this value."""
     timestep_fraction: float = Field(1.0, gt=0, le=1)
-    """The share of an image's steps that are trained on, drawn anew for each image."""
+    """Share of an image's steps that are trained on, sampled separately for each image."""
     buffer_size: int = Field(16, ge=0)
-    """Rewards that are remembered of each prompt, whose mean and deviation make its advantages. 0: those of the
-    collection do, for all prompts alike."""
+    """Latest rewards stored per prompt; their mean and deviation standardise its rewards. 0: the mean and deviation of
+    the collection are used for all prompts."""
     min_count: int = Field(16, ge=1)
     """Rewards that a prompt needs before its own mean and deviation are used instead of the collection's; at most
     ``buffer_size``, unless that is 0."""
     reward_workers: int = Field(0, ge=0)
-    """Threads that call the reward function while further images are made. 0: it is called in between."""
+    """Threads that call the reward function while further images are sampled. 0: it is called between batches."""
 
     @model_validator(mode="after")
     def _remembers_enough(self) -> Self:
         if 0 < self.buffer_size < self.min_count:
             raise ValueError(
-                f"buffer_size {self.buffer_size} remembers fewer rewards of a prompt than its min_count of "
-                f"{self.min_count}, so none would ever have moments of its own; lower min_count to buffer_size or "
-                "less, or set buffer_size to 0 for the collection's moments"
+                f"buffer_size {self.buffer_size} is below min_count {self.min_count}, so no prompt would ever use its "
+                "own mean and deviation; lower min_count to buffer_size or less, or set buffer_size to 0 to use those "
+                "of the collection"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Trajectories(Batch):
-    """How images came to be, one row each, until the rewards of the collection are known."""
+    """Sampled denoising trajectories, one row per image, before the rewards of the collection are known."""
 
     latents: Tensor
-    """[B, S + 1, C, h, w], from noise to image, as they are kept."""
+    """Latents from noise to image [B, S + 1, C, h, w], in the dtype they are stored in."""
     logprobs: Tensor
-    """Of each step [B, S]."""
+    """Log-probability of each step [B, S]."""
     condition: Tensor
-    """What the network read of the prompt [B, *]."""
+    """Conditioning input of the network [B, *]."""
 
 
 @dataclass(frozen=True)
 class Conditions(Batch):
-    """What the network reads of each row's prompt, kept once for each image however many rows it gives."""
+    """Conditioning input of each row, stored once per image."""
 
     image: Tensor
-    """Whose is read, by its place in ``kept`` [B]."""
+    """Index into ``kept`` of the image of each row [B]."""
     kept: Tensor
-    """Of each image, not of each row [N, *]."""
+    """Conditioning input of each image [N, *]."""
 
     @property
     def rows(self) -> Tensor:
-        """Of each row [B, *]."""
+        """Conditioning input of each row [B, *]."""
         return self.kept[self.image]
 
     def take(self, rows: Tensor) -> Self:
-        """The rows at the indices ``rows``, without images that none of them is of."""
+        """Return the rows at the indices ``rows``, without the images that they do not use."""
         used, image = self.image[rows.to(self.image.device)].unique(return_inverse=True)
         return type(self)(image, self.kept[used])
 
     @classmethod
     def cat(cls, batches: Sequence[Self]) -> Self:
-        """All rows of ``batches``, with the images of all."""
+        """Concatenate the rows and the images of ``batches``."""
         starts = accumulate((len(batch.kept) for batch in batches), initial=0)
         image = torch.cat([batch.image + start for batch, start in zip(batches, starts, strict=False)])
         return cls(image, torch.cat([batch.kept for batch in batches]))
 
     def flatten(self, prefix: str = "") -> dict[str, Tensor]:
-        """What each row reads, under the name of the field."""
+        """Return the conditioning input of each row under the name of the field."""
         return {prefix.removesuffix("."): self.rows}
 
 
 @dataclass(frozen=True)
 class DDPOBatch(Batch):
-    """Denoising steps, one row each, whatever image they are of."""
+    """Denoising steps of images, one row per (image, step)."""
 
     latents: Tensor
-    """Before the step [B, C, h, w]."""
+    """Latents before the step [B, C, h, w]."""
     next_latents: Tensor
-    """After it."""
+    """Latents after the step [B, C, h, w]."""
     steps: Tensor
-    """Which step it is, from 0 [B]."""
+    """Index of the step, from 0 [B]."""
     old_logprobs: Tensor
     advantages: Tensor
     condition: Conditions
 
     @property
     def lengths(self) -> Tensor:
-        """Places of a latent, by which micro-batches are made as large as the device likes."""
+        """Number of positions of a latent, which determines the size of micro-batches [B]."""
         return torch.full((len(self),), self.latents[0, 0].numel())
 
 
 @register_trainer("ddpo")
 class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
-    """loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows, ρ of one step's log-probability."""
+    """Trainer of DDPO: loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
 
     def __init__(self, config: TRLConfig[DDPOConfig], **kwargs: Any) -> None:
         text = [name for name in ("tokenizer", "logit_mask", "stop_sequences") if kwargs.pop(name, None) is not None]
         if text:
-            raise ConfigError(f"ddpo makes images, and {text[0]} is about text; leave it out")
+            raise ConfigError(f"{text[0]} applies to text, and ddpo makes images; leave it out")
         _refuse_unused(config)
         check_adapter_dropout(config.model)
         super().__init__(config, **kwargs)
@@ -167,8 +168,8 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         self.denoising: Steps = self.source.noise(self.method.num_steps).steps(self.method.eta)
         if not len(self.denoising.trained):
             raise ConfigError(
-                f"method.num_steps is {self.method.num_steps}, and none of the model's steps adds noise, so there is "
-                "nothing to reinforce; give more steps"
+                f"method.num_steps is {self.method.num_steps}, and none of these steps adds noise, so no step can be "
+                "trained; give more steps"
             )
         self.source.check(self.method.negative_prompt, "method.negative_prompt")
         self.tracker = PerPromptStatTracker(self.method.buffer_size, self.method.min_count)
@@ -177,7 +178,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     # -------------------------------------------------------------------------------------------------- the model
 
     def get_arch(self, config: TRLConfig[DDPOConfig]) -> DiffusionPolicy:
-        """The image model, its network trainable or adapted, everything else frozen."""
+        """Return the policy over the image model: its network trainable or with an adapter, everything else frozen."""
         half = HALF.get(config.train.mixed_precision)
         pipeline = self.source.load().prepare(half)
         network = pipeline.network
@@ -187,7 +188,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
             add_adapter(network, config.model.peft_config)
         elif not any(parameter.requires_grad for parameter in network.parameters()):
             raise ConfigError(
-                "nothing in the live model's network is trainable; unfreeze something, or give an adapter"
+                "no parameter of the live model's network is trainable; unfreeze parameters, or set model.peft_config"
             )
         if config.model.disable_dropout:
             disable_dropout(network)
@@ -204,45 +205,56 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         self.unwrapped.pipeline.save_pretrained(building)
 
     def model_card(self) -> dict[str, str]:
-        """What the image model says of itself."""
+        """Return the entries of the model card, with those of the image model."""
         return {"pipeline_tag": "text-to-image", **self.unwrapped.pipeline.card()}
 
     # ---------------------------------------------------------------------------------------------------- the data
 
     @property
     def passes(self) -> int:
-        """DDPO's epochs; TRL calls them inner ones."""
+        """Passes over each collection: `ddpo_epochs`, TRL's inner epochs."""
         return self.method.ddpo_epochs
 
     @property
     def steps_per_image(self) -> int:
-        """Rows of experience that an image gives."""
+        """Number of (image, step) rows per image."""
         return max(round(len(self.denoising.trained) * self.method.timestep_fraction), 1)
 
     @property
     def experience_rows(self) -> int:
-        """(image, step) rows that one collection makes, all processes together."""
+        """Number of (image, step) rows of one collection, on all processes together."""
         return super().experience_rows * self.steps_per_image
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """The prompts that the model knows, and that are encoded whole or may be cut at their end."""
+        """Return the prompts; if one is too long, raise, truncate or drop it as `rollout.overlong_prompts` says.
+
+        Raises:
+            DataError: a prompt is not text, not one of the model's prompts or too long; or no prompt is left.
+        """
         overlong = self.config.rollout.overlong_prompts
         for index, row in enumerate(rows):
             if not isinstance(row["prompt"], str):
-                raise DataError(f"prompt {index} is a conversation, and images are made from text; give a string")
+                raise DataError(f"prompt {index} is a conversation, and ddpo needs text; give a string")
             self.source.check(row["prompt"], f"prompt {index}")
         long = [index for index, row in enumerate(rows) if not self.source.fits(row["prompt"])]
         if long and overlong == "error":
             raise DataError(
-                f"prompt {long[0]} has more tokens than the text encoder reads; shorten it, or set "
+                f"prompt {long[0]} has more tokens than the text encoder accepts; shorten it, or set "
                 "rollout.overlong_prompts to 'truncate' or 'drop'"
             )
         if long:
-            verb = "dropped" if overlong == "drop" else "cut"
-            log.warning("%d of %d prompts were %s: the text encoder reads fewer tokens", len(long), len(rows), verb)
+            verb = "dropped" if overlong == "drop" else "truncated"
+            log.warning(
+                "%d of %d prompts were %s: they have more tokens than the text encoder accepts",
+                len(long),
+                len(rows),
+                verb,
+            )
         kept = [row for index, row in enumerate(rows) if overlong != "drop" or index not in set(long)]
         if not kept:
-            raise DataError(f"all {len(rows)} prompts have more tokens than the text encoder reads; none is left")
+            raise DataError(
+                f"all {len(rows)} prompts have more tokens than the text encoder accepts, so none is left; shorten them"
+            )
         return kept
 
     # ---------------------------------------------------------------------------------------------- the experience
@@ -253,7 +265,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         super().fill_store()
 
     def make_experience(self, rows: list[Row]) -> Trajectories:
-        """Images for ``rows``; their rewards are begun, and known when the collection is complete."""
+        """Return the trajectories of images for ``rows``, and start scoring them. [B, S + 1, C, h, w]."""
         at, rank = self.progress, self.accelerator.process_index
         seeds = row_seeds(rows, _as_ids(rows), "sample", at.collection, rank, seen=self._seen)
         rollouts, trajectories = self.draw(rows, seeds, "sample", rank, *self.next_draw())
@@ -263,17 +275,24 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     @cached_property
     def reward_caller(self) -> RewardCaller:
-        """What calls the reward function."""
-        assert self.reward_fn is not None, "train() and learn() see to it that an online trainer has a reward_fn"
+        """The caller of the reward function."""
+        assert self.reward_fn is not None, "train() and learn() ensure that an online trainer has a reward_fn"
         return RewardCaller(self.reward_fn, self.method.reward_workers)
 
     @torch.no_grad()
     def draw(
         self, rows: list[Row], seeds: Sequence[int | None], purpose: str, *keys: int
     ) -> tuple[ImageRollouts, Trajectories]:
-        """Images for ``rows``, and how they came to be; each follows from its own seed, or from purpose and keys."""
+        """Sample images for ``rows``, and return them with their trajectories.
+
+        Args:
+            rows: one per image, with its ``prompt``.
+            seeds: the seed of each image, or None.
+            purpose: with ``keys``, determines the seed of the images whose seed is None.
+            *keys: see ``purpose``.
+        """
         device, seed = self.accelerator.device, self.config.train.seed
-        self.policy  # noqa: B018  (the model is where accelerate has put it)
+        self.policy  # noqa: B018  (moves the model to accelerate's device)
         policy: DiffusionPolicy = self.unwrapped.eval()
         own = [derive_seed(seed, purpose, *keys, i) if s is None else s for i, s in enumerate(seeds)]
         shape = (self.method.num_steps + 1, *policy.pipeline.shape)
@@ -286,11 +305,11 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     @property
     def kept(self) -> torch.dtype:
-        """What latents are kept in: the precision that the network computes in."""
+        """The dtype that latents are stored in: that of the network's computation."""
         return HALF.get(self.config.train.mixed_precision, torch.float32)
 
     def prepare_experience(self, experience: Trajectories) -> DDPOBatch:
-        """Rewards to advantages, images to (image, step) rows."""
+        """Wait for the rewards, compute advantages, and return the images as (image, step) rows."""
         scores = [promised() for promised in self._promised]
         self._promised = []
         self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
@@ -310,7 +329,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         )
 
     def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
-        """Standardised rewards, over all processes; by prompt where a buffer is kept. [B] -> [B]."""
+        """Return rewards standardised over all processes, per prompt if `buffer_size` > 0. [B] -> [B]."""
         mine = list(zip(prompts, rewards.tolist(), strict=True))
         every = self.gather(mine)
         names, values = [name for name, _ in every], [value for _, value in every]
@@ -319,7 +338,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         return torch.tensor(found[start : start + len(mine)], dtype=torch.float32)
 
     def _trained_steps(self, count: int) -> Tensor:
-        """For each image some of its steps that draw something, none twice. -> [B, K]."""
+        """Choose for each image a random subset of its steps with σ > 0, without replacement. -> [B, K]."""
         trained, at = self.denoising.trained, self.progress
         draws = generator(self.config.train.seed, "timesteps", at.collection, self.accelerator.process_index)
         order = torch.rand((count, len(trained)), generator=draws).argsort(1)
@@ -328,7 +347,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     # ---------------------------------------------------------------------------------------------------- the loss
 
     def loss(self, batch: DDPOBatch) -> tuple[Tensor, Metrics]:
-        """Clipped surrogate, a mean over denoising steps. -> []."""
+        """Return the clipped surrogate, a mean over (image, step) rows. -> []."""
         mean = self.policy(batch.latents, batch.steps, batch.condition.rows)
         log_ratio = self.unwrapped.logprobs(mean, batch.next_latents, batch.steps) - batch.old_logprobs
         ratio, limit = log_ratio.exp(), self.method.cliprange
@@ -340,28 +359,28 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The rewards that are remembered of each prompt."""
+        """Return the stored rewards of each prompt."""
         return {"rewards": self.tracker.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them over."""
+        """Restore the stored rewards of each prompt."""
         self.tracker.load_state_dict(state["rewards"])
 
     # ---------------------------------------------------------------------------------------------------- the user
 
     def generate(self, prompts: Any) -> ImageRollouts:
-        """Images for prompts: strings, or dicts with a ``prompt``; for one or several. Training is not disturbed.
+        """Generate images for one or several prompts: strings, or dicts with a ``prompt``. Training is not affected.
 
-        Every call draws anew, but a prompt with a column ``seed`` gives the same image.
+        Every call gives other images, unless a prompt has a column ``seed``, which determines its image.
         """
         rows = self.read_prompts([prompts] if isinstance(prompts, str | Mapping) else prompts)
         if self.config.train.resume:
-            self.begin()  # what is drawn follows from where the resumed run stands
+            self.begin()  # the sampled images depend on the state of the resumed run
         key, self.progress.generated = self.progress.generated, self.progress.generated + 1
         return self.draw(rows, row_seeds(rows, _as_ids(rows), "generate"), "generate", key)[0]
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Images for the evaluation prompts, of the same noise each time, scored and measured."""
+        """Sample images for the evaluation prompts, from the same noise each time; return metrics and records."""
 
         def images(rows: list[Row], seeds: Sequence[int]) -> ImageRollouts:
             return self.draw(rows, seeds, "evaluate")[0]
@@ -370,7 +389,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     @classmethod
     def tiny_arguments(cls) -> dict[str, Any]:
-        """A UNet on images of 8 × 8, and a reward for bright ones."""
+        """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
         prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
         return {
             "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
@@ -386,17 +405,17 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
 
 def brightness(images: Tensor, **_: Any) -> Tensor:
-    """The mean of each image's values. [B, C, H, W] -> [B]."""
+    """Return the mean of each image's values. [B, C, H, W] -> [B]."""
     return images.flatten(1).mean(1)
 
 
 def _as_ids(rows: Sequence[Row]) -> list[list[int]]:
-    """Prompts as numbers, for seeds."""
+    """Return the bytes of each prompt, from which seeds are derived."""
     return [list(row["prompt"].encode()) for row in rows]
 
 
 def _refuse_unused(config: TRLConfig[Any]) -> None:
-    """Raise a `ConfigError` for settings of text."""
+    """Raise a `ConfigError` if a setting is given that applies only to text."""
     given = [
         f"{section}.{name}"
         for section, used in USED.items()
@@ -405,4 +424,4 @@ def _refuse_unused(config: TRLConfig[Any]) -> None:
     ]
     given += ["train.seq_length"] if config.train.seq_length is not None else []
     if given:
-        raise ConfigError(f"{', '.join(given)} is set, and ddpo makes images, for which it means nothing; leave it out")
+        raise ConfigError(f"{', '.join(given)} is set, but does not apply to images, which ddpo makes; leave it out")

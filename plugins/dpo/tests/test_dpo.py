@@ -405,6 +405,7 @@ def test_the_loss_of_best_of_k_is_the_likelihood_of_whole_responses(tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------- it learns
 
 
+@pytest.mark.slow
 @every_loss
 def test_it_learns_which_letter_is_preferred(changes: dict[str, Any], tmp_path: Path) -> None:
     """The policy's implicit rewards follow the preferences, and it says the preferred letter far above 1 in 8."""
@@ -446,6 +447,7 @@ def test_it_learns_a_bandit(name: str, tmp_path: Path) -> None:
     assert (worth / bandit.rewards.amax(1)).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_it_ends_where_dpo_says_on_a_bandit_whose_preferences_follow_bradley_and_terry(tmp_path: Path) -> None:
     """With pairs drawn at P(y ≻ y') = σ(r(y) − r(y')) the optimum is π* ∝ π_ref · exp(r / β)."""
     bandit = Bandit()

@@ -39,7 +39,7 @@ class ILQLConfig(MethodConfig):
     name: str = "ilql"
     """The registered name."""
     tau: float = Field(0.7, gt=0, lt=1)
-    """τ: expectile of Q that V is fitted to; 0.5 gives the mean over the actions in the data, values near 1 the maximum."""
+    """τ: expectile of Q that V is fitted to. 0.5 is the mean over the actions in the data; near 1 is their maximum."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per token."""
     cql_scale: float = Field(0.1, ge=0)

@@ -77,7 +77,8 @@ class PPOConfig(MethodConfig):
     cliprange_reward: float | None = Field(10.0, gt=0)
     """Scores are clipped to ± this, after scaling. None: not clipped."""
     missing_eos_penalty: float | None = Field(None, gt=0)
-    """Penalty subtracted from the score of a response truncated at the length limit, before scaling."""
+    """Penalty subtracted from the score of a response truncated at the length limit, before scaling. None: no
+    penalty."""
     bootstrap_truncated: bool = False
     """Whether V after the last token of a response truncated at the length limit is the critic's value instead of 0."""
     target_kl: float | None = Field(None, gt=0)

@@ -54,9 +54,10 @@ def select(scores: list[list[float]], percentiles: list[float]) -> list[list[boo
 
 
 def share(kept: list[tuple[str, str]], rank: int, world: int) -> list[tuple[str, str]]:
-    """Return every ``world``-th of the (prompt, response) pairs, from ``rank`` on; as many in every process.
+    """Return every ``world``-th of the (prompt, response) pairs, from ``rank`` on; equally many in every process.
 
-    Where the pairs are not a multiple of ``world``, a prompt without response fills up, which weighs nothing.
+    If their number is not a multiple of ``world``, prompts without a response are added, which have no weight in the
+    loss.
     """
     filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % world)]
     return filled[rank::world]
@@ -69,7 +70,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rft_k"
     remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
-    visits: dict[str, int]  # by prompt, as text of its ids: a visit is a step of its schedule
+    visits: dict[str, int]  # by prompt (its token ids as text); a visit is a step of the prompt's schedule
     pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
 
     @property
@@ -78,7 +79,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
 
     def make_experience(self, rows: list[Row]) -> RFTRows:
-        """Return scored responses to the prompts with a growth step, and the other prompts without responses. [B, T]."""
+        """Return scored responses to prompts at a growth step, and the other prompts without responses. [B, T]."""
         queries = [self.encode(row["prompt"]) for row in rows]
         grow = [self.visits.get(str(query), 0) % self.method.n_improve_steps == 0 for query in queries]
         rest = [query for query, now in zip(queries, grow, strict=True) if not now]

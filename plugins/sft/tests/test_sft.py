@@ -158,8 +158,8 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_their_samples(
 
 
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mamba": ("mamba", {"vocab_size": 50, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "changes the"),
-    "bloom": ("bloom", {"vocab_size": 50, "hidden_size": 32, "n_layer": 2, "n_head": 2}, "changes the states"),
+    "mamba": ("mamba", {"vocab_size": 50, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "change the"),
+    "bloom": ("bloom", {"vocab_size": 50, "hidden_size": 32, "n_layer": 2, "n_head": 2}, "change the states"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The checks of the kit, by what they are about; importing this registers them, in the order in which they run."""
+"""The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
 from trainkit.testing.checks import credit, door, exactness, observing, policy, resume, rows, runs, samplers
 

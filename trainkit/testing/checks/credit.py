@@ -1,4 +1,4 @@
-"""Checks about credit: what a score changes, where a gradient reaches, and that all of it leads where it should."""
+"""Checks of credit: what scores change, which parameters get a gradient, and that the algorithm learns."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from trainkit.trainer.base import BaseRLTrainer
 
 
 def rated(subject: Subject) -> bool:
-    """It learns from numbers that somebody gives responses or samples."""
+    """Return whether the subject learns from scores of responses or rewards of samples."""
     return subject.online or "rewards" in subject.trainer_class.inputs
 
 
 def scored(bench: Bench, scores: Sequence[Any]) -> Any:
-    """A trainer with one collection, whose responses or samples have these scores, and again from the first on."""
+    """Return a trainer with one collection, whose responses or samples have ``scores``, repeated as needed."""
     if bench.subject.online:
         return bench.collected(arguments={"reward_fn": rewarding(scores)})
     samples = bench.subject.trainer_class.tiny_arguments().get("samples", SAMPLES)
@@ -54,11 +54,11 @@ def scored(bench: Bench, scores: Sequence[Any]) -> Any:
 
 @check(where=samples_text)
 def credit_of_scores(bench: Bench) -> None:
-    """A higher score of a response gives its last token more credit, wherever the response stands in its group.
+    """Check that a higher score of a response gives its last token more credit, at any position in its group.
 
-    Credit is how much the loss wants a token to be likelier. A score that lands one token early or late, is cut to an
-    integer, or is given to a row that is not trained, leaves the last token's credit as it was (S-02, S-27, S-52,
-    S-58, S-66).
+    Credit is how much the loss increases a token's log-probability. A score that is placed one token early or late, is
+    truncated to an integer, or is given to a row that is not trained leaves the last token's credit unchanged (S-02,
+    S-27, S-52, S-58, S-66).
     """
     sampled = _sampled(bench)
     base = _fractions(len(sampled))
@@ -73,10 +73,10 @@ def credit_of_scores(bench: Bench) -> None:
 
 @check(where=samples_text)
 def credit_of_dense_rewards(bench: Bench) -> None:
-    """A score and the same reward for the last token are one; a higher reward for a token gives that token more credit.
+    """Check that a score is the same as a reward of the last token, and a token's reward raises its credit.
 
-    A reward function may give a list of numbers per response, and an algorithm that does not expect it reads numbers
-    of tokens as numbers of responses (S-15).
+    A reward function may return a list of numbers per response. An algorithm that does not expect this takes rewards of
+    tokens for scores of responses (S-15).
     """
     sampled = _sampled(bench)
     base = _fractions(len(sampled))
@@ -90,7 +90,7 @@ def credit_of_dense_rewards(bench: Bench) -> None:
     one, other = (scored(bench, scores).store.experience.flatten() for scores in (base, dense({})))
     require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
     for name, tensor in one.items():
-        require_close(tensor.float(), other[name].float(), f"{name} of scores, and of rewards for the last tokens,")
+        require_close(tensor.float(), other[name].float(), f"{name} of scores and of equal rewards for the last tokens")
     for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
         credits_: list[float] = []
         for reward in (-1.0, 1.0):
@@ -101,48 +101,48 @@ def credit_of_dense_rewards(bench: Bench) -> None:
 
 
 class _Made:
-    """Keeps the last collection."""
+    """An observer that keeps the last collection."""
 
     experience: Batch
 
     @hookimpl
     def on_experience(self, experience: Batch) -> None:
-        """Keep it."""
+        """Keep the experience."""
         self.experience = experience
 
 
 @check(where=samples_text)
 def given_responses(bench: Bench) -> None:
-    """Responses that the user scored make the same experience, given to `step`, as in a run, and are learnt from.
+    """Check that `step` makes the same experience from given responses and scores as a run, and learns from it.
 
-    Nobody knows then with which probabilities they were sampled: ``rollouts.logprobs`` and ``rollouts.entropy`` are
-    None, and `behaviour` says what the policy says of them.
+    The probabilities with which given responses were sampled are unknown: ``rollouts.logprobs`` and
+    ``rollouts.entropy`` are None, and `behaviour` computes them with the policy.
     """
     base = _fractions(len(_sampled(bench)))
     made = _Made()
     usual, trainer = scored(bench, base), bench.trainer(callbacks=[made])
     rollouts = Sequences.cat([part.sequences for part in usual._rollouts])
-    trainer.policy  # noqa: B018  (made, so that it can be seen to move)
+    trainer.policy  # noqa: B018  (made before its weights are copied)
     before = weights(trainer)
     trainer.step(rollouts.queries, rollouts.responses, base)
-    what = "experience of responses in a run, and of the same given to step()"
+    what = "experience of responses in a run and of the same responses given to step()"
     require_same_experience(usual.store.experience, made.experience, what)
     after = weights(trainer)
-    require(any(not torch.equal(before[name], after[name]) for name in before), "step() moves no weight")
+    require(any(not torch.equal(before[name], after[name]) for name in before), "step() changes no weight")
 
 
 def _sampled(bench: Bench) -> list[Ids]:
-    """The responses of the first collection, which are the same whatever scores they get."""
+    """Return the responses of the first collection, which do not depend on their scores."""
     return [ids for rollouts in bench.collected()._rollouts for ids in ids_of(rollouts.sequences)]
 
 
 def _fractions(count: int) -> list[float]:
-    """Scores between 0.1 and 0.9, of which no two that are close are equal."""
+    """Return scores between 0.1 and 0.9, of which no two neighbours are equal."""
     return [0.1 + 0.8 * (7 * index % 16) / 15 for index in range(count)]
 
 
 def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
-    """Responses that are told apart by their ids: at every place of a group one, the shortest and the longest."""
+    """Return indices of responses with unique ids: one per position in a group, the shortest and the longest."""
     size = bench.trainer().samples_per_prompt
     alone = [index for index, ids in enumerate(sampled) if sampled.count(ids) == 1]
     by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
@@ -155,16 +155,16 @@ def _require_rise(found: list[float], which: str, index: int, ids: Ids) -> None:
     low, high = found
     require(
         high - low > 1e-3 * max(abs(low), abs(high)),
-        f"the {which} token of response {index}, {len(ids[1])} tokens long, has the credit {high:.4g} when the "
-        f"response is scored best, and {low:.4g} when it is scored worst",
+        f"the {which} token of response {index}, which has {len(ids[1])} tokens, has the credit {high:.4g} for a high "
+        f"score or reward, and {low:.4g} for a low one",
     )
 
 
 @check(where=rated)
 def integer_scores(bench: Bench) -> None:
-    """Scores given as integers, booleans or NumPy's numbers make the experience that floats make.
+    """Check that scores given as integers, booleans or NumPy numbers make the same experience as floats.
 
-    Statistics in the type of the scores round advantages to integers (S-58).
+    Statistics computed in the type of the scores round advantages to integers (S-58).
     """
     for floats, others in (
         ([1.0, 2.0, 4.0, 0.0, 1.0, 3.0, 7.0, 2.0], (int, np.int64, np.float64)),
@@ -183,16 +183,16 @@ def integer_scores(bench: Bench) -> None:
 
 
 def draws_and_compares(subject: Subject) -> bool:
-    """It samples, and compares what it samples with a reference."""
+    """Return whether the subject samples text and uses a reference."""
     return samples_text(subject) and compares(subject)
 
 
 @check(where=draws_and_compares)
 def kl_pulls_back(bench: Bench) -> None:
-    """Where all responses are equally good, a step brings the policy back towards its reference, or none is made.
+    """Check that with equal scores a step moves the policy back towards its reference, or no step is made.
 
-    A penalty without gradient, one that is an estimate whose gradient is 0 on average, or one of the wrong sign is
-    seen in no metric of a short run (S-06).
+    No metric of a short run reveals a penalty without gradient, an estimate whose gradient is 0 on average, or a wrong
+    sign (S-06).
     """
     trainer, sequences = _moved(bench, by=0.1)
     batch = trainer.store.experience
@@ -201,18 +201,18 @@ def kl_pulls_back(bench: Bench) -> None:
         return
     back = _gradient_of_kl(trainer, sequences)
     step = _gradient_by_policy(trainer, batch)
-    require(step.any(), "the loss has no gradient where all responses are equally good and the policy has moved")
+    require(step.any(), "the loss has no gradient although the policy has moved; all scores are equal")
     cosine = float(cosine_similarity(step, back, dim=0))
-    require(cosine > 0.5, f"the step's direction and the one back to the reference have the cosine {cosine:.3f}")
+    require(cosine > 0.5, f"the cosine of the step's gradient and the gradient of the divergence is {cosine:.3f}")
 
 
 @check(where=draws_and_compares)
 def reported_kl(bench: Bench) -> None:
-    """What is reported as the divergence from the reference is that divergence, but for the error of sampling.
+    """Check that the reported divergence from the reference is the exact one, up to the error of sampling.
 
-    ``policy/kl_per_token`` is compared with the exact one over the vocabulary, ``policy/kl`` with that or its sum over
-    a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one of a
-    reference that keeps its adapter is 0, and controllers steer by it (S-06, S-26).
+    ``policy/kl_per_token`` is compared with the exact divergence over the vocabulary, ``policy/kl`` with that or its
+    sum over a response, without and with an adapter. An estimate with the two policies exchanged has another mean, one
+    with a reference that keeps its adapter is 0, and controllers depend on it (S-06, S-26).
     """
     adapted: dict[str, Any] = {"model": tiny_gpt2(VOCABULARY, **SHARP), "model__peft_config": LORA}
     for changes in ({}, adapted):
@@ -221,17 +221,17 @@ def reported_kl(bench: Bench) -> None:
             exact = trainer.policy(sequences, reference=trainer.reference).kl
             _, found = trainer.loss(for_loss(trainer, trainer.store.experience))
         per_token = float(exact.sum() / sequences.response_mask.sum())
-        require(per_token > 0, "the policy has moved, and the reference with it")
+        require(per_token > 0, "the reference has moved with the policy")
         allowed = {"policy/kl_per_token": [per_token], "policy/kl": [per_token, float(exact.sum(1).mean())]}
         told = {name: value.compute() for name, value in {**trainer._pending, **found}.items() if name in allowed}
         for name, value in told.items():
             off = min(abs(value / true - 1) for true in allowed[name])
             under = " of a policy with an adapter" if changes else ""
-            require(off < 0.15, f"{name}{under} is {value:.4g}, and the divergence {allowed[name][-1]:.4g}")
+            require(off < 0.15, f"{name}{under} is {value:.4g}, and the exact divergence is {allowed[name][-1]:.4g}")
 
 
 def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
-    """A trainer whose policy has moved, with many responses that are equally good, and these."""
+    """Return a trainer whose policy has moved, with a large collection of equal scores, and its responses."""
     size = bench.trainer().samples_per_prompt
     count = 1024 // size * size
     trainer = bench.trainer(
@@ -247,7 +247,7 @@ def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
 def _require_no_step(trainer: Any, batch: Batch) -> None:
     before = weights(trainer)
     trainer.update(batch)
-    require_same_weights(before, weights(trainer), "weights before and after a step on nothing that counts")
+    require_same_weights(before, weights(trainer), "weights before and after a step of weight 0")
 
 
 def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
@@ -257,7 +257,7 @@ def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
 
 
 def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
-    """As far as it comes from what the policy says of tokens, and not of the value of states."""
+    """Return the gradient of the loss through the log-probabilities, without that through the values."""
 
     def without_values(_: Any, __: Any, outputs: Any) -> Any:
         return outputs if outputs.values is None else outputs._replace(values=outputs.values.detach())
@@ -271,7 +271,7 @@ def _gradient_by_policy(trainer: Any, batch: Batch) -> Tensor:
 
 
 def _taken(trainer: Any) -> Tensor:
-    """The gradient of the language model, flat."""
+    """Return the flat gradient of the language model, and reset it."""
     trained = [p for p in trainer.unwrapped.model.parameters() if p.requires_grad]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
     trainer.optimizer.zero_grad()
@@ -280,20 +280,20 @@ def _taken(trainer: Any) -> Tensor:
 
 @check()
 def gradient_reaches(bench: Bench) -> None:
-    """In a short run a gradient arrives at every parameter that is trained, and what is frozen does not move.
+    """Check that in a short run every trained parameter gets a gradient, and frozen parameters do not change.
 
-    A head that no loss reads, or a part of the model behind a detach, stays as it was made without anybody seeing it;
-    layers that are frozen to save memory, and to be shared with the reference, must stay as they are (S-25, S-59).
+    A head that no loss uses, or a part of the model behind a detach, silently keeps its initial weights. Layers that
+    are frozen to save memory, and shared with the reference, must not change (S-25, S-59).
     """
     trainer = bench.trainer()
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
-    require(missing, "nothing of the model is trained")
-    trainer.policy  # noqa: B018  (puts the parameters where they are trained)
+    require(missing, "the model has no trainable parameters")
+    trainer.policy  # noqa: B018  (moves the parameters to the device)
     still = {_module_of(name) for name in missing}
 
     def arrived(name: str, grad: Tensor) -> None:
         missing.discard(name)
-        if grad.any():  # of one of a module's: a bias may cancel, as in the difference of two scores
+        if grad.any():  # one parameter per module is enough: a bias may cancel in a difference of scores
             still.discard(_module_of(name))
 
     for name, parameter in trainer.unwrapped.named_parameters():
@@ -316,36 +316,37 @@ def _require_frozen_stays(bench: Bench) -> None:
     trainer.learn()
     moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
     below = [name for name in moved if ".h.0." in name or ".wte." in name or ".wpe." in name]
-    require(not below, f"with num_layers_unfrozen 1 of 2 a run moves {', '.join(below[:3])}")
+    require(not below, f"with num_layers_unfrozen 1 of 2 a run changes {', '.join(below[:3])}")
     require(
-        any(".h.1." in name for name in moved), "with num_layers_unfrozen 1 of 2 a run does not move the upper layer"
+        any(".h.1." in name for name in moved), "with num_layers_unfrozen 1 of 2 a run does not change the upper layer"
     )
 
 
 def keeps_state(subject: Subject) -> bool:
-    """It says that it remembers something, or does something after each step."""
+    """Return whether the subject declares state in `remembers`, or overrides `after_step`."""
     cls = subject.trainer_class
     return bool(cls.remembers) or cls.after_step is not BaseRLTrainer.after_step
 
 
 @check(where=keeps_state)
 def kept_state_moves(bench: Bench) -> None:
-    """What an algorithm keeps beside trained weights, target networks and statistics, changes in a run.
+    """Check that a run changes what an algorithm keeps besides trained weights, e.g. target networks or statistics.
 
-    A target that is never synchronised keeps an algorithm learning from where it began (S-14).
+    With a target that is never synchronised an algorithm keeps learning from its initial state (S-14).
     """
     trainer = bench.trainer()
     before = _kept(trainer)
     require(
-        before, "after_step is written, and there is neither a buffer nor anything in state_dict() that it could change"
+        before,
+        "after_step is overridden, but there is neither a buffer nor anything in `remembers` that it could change",
     )
     trainer.learn()
     still = [name for name, value in _kept(trainer).items() if repr(value) == repr(before[name])]
-    require(not still, f"after a run {', '.join(still[:3])} is what it was before")
+    require(not still, f"a run does not change {', '.join(still[:3])}")
 
 
 def _kept(trainer: Any) -> dict[str, Any]:
-    """Copies of what is remembered, and of saved buffers outside the model itself."""
+    """Return copies of the attributes in `remembers`, and of saved buffers outside the model itself."""
     own = {name for name, _ in trainer.unwrapped.named_buffers() if not name.startswith("model.")}
     state = trainer.unwrapped.state_dict()
     buffers = {name: state[name].tolist() for name in own & state.keys() if state[name].is_floating_point()}
@@ -357,14 +358,14 @@ def _kept(trainer: Any) -> dict[str, Any]:
 
 @check()
 def finite_at_extremes(bench: Bench) -> None:
-    """Loss and gradient stay finite at the edges: equal or huge scores, one token, one response, a policy far away.
+    """Check that loss and gradient stay finite with equal or huge scores, one token, one response, a distant policy.
 
-    A standard deviation of 0 or of one number, an exponential of an advantage or of a log-ratio: a single infinity
-    ends a run, hours after it began (S-16, S-43).
+    A standard deviation of 0 or of one number, or an exponential of an advantage or a log-ratio, can give an infinity,
+    and a single one ends a run hours after it began (S-16, S-43).
     """
     for what, trainer in _extremes(bench):
         batch = trainer.store.experience
-        require(len(batch) > 0, f"with {what} there is no experience")
+        require(len(batch) > 0, f"with {what} the experience is empty")
         for name, tensor in batch.flatten().items():
             require(not tensor.is_floating_point() or tensor.isfinite().all(), f"with {what} {name} is not finite")
         with torch.no_grad():
@@ -392,20 +393,22 @@ def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
 
 @check(where=lambda subject: subject.language)
 def bf16_autocast(bench: Bench) -> None:
-    """Under bf16 autocast the loss and the direction of its gradient are those of float32, within rounding.
+    """Check that under bf16 autocast the loss and the direction of its gradient are those of float32, up to rounding.
 
-    Heads whose types do not fit, and sums, ratios or log-probabilities that are computed in 16 bits, show only where
-    a run is made with mixed precision.
+    Heads of the wrong dtype, and sums, ratios or log-probabilities that are computed in 16 bits, show only in runs with
+    mixed precision.
     """
     exact, rounded = bench.collected(), bench.trainer(train__mixed_precision="bf16")
     batch = exact.store.experience
     one, other = (_measured(trainer, batch) for trainer in (exact, rounded))
-    require(abs(one[0] - other[0]) <= 2e-3 * (abs(one[0]) + 1), f"the loss is {one[0]:.5g}, under bf16 {other[0]:.5g}")
+    require(
+        abs(one[0] - other[0]) <= 2e-3 * (abs(one[0]) + 1), f"the loss is {one[0]:.5g}, and under bf16 {other[0]:.5g}"
+    )
     kinds = {name: p.dtype for name, p in exact.unwrapped.named_parameters()}
     cast = [name for name, p in rounded.unwrapped.named_parameters() if p.dtype != kinds[name]]
-    require(not cast, f"under bf16 autocast the weights themselves are in 16 bits: {', '.join(cast[:3])}")
+    require(not cast, f"under bf16 autocast the weights have another dtype: {', '.join(cast[:3])}")
     cosine = float(cosine_similarity(one[1], other[1], dim=0))
-    require(cosine > 0.98, f"the gradients in float32 and under bf16 have the cosine {cosine:.3f}")
+    require(cosine > 0.98, f"the cosine of the gradients in float32 and under bf16 is {cosine:.3f}")
 
 
 def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
@@ -424,10 +427,10 @@ def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
 
 @check()
 def learns(bench: Bench) -> None:
-    """It learns something small whose answer is known.
+    """Check that the algorithm learns a small problem whose solution is known.
 
-    Every part can be right by itself and the whole still go nowhere, or the wrong way: a sign, a step that is not
-    made, a comparison with the wrong row.
+    Every part can be right while the whole learns nothing, or the opposite: a wrong sign, a step that is not made, a
+    comparison with the wrong row.
     """
     subject = bench.subject
     if subject.samples_text:
@@ -462,7 +465,7 @@ def _finds_rewards(bench: Bench) -> None:
 
 
 def _expected(bandit: Bandit, trainer: Any) -> float:
-    """The exact mean reward of the policy."""
+    """Return the exact mean reward of the policy."""
     return float((bandit.logprobs(trainer.unwrapped.model).exp() * bandit.rewards).sum(1).mean())
 
 
@@ -480,14 +483,17 @@ def _samples_the_better(bench: Bench) -> None:
     trainer.learn()
     share = _share_of_good(bandit, trainer, good.view(bandit.rewards.shape))
     usual = float(good.mean())
-    require(share > usual + 0.1, f"of samples {usual:.0%} are good, and of what is then generated {share:.0%}")
+    require(
+        share > usual + 0.1,
+        f"{usual:.0%} of the samples are good, and after training {share:.0%} of the generated responses",
+    )
 
 
 def _share_of_good(bandit: Bandit, trainer: Any, good: Tensor) -> float:
-    """Of what is generated and is a response of the bandit."""
+    """Return the share of good responses among the generated responses of the bandit."""
     rollouts = trainer.generate(list(bandit.prompts) * 64, max_new_tokens=1)
     pairs = [(p, o) for p, o in zip(rollouts.prompts, rollouts.outputs, strict=True) if o in bandit.responses]
-    require(pairs, "nothing that is generated is among the samples")
+    require(pairs, "no generated response is among the samples")
     return sum(float(good[bandit.prompts.index(p), bandit.responses.index(o)]) for p, o in pairs) / len(pairs)
 
 
@@ -496,12 +502,12 @@ def _prefers_the_chosen(bench: Bench) -> None:
     before = _margins(trainer)
     trainer.learn()
     share = float((_margins(trainer) > before).float().mean())
-    require(share >= 0.9, f"after a run {share:.0%} of the pairs it was made on are told apart better than before")
+    require(share >= 0.9, f"a run increases the margin of only {share:.0%} of its own pairs")
 
 
 @torch.no_grad()
 def _margins(trainer: Any) -> Tensor:
-    """Of each pair: log-likelihoods, or scores of a model that gives scores."""
+    """Return the margin of each pair: of log-likelihoods, or of scores if the model gives scores."""
     answer = trainer.policy(trainer.encode_preferences(trainer.pipeline.rows).both)
     chosen, rejected = (answer if isinstance(answer, Tensor) else answer.logprobs.sum(1)).chunk(2)
     return chosen - rejected
@@ -512,7 +518,7 @@ def _imitates(bench: Bench) -> None:
     before = _likelihood(trainer)
     trainer.learn()
     after = _likelihood(trainer)
-    require(after > 0.7 * before, f"the mean log-likelihood of what is learnt goes from {before:.4g} to {after:.4g}")
+    require(after > 0.7 * before, f"the mean log-likelihood of the samples goes from {before:.4g} to {after:.4g}")
 
 
 @torch.no_grad()

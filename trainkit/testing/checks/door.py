@@ -1,4 +1,4 @@
-"""Checks about the door: settings, words and errors, where a user meets a plugin."""
+"""Checks of what users meet first: settings, errors and docstrings."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from trainkit.testing.conformance import Bench, Subject, check, require
 
 @check()
 def config_round_trip(bench: Bench) -> None:
-    """Settings survive YAML, plain data, pickle and `evolve`; every field has a default, a description and bounds.
+    """Check that settings survive YAML, plain data, pickle and `evolve`, with defaults, descriptions and bounds.
 
-    A run is continued, shared and compared by its config.yaml; what that file loses or nobody explains cannot be set.
+    A run is resumed, shared and compared by its config.yaml. A setting that is lost there or not described is useless.
     """
     config = default_config(bench.subject.name)
     for each in (config, *_changed(bench, config)):
         _require_round_trips(bench, each)
     for name, field in config.method.__class__.model_fields.items():
-        require(field.description, f"method.{name} has no docstring below it, which is its help")
+        require(field.description, f"method.{name} has no docstring below it, which is its help text")
         require(not field.is_required(), f"method.{name} has no default")
         if is_number(field):
             require(bounds(field), f"method.{name} is a number without bounds; write Field({field.default!r}, ge=...)")
     for section, values in config.method.section_defaults.items():
         for name, value in values.items():
             found = getattr(getattr(config, section), name)
-            require(found == value, f"section_defaults say {section}.{name} = {value!r}, and it is {found!r}")
+            require(found == value, f"section_defaults has {section}.{name} = {value!r}, and the config has {found!r}")
     try:
         config.method.name = "other"
     except ValidationError:
         return
-    require(False, "the method's settings can be assigned to; they are frozen in MethodConfig")
+    require(False, "the method's settings can be assigned to; keep the config frozen, as MethodConfig is")
 
 
 def _changed(bench: Bench, config: TRLConfig[Any]) -> Iterator[TRLConfig[Any]]:
-    """The configuration with each field of the method at another allowed value."""
+    """Yield the configuration with each field of the method at another allowed value."""
     for name, field in method_fields(bench.subject).items():
         for value in other_values(field, getattr(config.method, name)):
             try:
@@ -79,17 +79,20 @@ def _require_round_trips(bench: Bench, config: TRLConfig[Any]) -> None:
         ("evolve()", config.evolve()),
     ):
         require(
-            again == config, f"the config comes back from {way} as another: {again.method!r}, was {config.method!r}"
+            again == config,
+            f"the config changes through {way}: the method is {again.method!r}, and was {config.method!r}",
         )
-        require(type(again.method) is type(config.method), f"{way} gives the method the class {type(again.method)}")
+        require(
+            type(again.method) is type(config.method), f"{way} changes the class of the method to {type(again.method)}"
+        )
 
 
 @check()
 def fields_have_effects(bench: Bench) -> None:
-    """Changing any field of the method changes a run, and not only what the algorithm reports of it.
+    """Check that changing any field of the method changes a run, not only the algorithm's metrics.
 
-    A setting that reaches nothing, or a metric alone, is tuned in vain; most have been disconnected by a change that
-    nobody noticed.
+    Tuning a setting that has no effect, or that affects only a metric, is useless. Most such settings were disconnected
+    by a later change that nobody noticed.
     """
     courses: dict[str, Course] = {}
     for name, field in method_fields(bench.subject).items():
@@ -118,10 +121,10 @@ def _has_effect(bench: Bench, name: str, field: Any, settings: Settings, courses
 
 @check()
 def errors_at_the_door(bench: Bench) -> None:
-    """What cannot be run is refused before anything is trained, and the message names what is wrong.
+    """Check that what cannot be run is refused before training, with a message that names what is wrong.
 
-    A misspelt setting that is swallowed, a NaN that passes every comparison, or a missing reward function is found
-    hours later, or never.
+    A misspelt setting that is ignored, a NaN that passes every comparison, or a missing reward function is otherwise
+    found hours later, or never.
     """
     _unknown_field(bench.subject)
     for name, field in method_fields(bench.subject).items():
@@ -133,12 +136,12 @@ def errors_at_the_door(bench: Bench) -> None:
 
 
 def _message(kind: type[TrainkitError], call: Callable[[], object], what: str) -> str:
-    """The message of the error that ``call`` must raise."""
+    """Return the message of the error that ``call`` must raise."""
     try:
         call()
     except kind as error:
         return str(error)
-    require(False, f"{what} is not refused; a {kind.__name__} should say what is wrong")
+    require(False, f"{what} is not refused; raise a {kind.__name__} that names what is wrong")
     return ""
 
 
@@ -155,7 +158,7 @@ def _configured(subject: Subject, field: str, value: Any) -> TRLConfig[Any]:
 
 
 def _wrong(field: Any) -> list[Any]:
-    """Values that a field must refuse, as far as its type and its bounds say."""
+    """Return values that a field must refuse by its type and its bounds."""
     kinds, limits = kinds_of(field), bounds(field)
     found: list[Any] = []
     if kinds <= {int, float, bool, str, Literal, type(None)}:
@@ -189,7 +192,7 @@ def _missing_inputs(bench: Bench) -> None:
 
 
 def _scores_that_are_none(bench: Bench) -> None:
-    """Online: a NaN among the scores, and one score too few, are errors while experience is made."""
+    """Fail unless a NaN among the scores, or one score too few, is an error while experience is made (online)."""
     if not bench.subject.online:
         return
     for given, scores in (
@@ -213,10 +216,10 @@ def _loss_that_is_none(bench: Bench) -> None:
     before = weights(trainer)
     _message(NonFiniteError, lambda: trainer.update(trainer.store.experience), "a loss that is not finite")
     require_same_weights(before, weights(trainer), "the weights before and after a loss that is not finite")
-    require(not trainer.optimizer.state, "the optimizer has moved on a loss that is not finite")
+    require(not trainer.optimizer.state, "the optimizer has a state after a loss that is not finite")
 
 
-# -------------------------------------------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------------------------------------- docstrings
 
 SHAPE = re.compile(r"\[(?:\]|[A-Z*][\w*]*(?: ?[+/·-] ?\w+)*(?:, ?[\w*+ ]+)*\])")
 SOURCE = re.compile(r"\b(19|20)\d\d\b|\b\d{4}\.\d{4,5}\b|[Ee]quations? \(?\d")
@@ -224,9 +227,9 @@ SOURCE = re.compile(r"\b(19|20)\d\d\b|\b\d{4}\.\d{4,5}\b|[Ee]quations? \(?\d")
 
 @check()
 def docstrings(bench: Bench) -> None:
-    """Whoever reads the plugin learns what it computes, of which shapes, and from which source.
+    """Check that the plugin's docstrings say what it computes, with tensor shapes and a source.
 
-    A loss is checked against its paper, and a tensor against its shape; without them a reader can only believe.
+    A reader compares a loss with its paper and a tensor with its shape; without them the code cannot be verified.
     """
     cls = bench.subject.trainer_class
     for what, owner in _documented(bench.subject):
@@ -236,7 +239,7 @@ def docstrings(bench: Bench) -> None:
     texts = [_own_doc(owner) for what, owner in _documented(bench.subject) if what.startswith(("loss", "the batch"))]
     require(
         any(SHAPE.search(text) for text in texts) or any(map(_says_shapes, _batches(bench.subject))),
-        "no docstring of the loss or of a batch says a shape; write it in brackets, as [B, T], and [] for a scalar",
+        "no docstring of the loss or of a batch gives a shape; write it in brackets, as [B, T], and [] for a scalar",
     )
     package = sys.modules[cls.__module__.split(".")[0]]
     sources = [_own_doc(owner) for owner in (package, sys.modules[cls.__module__], cls, cls.method_class)]
@@ -262,17 +265,17 @@ def _documented(subject: Subject) -> Iterator[tuple[str, Any]]:
 
 
 def _batches(subject: Subject) -> list[type]:
-    """Batch classes of the plugin's own."""
+    """Return the batch classes that the plugin defines."""
     home = subject.trainer_class.__module__.split(".")[0]
     return [cls for cls in BATCH_CLASSES.values() if cls.__module__.split(".")[0] == home and is_dataclass(cls)]
 
 
 def _own_doc(owner: Any) -> str:
-    """The docstring that was written for this very thing; dataclasses make up one of their own."""
+    """Return the docstring written for ``owner`` itself, without the one that dataclasses generate."""
     text = inspect.cleandoc(vars(owner).get("__doc__") or "" if isinstance(owner, type) else owner.__doc__ or "")
     return "" if isinstance(owner, type) and text.startswith(f"{owner.__name__}(") else text
 
 
 def _says_shapes(batch: type) -> bool:
-    """Whether a docstring below a field does."""
+    """Return whether a docstring below a field gives a shape."""
     return bool(SHAPE.search(inspect.getsource(batch)))

@@ -1,4 +1,4 @@
-"""Checks about exact means: how the rows of a step are divided changes neither its gradient nor its metrics."""
+"""Checks of exact means: how the rows of a step are divided changes neither its gradient nor its metrics."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from trainkit.testing.conformance import Bench, check, require
 from trainkit.testing.launching import launch
 
 SIZES = (1, 2, 3, 5)
-"""Rows of a micro-batch; most do not divide a batch, so that the last one is shorter."""
+"""Sizes of micro-batches; most do not divide a batch, so that the last micro-batch is smaller."""
 
 
 @check()
 def micro_batches(bench: Bench) -> None:
-    """A step has one gradient, however its rows are divided into micro-batches.
+    """Check that a step has the same gradient, however its rows are divided into micro-batches.
 
-    Where the means of micro-batches are averaged, short rows and the last rows weigh more (S-62); where they are added,
-    the gradient grows with their number, of the whole loss or of the critic alone (S-11). Losses that set every row
-    against every other one instead of its own (S-37) change with them too.
+    If the means of micro-batches are averaged, short rows and the last rows count more (S-62). If they are added, the
+    gradient of the loss, or of the critic alone, grows with the number of micro-batches (S-11). Losses that compare
+    every row with all other rows instead of its own counterpart (S-37) change, too.
     """
     whole = nudged(bench.collected())
     exact = gradient(whole, whole.store.experience)
@@ -53,17 +53,17 @@ def micro_batches(bench: Bench) -> None:
 
 @check()
 def accumulation(bench: Bench) -> None:
-    """Two unequal parts of a step, each weighted by its `weight`, have together the gradient of the whole.
+    """Check that two unequal parts of a step, each weighted by its `weight`, together have the whole gradient.
 
-    `weight` must count what the mean in `loss` is taken over, and what must be known of a whole step, as a mean in the
-    loss's denominator, belongs into `prepare_step`; otherwise accumulating gradients trains another loss (S-11, S-62).
+    `weight` must count the units that `loss` averages over. What needs the whole step, e.g. a mean in the loss's
+    denominator, belongs in `prepare_step`. Otherwise accumulating gradients trains another loss (S-11, S-62).
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
     whole = gradient(trainer, batch)
     with torch.no_grad():
         prepared = trainer.prepare_step(batch)
-    require(len(prepared) == len(batch), f"prepare_step made {len(prepared)} rows of {len(batch)}")
+    require(len(prepared) == len(batch), f"prepare_step made {len(prepared)} rows from {len(batch)}")
     for part in map(prepared.select, unequal(prepared)):
         share = part.weight / prepared.weight
         (trainer.loss(part.to(trainer.accelerator.device))[0] * share.to(trainer.accelerator.device)).backward()
@@ -73,19 +73,19 @@ def accumulation(bench: Bench) -> None:
 
 @check()
 def weight_counts(bench: Bench) -> None:
-    """`weight` counts over rows: it is what `unit` says, that of parts adds up, and the loop goes by it.
+    """Check that `weight` counts what `unit` names, adds up over rows, and is what the loop averages by.
 
-    It is the denominator of every mean over micro-batches and processes: a weight of rows under a loss that averages
-    over tokens gives short responses too much of the gradient (S-62). And `lengths` counts all that a row takes up,
-    or micro-batches of so many tokens are larger than the memory they were to fit into.
+    `weight` is the denominator of every mean over micro-batches and processes: if it counts rows and the loss averages
+    over tokens, short responses contribute too much to the gradient (S-62). `lengths` must count all tokens of a row;
+    otherwise micro-batches of a given number of tokens need more memory than planned.
     """
     trainer = bench.collected()
     batch = trainer.store.experience
     whole, each = batch.weight.cpu(), torch.stack([row.weight.cpu() for row in _rows(batch)])
-    require(whole.shape == (), f"the weight of a batch has the shape {tuple(whole.shape)}; it is one number")
-    require(whole > 0, "the weight of a whole collection is 0, so that no step would be made on it")
+    require(whole.shape == (), f"the weight of a batch has the shape {tuple(whole.shape)}; it must be a scalar, []")
+    require(whole > 0, "the weight of a whole collection is 0, so no step would be made on it")
     require(bool((each >= 0).all()), f"the weight of a row is {float(each.min())}")
-    require_close(each.sum(), whole, "the weights of a batch's rows together, and of the batch")
+    require_close(each.sum(), whole, "the sum of the weights of a batch's rows and the weight of the batch")
     _require_unit(batch, each)
     with torch.no_grad():
         prepared = trainer.prepare_step(batch)
@@ -96,7 +96,7 @@ def weight_counts(bench: Bench) -> None:
     before = trainer.progress.tokens
     trainer.update(batch)
     seen = trainer.progress.tokens - before
-    require(seen == int(whole), f"a step counted {seen} {batch.unit}, and its weight is {float(whole):g}")
+    require(seen == int(whole), f"a step counted {seen} {batch.unit}; its weight is {float(whole):g}")
 
 
 def _rows(batch: Any) -> list[Any]:
@@ -105,13 +105,17 @@ def _rows(batch: Any) -> list[Any]:
 
 def _require_unit(batch: Any, each: Tensor) -> None:
     if batch.unit in ("rows", "pairs"):
-        require(bool((each <= 1).all()), f"the unit is {batch.unit}, and a row weighs {float(each.max()):g}")
+        require(bool((each <= 1).all()), f"the unit is {batch.unit}, and a row has the weight {float(each.max()):g}")
     tokens = [_response_tokens(row) for row in _rows(batch)] if batch.unit == "tokens" else []
     if any(tokens):
         counts = torch.tensor(tokens, dtype=each.dtype)
-        require(bool((each <= counts).all()), f"the unit is tokens, and a row of {tokens} weighs {each.tolist()}")
+        require(
+            bool((each <= counts).all()), f"the unit is tokens, and rows of {tokens} have the weights {each.tolist()}"
+        )
         alike = len(set(tokens)) > 1 and len(set(each.tolist())) == 1
-        require(not alike, f"the unit is tokens, and rows of {min(tokens)} to {max(tokens)} weigh {float(each[0]):g}")
+        require(
+            not alike, f"the unit is tokens, and rows of {min(tokens)} to {max(tokens)} all weigh {float(each[0]):g}"
+        )
 
 
 def _require_lengths(batch: Any) -> None:
@@ -120,8 +124,8 @@ def _require_lengths(batch: Any) -> None:
         real = sequences.attention_mask.sum(1).cpu()
         require(
             bool((lengths >= real).all()),
-            f"lengths says that rows of the {type(batch).__name__} have {lengths.tolist()} tokens, and a sequence in "
-            f"them has {real.tolist()}; train.microbatch_tokens goes by it: override the property `lengths`",
+            f"by lengths, rows of the {type(batch).__name__} have {lengths.tolist()} tokens, and a sequence in them "
+            f"has {real.tolist()}; the size of micro-batches depends on it: override the property `lengths`",
         )
 
 
@@ -133,10 +137,10 @@ def _response_tokens(batch: Batch) -> int:
 
 @check()
 def metric_totals(bench: Bench) -> None:
-    """Every metric of the loss, put together from micro-batches of any size, is that of the whole batch.
+    """Check that each metric of the loss, merged from micro-batches of any size, is that of the whole batch.
 
-    A mean of means gives a micro-batch of two tokens the say of one of a thousand (S-56). Metrics are totals and
-    counts, `Mean.of(values, mask)` of what they are means of; and every micro-batch has the same ones.
+    In a mean of means a micro-batch of two tokens counts as much as one of a thousand (S-56). Metrics are totals and
+    counts, `Mean.of(values, mask)`, and every micro-batch must have the same ones.
     """
     trainer = nudged(bench.collected())
     with torch.no_grad():
@@ -146,18 +150,18 @@ def metric_totals(bench: Bench) -> None:
             parts = [trainer.measure(part.to(trainer.accelerator.device))[1] for part in prepared.split(size)]
             for part in parts:
                 odd = sorted(part.keys() ^ whole.keys())
-                require(not odd, f"only some micro-batches of {size} have the metric {', '.join(odd)}")
+                require(not odd, f"not all micro-batches of {size} have the metric {', '.join(odd)}")
             together = floats(m.merge(*parts))
             require_same_metrics(whole, together, f"metrics of a batch as a whole and in micro-batches of {size}")
 
 
 @check(where=lambda subject: subject.installed)
 def two_processes(bench: Bench) -> None:
-    """Two processes train as one does: one gradient, one set of metrics, one set of weights, and samples of their own.
+    """Check that two processes train as one does: same gradient, metrics and weights, but different samples.
 
-    Gradients are exchanged only if `loss` calls `policy`, and not what is inside it (S-48). Moments of one process's
-    rows whiten by other numbers than those of all (S-10), a mean over means of processes is another mean (S-38, S-62),
-    and processes that sample with one seed sample the same twice (S-55).
+    Gradients are exchanged only if `loss` calls `policy`, not a module inside it (S-48). Whitening by the moments of
+    one process's rows differs from whitening by those of all rows (S-10). A mean of the processes' means is another
+    mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55).
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -184,17 +188,17 @@ def _require_one_collection(trainer: Any, said: list[dict[str, Any]]) -> None:
     made, prepared = (type(said[0][key]).cat([each[key] for each in said]) for key in ("made", "prepared"))
     with torch.no_grad():
         alone = trainer.prepare_experience(made)
-    require_same_rows(alone, prepared, "experience that one process prepares and two do, of the same rows")
+    require_same_rows(alone, prepared, "experience prepared by one process and by two from the same rows")
     found, both = floats(trainer._pending), said[0]["metrics"]
     require_same_metrics(
-        {name: found[name] for name in both}, both, "metrics of a collection that one process prepares and two do"
+        {name: found[name] for name in both}, both, "metrics of a collection prepared by one process and by two"
     )
 
 
 def _require_other_samples(one: Batch, other: Batch) -> None:
     left, right = under_masks(one).flatten(), under_masks(other).flatten()
     same = all(torch.equal(left[name], right[name]) for name in left)
-    require(not same, "two processes draw the same samples; seed what is drawn by the process's rank, too")
+    require(not same, "two processes draw the same samples; include the process's rank in the seed")
 
 
 def _require_one_run(run_dir: Path, said: list[dict[str, Any]]) -> None:
@@ -206,15 +210,15 @@ def _require_one_run(run_dir: Path, said: list[dict[str, Any]]) -> None:
     require(logged == list(range(1, one["steps"] + 1)), f"a run of {one['steps']} steps logged the steps {logged}")
     saved = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     due = [f"step_{step:08d}" for step in range(1, one["steps"] + 1) if step % 3 == 0 or step == one["steps"]]
-    require(saved == due, f"two processes saved {', '.join(saved)}; due were {', '.join(due)}")
+    require(saved == due, f"two processes saved the checkpoints {', '.join(saved)} instead of {', '.join(due)}")
 
 
 @check(where=lambda subject: "packing" in subject.method_fields)
 def packing(bench: Bench) -> None:
-    """Samples that are packed into one row have the loss and the gradient that they have in rows of their own.
+    """Check that samples packed into one row have the same loss and gradient as in rows of their own.
 
-    A packed sample that attends to the one before it, or whose positions go on from there, is learnt as another text;
-    and the first token behind a boundary must not be predicted from what stands before it.
+    A packed sample that attends to the sample before it, or whose positions continue from there, is learnt as another
+    text. The first token after a boundary must not be predicted from the tokens before the boundary.
     """
     trainers = [nudged(bench.collected(method__packing=packed)) for packed in (False, True)]
     apart, together = (trainer.store.experience for trainer in trainers)

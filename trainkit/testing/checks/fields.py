@@ -1,4 +1,4 @@
-"""A method's settings: what other values each may take, and which it must refuse."""
+"""A method's settings: their types and bounds, and the other values that each may take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Settings = dict[str, Any]
 
 
 def method_fields(subject: Subject) -> dict[str, Any]:
-    """The fields of the subject's method by name, but for ``name``."""
+    """Return the fields of the subject's method by name, without ``name``."""
     return {name: field for name, field in subject.trainer_class.method_class.model_fields.items() if name != "name"}
 
 
 def kinds_of(field: Any) -> set[Any]:
-    """The types that a field's annotation is made of; a literal counts as `Literal`, its values are in `choices`."""
+    """Return the types in a field's annotation; a literal counts as `Literal`, and `choices` returns its values."""
     return set(_leaves(field.annotation))
 
 
@@ -34,19 +34,19 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The values of a field's literals."""
+    """Return the values of a field's literals."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [value for part in get_args(annotation) for value in choices(part)]
 
 
 def is_number(field: Any) -> bool:
-    """Whether a field holds numbers, and no truth values."""
+    """Return whether a field holds numbers, and no booleans."""
     return bool(kinds_of(field) & {int, float}) and bool not in kinds_of(field)
 
 
 def bounds(field: Any) -> dict[str, float]:
-    """The bounds of a field by pydantic's names: ``ge``, ``gt``, ``le``, ``lt``."""
+    """Return the bounds of a field by pydantic's names: ``ge``, ``gt``, ``le``, ``lt``."""
     marks = [*field.metadata, *_marks(field.annotation)]
     found: dict[str, float] = {}
     for mark in marks:
@@ -64,7 +64,7 @@ def _marks(annotation: Any) -> list[Any]:
 
 
 def other_values(field: Any, value: Any) -> list[Any]:
-    """Values of a field's type that differ from ``value``, the most telling first; not all of them need be allowed."""
+    """Return values of a field's type other than ``value``, the most useful first; not all need be allowed."""
     kinds, limits = kinds_of(field), bounds(field)
     low = limits.get("ge", limits.get("gt", 0))
     at = low if value is None else value
@@ -83,7 +83,7 @@ def other_values(field: Any, value: Any) -> list[Any]:
 
 
 def trainer_with(bench: Bench, settings: Settings) -> Any | None:
-    """A tiny trainer with ``settings``, by dotted path; None where they are refused."""
+    """Return a tiny trainer with ``settings``, by dotted path; None if they are refused."""
     try:
         return bench.trainer(**settings)
     except TrainkitError:
@@ -91,14 +91,14 @@ def trainer_with(bench: Bench, settings: Settings) -> Any | None:
 
 
 def contexts(subject: Subject) -> dict[str, Settings]:
-    """Settings, by field, under which the field matters in a tiny run, as the trainer's `tiny_contexts` say."""
+    """Return the trainer's `tiny_contexts`: settings, by field, under which the field has an effect."""
     return dict(subject.trainer_class.tiny_contexts())
 
 
 def variants(bench: Bench) -> Iterator[Settings]:
-    """Ways in which the algorithm can be run: as it is, under its contexts, and with each switch set otherwise.
+    """Yield settings to run the algorithm with: none, its contexts, and each switch at another value.
 
-    A switch is a setting with a few named values, yes and no, or None among its values.
+    A switch is a setting with named values, a boolean, or a setting that may be None.
     """
     yield {}
     yield from contexts(bench.subject).values()

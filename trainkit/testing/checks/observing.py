@@ -1,4 +1,4 @@
-"""Checks about looking on: evaluating, exporting and observing change nothing, and observers live with every run."""
+"""Checks of evaluation, export and observers: they change nothing, and observers work in every kind of run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from trainkit.testing.checks.traces import (
 )
 from trainkit.testing.conformance import Bench, check, require
 
-# ----------------------------------------------------------------------------------------- of a trainer: it is watched
+# ------------------------------------------------------------------------- of a trainer: being evaluated and observed
 
 
 class _Nosy:
-    """An observer that does what it may at every step, and draws from the global generators."""
+    """An observer that generates and reads the weights at every step, and draws from the global generators."""
 
     @hookimpl
     def on_step(self, trainer: Any) -> None:
-        """Generate, read, draw."""
+        """Generate responses, read the weights, and draw from the global generators."""
         if trainer.eval_rows and hasattr(trainer, "generate"):
             trainer.generate([row["prompt"] for row in trainer.eval_rows[:2]])
         trainer.unwrapped.state_dict()
@@ -46,7 +46,7 @@ class _Nosy:
 
 @contextmanager
 def _compared(bench: Bench, what: str) -> Iterator[list[Any]]:
-    """Gives a list for trainers; in the end fails unless each has gone like one that did nothing beside training."""
+    """Yield a list for trainers; fail at the end if their runs differ from a run that only trained."""
     changes = into_next_collection(bench)
     plain = bench.learnt(**changes)
     others: list[Any] = []
@@ -59,10 +59,10 @@ def _compared(bench: Bench, what: str) -> Iterator[list[Any]]:
 
 @check()
 def evaluation_is_free(bench: Bench) -> None:
-    """Evaluating and saving leave weights and metrics of training bit-equal.
+    """Check that evaluating and saving leave the weights and metrics of training bit-equal.
 
-    An evaluation that uses up training's randomness, or leaves the model in another mode, makes a run depend on how
-    often somebody looks.
+    If an evaluation draws training's random numbers, or leaves the model in another mode, a run depends on how often it
+    is evaluated.
     """
     changes = {**into_next_collection(bench), "train__eval_interval": 1, "train__save_interval": 1}
     with _compared(bench, "evaluating and saving") as runs:
@@ -73,14 +73,14 @@ def evaluation_is_free(bench: Bench) -> None:
         runs.append(trainer)
     first, second = trainer.evaluate(), trainer.evaluate()
     differ = [name for name in first if not name.startswith("eval/time") and repr(first[name]) != repr(second[name])]
-    require(not differ, f"two evaluations one after the other give another {', '.join(differ[:3])}")
+    require(not differ, f"two evaluations one after the other differ in {', '.join(differ[:3])}")
 
 
 @check()
 def observing_is_free(bench: Bench) -> None:
-    """Observers that generate, and draw from the global generators, leave weights and metrics bit-equal.
+    """Check that observers that generate, and draw from the global generators, leave weights and metrics bit-equal.
 
-    Whoever watches a run must see the one that nobody watched.
+    Observing a run must not change its results.
     """
     with _compared(bench, "observers") as runs, seeded_generators(3):
         changes = into_next_collection(bench)
@@ -89,9 +89,9 @@ def observing_is_free(bench: Bench) -> None:
 
 @check()
 def export(bench: Bench) -> None:
-    """An export is the whole trained model: transformers loads it with equal logits, and training goes on from it.
+    """Check that an export is the whole trained model: transformers gives equal logits, and training starts from it.
 
-    Keys that are prefixed, missing or left over load as random weights with a warning, or heads are lost (S-19).
+    If keys are prefixed, missing or unexpected, random weights are used with only a warning, or heads are lost (S-19).
     """
     trainer = bench.learnt()
     path = trainer.save_pretrained(bench.place())
@@ -102,10 +102,10 @@ def export(bench: Bench) -> None:
     heads = [name for name, x in here.items() if not (name.startswith("model.") or _same(there.get(name), x))]
     require(
         not (bench.subject.language and heads),
-        f"the model that get_arch makes of an export has not the heads that were trained, {', '.join(heads[:3])}; give "
-        "its policy to trainkit.models.load_heads",
+        f"the model that get_arch makes from an export has not the trained heads {', '.join(heads[:3])}; give its "
+        "policy to trainkit.models.load_heads",
     )
-    require_same_weights(here, there, "the trained weights and those that training goes on from")
+    require_same_weights(here, there, "the trained weights and those loaded from the export")
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
@@ -116,21 +116,21 @@ def _require_equal_logits(trainer: Any, path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = AutoModelForSeq2SeqLM if trainer.model_config.is_encoder_decoder else AutoModelForCausalLM
-    load: Any = kind.from_pretrained  # whose return type does not know of the second value
+    load: Any = kind.from_pretrained  # its declared return type lacks the second value
     loaded, info = load(path, output_loading_info=True)
     for name in ("missing_keys", "unexpected_keys"):
         require(not info[name], f"transformers loads the export with {name}: {', '.join(sorted(info[name])[:3])}")
     inputs = tiny_input(loaded)
     with torch.no_grad():
         here, there = trainer.unwrapped.model(**inputs).logits, loaded(**inputs).logits
-    require(torch.equal(here, there), "the export's logits are not those of the trained model")
+    require(torch.equal(here, there), "the logits of the export differ from those of the trained model")
 
 
-# ------------------------------------------------------------------------------------------- of an observer: it watches
+# -------------------------------------------------------------------------------------- of an observer: what it does
 
 
 class _Told:
-    """The names of hooks that were called, in order, and what they have changed of what they were told."""
+    """The names of the hooks that were called, in order, and the arguments that they have changed."""
 
     def __init__(self, trainer: Any) -> None:
         self.names: list[str] = []
@@ -154,20 +154,20 @@ BUSY: dict[str, Any] = {"train__eval_interval": 2, "train__save_interval": 2, "t
 
 
 class _Kept(logging.Handler):
-    """What was logged."""
+    """A handler that keeps the logged messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the message."""
         self.said.append(record.getMessage())
 
 
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
-    """Within, the list is filled with what the core says of optional observers that fail, which stops no run."""
+    """Yield a list that is filled with the warnings about optional observers that fail, which stop no run."""
     kept, log = _Kept(), logging.getLogger(watch.__module__)
     log.addHandler(kept)
     try:
@@ -178,9 +178,9 @@ def _complaints() -> Iterator[list[str]]:
 
 @check(kind="observer")
 def observer_hooks_fit(bench: Bench) -> None:
-    """Every hook exists, takes arguments that it has, and lives through being called.
+    """Check that every hook exists, takes valid arguments, is called in a run, and does not fail.
 
-    A misspelt hook is never called, and nobody misses it.
+    A misspelt hook is never called, and nothing reports it.
     """
     hook_manager([bench.subject.name], [])
     trainer = bench.trainer(**BUSY)
@@ -189,11 +189,11 @@ def observer_hooks_fit(bench: Bench) -> None:
         trainer.learn()
     require(not said, "; ".join(said))
     missed = {*bench.subject.hooks} - {*told.names} - {"make_sampler"}
-    require(not missed, f"no run calls {', '.join(sorted(missed))}")
+    require(not missed, f"these hooks are not called in a run: {', '.join(sorted(missed))}")
 
 
 def _files(trainer: Any) -> dict[str, str]:
-    """What the core's own trackers wrote of a run."""
+    """Return what trainkit's own trackers wrote about a run."""
     lines = metric_lines(trainer.run_dir)
     samples = trainer.run_dir / "samples.jsonl"
     return {"metrics": repr(lines), "samples": samples.read_text(encoding="utf-8") if samples.exists() else ""}
@@ -203,29 +203,31 @@ def _require_same_run(one: Any, other: Any, what: str) -> None:
     require_same_weights(weights(one), weights(other), f"the weights {what}")
     here, there = _files(one), _files(other)
     differ = [name for name in here if here[name] != there[name]]
-    require(not differ, f"what is written of {' and '.join(differ)} differs {what}")
+    require(not differ, f"the logged {' and '.join(differ)} differ {what}")
 
 
 @check(kind="observer")
 def observer_changes_nothing(bench: Bench) -> None:
-    """A run has bit-equal weights, and logs the same numbers and samples, with the observer and without it.
+    """Check that a run has bit-equal weights, and logs the same numbers and samples, with and without the observer.
 
-    Hooks observe; whoever changes numbers does so where it shows, by a method or an argument.
+    Hooks only observe. Code that changes numbers belongs where it is visible: in a method or an argument.
     """
     watched, alone = bench.trainer(**BUSY), bench.trainer(**BUSY)
     alone.hooks.unregister(bench.subject.module)
     told = _Told(watched)
     for trainer in (watched, alone):
         trainer.learn()
-    require(not told.changed, f"it changes what others are told: {', '.join(dict.fromkeys(told.changed))}")
+    require(
+        not told.changed, f"it changes the arguments that other hooks get: {', '.join(dict.fromkeys(told.changed))}"
+    )
     _require_same_run(watched, alone, "with the observer and without it")
 
 
 @check(kind="observer")
 def observer_draws_nothing(bench: Bench) -> None:
-    """The global generators of torch, numpy and Python are as they were before the run.
+    """Check that a run with the observer leaves the global generators of torch, numpy and Python as they were.
 
-    The user's program draws from them too, and would go another way because somebody watched a run.
+    The user's program draws from them, too, and would give other results only because a run was observed.
     """
     trainer = bench.trainer(**BUSY)
     with seeded_generators(5) as touched:
@@ -235,9 +237,9 @@ def observer_draws_nothing(bench: Bench) -> None:
 
 @check(kind="observer")
 def observer_ends_with_the_run(bench: Bench) -> None:
-    """A run that an error stops ends for the observer too, and the run can be resumed from where it was saved.
+    """Check that if an error stops a run, the observer ends, too, and the run resumes from its checkpoint.
 
-    Files that stay open, or half written, cost the part of the run that was there.
+    Files that stay open, or that are half written, lose what was recorded of the run.
     """
     straight = bench.learnt(**BUSY)
     place = bench.place()
@@ -253,32 +255,35 @@ def observer_ends_with_the_run(bench: Bench) -> None:
     try:
         broken.learn()
     except RewardError as error:
-        require("the fourth step fails" in str(error), f"the run's own error is lost; it ends by {error}")
-    require(told.names[-1] == "on_train_end", f"the last hook of a run that fails is {told.names[-1]}")
+        require("the fourth step fails" in str(error), f"the run's own error is lost; the run ends with {error}")
+    require(
+        told.names[-1] == "on_train_end",
+        f"the last hook of a run that fails is {told.names[-1]}, and should be on_train_end",
+    )
     resumed = bench.learnt(place, **BUSY, train__resume="auto")
     _require_same_run(straight, resumed, "between a run that was resumed after an error and one that never stopped")
 
 
 @check(kind="observer")
 def observer_resumes(bench: Bench) -> None:
-    """A finished part of a run can be gone on with, in the same process and directory.
+    """Check that a run can be resumed in the same process and directory.
 
-    An observer that takes a directory with files for another run's, or writes over them, breaks every restart.
+    An observer that fails on the files of the run's earlier part, or overwrites them, breaks every restart.
     """
     straight = bench.learnt(**BUSY)
     place = bench.place()
     bench.learnt(place, **BUSY, train__total_steps=4)
     resumed = bench.learnt(place, **BUSY, train__resume="auto")
-    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed run and of one in one go")
+    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed and of an uninterrupted run")
     lines = [metric_lines(each.run_dir, training=True) for each in (straight, resumed)]
-    require_same_lines(lines[0], lines[1], "a resumed run and one in one go")
+    require_same_lines(lines[0], lines[1], "a resumed and an uninterrupted run")
 
 
 @check(kind="observer")
 def observer_runs_twice(bench: Bench) -> None:
-    """Two runs in one process are two: the second leaves in its directory what the first left in its own.
+    """Check that the second of two runs in one process leaves in its directory what the first left in its own.
 
-    What a module keeps from one run to the next, an open file above all, gets the second run's numbers too.
+    What a module keeps from one run to the next, e.g. an open file, also gets the numbers of the second run.
     """
     first, second = bench.learnt(**BUSY), bench.learnt(**BUSY)
     _require_same_run(first, second, "between two runs in one process")
@@ -288,9 +293,9 @@ def observer_runs_twice(bench: Bench) -> None:
 
 @check(kind="observer")
 def observer_on_other_processes(bench: Bench) -> None:
-    """It lives through a run in which it is told no numbers, as on all processes but the main one.
+    """Check that the observer works in a run without `log_metrics`, as on all processes but the main one.
 
-    There `log_metrics` is never called, and what it should have opened is not there at the end.
+    What `log_metrics` would have opened there does not exist at the end of the run.
     """
     trainer = bench.trainer(**BUSY)
     trainer.hooks.hook.log_metrics = trainer.hooks.subset_hook_caller("log_metrics", [bench.subject.module])
@@ -298,4 +303,4 @@ def observer_on_other_processes(bench: Bench) -> None:
     alone = bench.trainer(**BUSY)
     alone.hooks.unregister(bench.subject.module)
     alone.learn()
-    _require_same_run(trainer, alone, "with an observer that is told no numbers and without it")
+    _require_same_run(trainer, alone, "with an observer that gets no metrics and without it")

@@ -1,4 +1,4 @@
-"""Checks about the policy: which distribution is sampled, compared and trained, and which tokens of it."""
+"""Checks of the policy: which distribution is sampled, compared and trained, and on which tokens."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from trainkit.testing.trainers import LETTERS
 VOCABULARY = len(LETTERS) + 2
 DROPOUT = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
 SHARP = {"initializer_range": 0.2}
-"""Weights by which some tokens are much likelier than others, so that distributions can be told apart."""
+"""Weights with which some tokens are much likelier than others, so that distributions differ clearly."""
 LORA = {"r": 4, "target_modules": "all-linear"}
 
 
 def samples_text(subject: Subject) -> bool:
-    """It learns from what it samples."""
+    """Return whether the subject learns from text that it samples."""
     return subject.samples_text
 
 
 def compares(subject: Subject) -> bool:
-    """It compares a policy over tokens with a reference."""
+    """Return whether the subject compares a policy over tokens with a reference."""
     return subject.writes_text and subject.needs_reference
 
 
 def has_a_first_ratio(subject: Subject) -> bool:
-    """It compares its policy with the one that sampled, or with a reference."""
+    """Return whether the subject compares its policy with the sampling policy or with a reference."""
     return subject.samples_text or compares(subject)
 
 
@@ -53,17 +53,17 @@ def has_a_first_ratio(subject: Subject) -> bool:
 
 @check(where=has_a_first_ratio)
 def first_update(bench: Bench) -> None:
-    """Until the first update the divergence from the reference is 0 and the ratio to the sampling policy 1.
+    """Check that before the first update the divergence from the reference is 0 and the importance ratio is 1.
 
-    Also with dropout configured and at a temperature other than 1. Whatever differs between the policy that samples,
-    the one that is trained and the reference, a temperature, dropout, a layer too few, is otherwise learnt from as if
-    the policy had moved (S-05, S-08, S-17).
+    Any difference between the sampling policy, the trained policy and the reference, e.g. in temperature, dropout or
+    number of layers, is otherwise learnt from as if the policy had changed (S-05, S-08, S-17). The check configures
+    dropout and a temperature other than 1.
     """
     require_one_policy(bench, model=tiny_gpt2(VOCABULARY, **SHARP, **DROPOUT), rollout__temperature=0.7)
 
 
 def require_one_policy(bench: Bench, **changes: Any) -> None:
-    """Fail unless policy, behaviour and reference agree before the first update, and what is logged says so."""
+    """Fail unless policy, behaviour and reference agree before the first update, and so do the logged metrics."""
     trainer = bench.collected(**changes)
     if bench.subject.needs_reference:
         trainer.policy.train()
@@ -74,13 +74,13 @@ def require_one_policy(bench: Bench, **changes: Any) -> None:
     logged = Logged()
     bench.learnt(callbacks=[logged], **changes, train__total_steps=1)
     _require_unmoved(logged.steps[1])
-    sampling = bench.collected(**changes, model__disable_dropout=False)  # which is without dropout all the same
+    sampling = bench.collected(**changes, model__disable_dropout=False)  # sampling disables dropout nevertheless
     recorded = {name: value for name, value in sampling._pending.items() if name.startswith("policy/kl")}
     _require_unmoved({name: float(value.compute()) for name, value in recorded.items()})
 
 
 def _require_unmoved(metrics: dict[str, float]) -> None:
-    """The divergence from the reference exactly; what the loss computes with a gradient within rounding."""
+    """Fail unless the divergence is exactly 0, and what the loss computes with a gradient is within rounding."""
     still = {"policy/kl": (0.0, 0.0)} | {
         name: (at, 1e-6)
         for name, at in {"policy/kl_per_token": 0.0, "policy/approx_kl": 0.0, "policy/ratio": 1.0}.items()
@@ -93,10 +93,10 @@ def _require_unmoved(metrics: dict[str, float]) -> None:
 
 @check(where=samples_text)
 def sampling_distribution(bench: Bench) -> None:
-    """Sampler, policy and reference speak of one distribution: at the sampling temperature, under the logit mask.
+    """Check that sampler, policy and reference have one distribution, with sampling temperature and logit mask.
 
-    Importance ratios between two temperatures, or with tokens that sampling could not give, are learnt from as if
-    the policy had moved (S-08, F-02). What top-k and top-p cut does not count.
+    Importance ratios between two temperatures, or over tokens that cannot be sampled, are learnt from as if the policy
+    had changed (S-08, F-02). Truncation by top-k and top-p is not part of that distribution.
     """
     letters = torch.arange(VOCABULARY) < len(LETTERS)
     no_repeats = letters.unsqueeze(0) & ~torch.eye(VOCABULARY, dtype=torch.bool)
@@ -110,7 +110,7 @@ def sampling_distribution(bench: Bench) -> None:
             rollout__top_p=0.9,
         )
         _require_one_distribution(trainer, mask, with_reference=bench.subject.needs_reference)
-        push_away(trainer.unwrapped.model, by=0.1)  # as updates do, which samples must follow (S-53)
+        push_away(trainer.unwrapped.model, by=0.1)  # as updates do; the sampler must follow (S-53)
         _require_one_distribution(trainer, mask, with_reference=False)
 
 
@@ -118,7 +118,7 @@ def _require_one_distribution(trainer: Any, mask: Tensor | None, *, with_referen
     rollouts = trainer.sample([{"prompt": prompt} for prompt in ("a", "bcd", "ef", "gh")])
     _require_allowed(rollouts.sequences, mask)
     under = "" if mask is None else f" under a logit mask {tuple(mask.shape)}"
-    trainer.unwrapped.eval()  # as it should have been while it sampled (S-17)
+    trainer.unwrapped.eval()  # the mode that it should have sampled in (S-17)
     with torch.no_grad():
         told = {"policy": trainer.policy(rollouts.sequences).logprobs}
         if with_reference:
@@ -134,15 +134,15 @@ def _require_allowed(sequences: Sequences, mask: Tensor | None) -> None:
     for query, response in ids_of(sequences):
         pairs = zip((*query[-1:], *response), response, strict=False)
         allowed = all(mask[token] if mask.dim() == 1 else mask[previous, token] for previous, token in pairs)
-        require(allowed, f"the response {response} to {query} holds tokens that the logit mask forbids")
+        require(allowed, f"the response {response} to {query} has tokens that the logit mask forbids")
 
 
 @check(where=compares)
 def reference_is_frozen(bench: Bench) -> None:
-    """The reference takes no gradient, does not move in a run, and has no dropout whatever the policy has.
+    """Check that the reference gets no gradient, does not change in a run, and has no dropout.
 
-    A reference in training mode says something else each time it is asked, one that shares weights with the policy
-    follows it, and the divergence then means nothing (S-05, S-17, S-25).
+    A reference in training mode gives different log-probabilities at each call, and a reference that shares trained
+    weights changes with the policy; the divergence is then meaningless (S-05, S-17, S-25).
     """
     changes = {"model": tiny_gpt2(VOCABULARY, **DROPOUT), "model__disable_dropout": False}
     trainer = bench.collected(**changes)
@@ -150,18 +150,24 @@ def reference_is_frozen(bench: Bench) -> None:
     trainer.loss(for_loss(trainer, trainer.store.experience))[0].backward()
     frozen = dict(trainer.reference.policy.named_parameters())
     taking = [name for name, p in frozen.items() if p.requires_grad or p.grad is not None]
-    require(not taking, f"{', '.join(taking[:3])} of the reference can be trained")
+    require(not taking, f"the reference has trainable parameters: {', '.join(taking[:3])}")
     trained = {p.data_ptr() for p in trainer.unwrapped.parameters() if p.requires_grad}
     shared = [name for name, p in frozen.items() if p.data_ptr() in trained]
-    require(not shared, f"the reference shares {', '.join(shared[:3])} with the policy, where they are trained")
+    require(not shared, f"the reference shares trained parameters with the policy: {', '.join(shared[:3])}")
     trainer.policy.train()
     first, before = trainer.reference(reading.sequences).logprobs, _copied(trainer.reference.policy)
-    require_close(first, trainer.reference(reading.sequences).logprobs, "two answers of the reference", rtol=0, atol=0)
+    require_close(
+        first,
+        trainer.reference(reading.sequences).logprobs,
+        "log-probabilities of two calls of the reference",
+        rtol=0,
+        atol=0,
+    )
     trainer.optimizer.zero_grad()
     trainer.learn()
     require_same_weights(before, _copied(trainer.reference.policy), "weights of the reference before and after a run")
     after = trainer.reference(reading.sequences).logprobs
-    require_close(first, after, "answers of the reference before and after a run", rtol=0, atol=0)
+    require_close(first, after, "log-probabilities of the reference before and after a run", rtol=0, atol=0)
 
 
 def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -172,7 +178,7 @@ def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that writes nearly all that is sampled from it with other ids: it merges any two letters."""
+    """Return a tokenizer that merges any two letters, so that nearly every sampled text has other ids, too."""
     pairs = [(one, other) for one in "ab" for other in "ab"]
     names = ["a", "b", *(one + other for one, other in pairs), EOS, PAD]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=pairs))
@@ -182,9 +188,9 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
 
 @check(where=samples_text)
 def sampled_ids(bench: Bench) -> None:
-    """The ids that were sampled are the ids that are trained.
+    """Check that the ids that were sampled are the ids that are trained.
 
-    Text that is tokenised again may give other ids, to which the policy has never given the probability that is
+    Text that is tokenised again may give other ids, which the policy did not sample with the probability that is
     reinforced (S-09).
     """
     tokenizer = merging_tokenizer()
@@ -195,15 +201,15 @@ def sampled_ids(bench: Bench) -> None:
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
     for reading in readings(trainer, trainer.store.experience):
         for query, response in ids_of(reading.sequences):
-            require((query, response) in sampled, f"{query} → {response} is trained, and was never sampled")
+            require((query, response) in sampled, f"{query} → {response} is trained but was never sampled")
 
 
 @check(where=lambda subject: subject.language)
 def eos_is_trained(bench: Bench) -> None:
-    """The token that ends a response is trained like its other tokens, and once, also where padding has its id.
+    """Check that the EOS of a response is trained like its other tokens, exactly once, also if padding has its id.
 
-    A mask made of ids that are not padding leaves it out with tokenizers that pad with EOS, as GPT-2's users do, and
-    the model never learns to stop (S-01, S-35).
+    A mask of the ids that are not padding excludes EOS if the tokenizer pads with EOS, as is common with GPT-2, and the
+    model never learns to stop (S-01, S-35).
     """
     tokenizer = character_tokenizer(LETTERS, pad_token=EOS)
     trainer = bench.collected(arguments={"tokenizer": tokenizer})
@@ -211,7 +217,9 @@ def eos_is_trained(bench: Bench) -> None:
         part for part in trainer._rollouts for part in zip(ids_of(part.sequences), part.terminated, strict=True)
     ]
     ended = {ids: bool(terminated) for ids, terminated in rollouts}
-    require(not bench.subject.online or len(set(ended.values())) == 2, "no response was cut, or none has ended")
+    require(
+        not bench.subject.online or len(set(ended.values())) == 2, "no response was truncated, or none ended with EOS"
+    )
     for reading in readings(trainer, trainer.store.experience):
         segments = reading.sequences.segments
         many = [1] * len(reading.sequences) if segments is None else segments.amax(1).tolist()
@@ -228,13 +236,12 @@ def _require_eos(tokenizer: Any, ids: tuple[Any, Any], credit: Tensor, row: Tens
     ends = [index for index, token in enumerate(response) if token == tokenizer.eos_token_id]
     counted = int((row == tokenizer.eos_token_id).sum())
     require(
-        len(ends) == counted == due, f"{text!r} has {counted} EOS, of which {len(ends)} are trained; it should be {due}"
+        len(ends) == counted == due,
+        f"{text!r} has {counted} EOS, of which {len(ends)} are trained; both should be {due}",
     )
     require(not due or ends[-1] == len(response) - 1, f"the EOS of {text!r} is not the last token of its response")
     if credit.any():
-        require(
-            bool(credit[ends].all()), f"the loss on {text!r} does not depend on its EOS, and on other tokens it does"
-        )
+        require(bool(credit[ends].all()), f"the loss on {text!r} does not depend on its EOS, but on other tokens")
 
 
 # ------------------------------------------------------------------------------------------------------- other models
@@ -242,17 +249,17 @@ def _require_eos(tokenizer: Any, ids: tuple[Any, Any], credit: Tensor, row: Tens
 
 @check(where=lambda subject: subject.language and subject.trainer_class.encoder_decoders)
 def encoder_decoder(bench: Bench) -> None:
-    """An encoder-decoder is trained as a causal model is: exact means, one policy before the first update, a run.
+    """Check that encoder-decoders are trained like causal models: exact means, one policy before the first update.
 
-    Where prompt and response are read apart, what counts from the prompt's end is off by its length (S-03, S-23).
-    A trainer for which that is not so says ``encoder_decoders = False``, and is not given one.
+    They read prompt and response separately, so positions counted from the prompt's end are off by its length (S-03,
+    S-23). A trainer that does not support them sets ``encoder_decoders = False``, and is not checked.
     """
     model = tiny_t5(VOCABULARY)
     trainer = bench.collected(model=model)
     batch = trainer.store.experience
     for ids, credit in (row for reading in readings(trainer, batch) for row in reading.rows()):
         counted = int((credit != 0).sum())
-        require(counted in (0, len(credit)), f"of {ids} the loss reads {counted} of {len(credit)} response tokens")
+        require(counted in (0, len(credit)), f"for {ids} the loss reads {counted} of {len(credit)} response tokens")
     whole, share = gradient(trainer, batch), batch.weight
     parts = [gradient(trainer, micro) * (micro.weight / share) for micro in batch.split(3)]
     require_close(torch.stack(parts).sum(0), whole, "gradients of an encoder-decoder in micro-batches of 3 and whole")
@@ -261,15 +268,15 @@ def encoder_decoder(bench: Bench) -> None:
     before = weights(trainer)
     trainer.learn()
     moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
-    require(moved, "a run on an encoder-decoder moves nothing")
+    require(moved, "a run on an encoder-decoder changes no weight")
 
 
 @check(where=lambda subject: subject.language)
 def adapter(bench: Bench) -> None:
-    """With an adapter only the adapter and the algorithm's heads move; resuming and exporting hold as without.
+    """Check that with an adapter only the adapter and the heads are trained, and resuming and exporting work.
 
-    The reference is then the model without its adapter, and one that forgets to switch it off compares the policy
-    with itself (S-26).
+    The reference is then the model without its adapter; if the adapter is not disabled, the policy is compared with
+    itself (S-26).
     """
     changes: dict[str, Any] = {"model__peft_config": LORA, "optimizer__lr": 1e-2}
     if has_a_first_ratio(bench.subject):
@@ -281,10 +288,12 @@ def adapter(bench: Bench) -> None:
     trainer.learn()
     moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
     astray = [name for name in moved if name.startswith("model.") and "lora_" not in name]
-    require(any("lora_B" in name for name in moved), "a run moves nothing of the adapter")
-    require(not astray, f"a run with an adapter moves {', '.join(astray[:3])} of the model below it")
+    require(any("lora_B" in name for name in moved), "a run does not change the adapter")
+    require(not astray, f"a run with an adapter changes {', '.join(astray[:3])} of the base model")
     if told is not None:
-        require_close(told, _asked(trainer, probe), "answers of the reference before and after a run", rtol=0, atol=0)
+        require_close(
+            told, _asked(trainer, probe), "log-probabilities of the reference before and after a run", rtol=0, atol=0
+        )
     _require_adapter_is_kept(bench, trainer, changes)
 
 
@@ -297,7 +306,9 @@ def _require_adapter_is_kept(bench: Bench, trainer: Any, changes: dict[str, Any]
     place = bench.place()
     bench.learnt(place, **changes, train__save_interval=3, train__total_steps=3)
     resumed = bench.learnt(place, **changes, train__save_interval=3, train__resume="auto")
-    require_same_weights(weights(trainer), weights(resumed), "weights of a run with an adapter, straight and resumed,")
+    require_same_weights(
+        weights(trainer), weights(resumed), "weights of an uninterrupted and of a resumed run with an adapter"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(trainer.save_pretrained(bench.place()))
     inputs = tiny_input(loaded)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Checks about stopping and going on: nothing that training depends on may be lost."""
+"""Checks of resuming: nothing that training depends on may be lost."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trainkit.testing.conformance import Bench, check, require
 
 @check()
 def resume_every_step(bench: Bench) -> None:
-    """A run resumed after any of its steps ends bit-equal to one that never stopped: weights, optimizer, metrics.
+    """Check that a run resumed after any of its steps ends bit-equal to one that never stopped: weights, state, log.
 
-    A restart that loses Adam's moments, a generator's state, an adaptive coefficient or the place in the epoch trains
-    on something else from then on, and nothing tells; so does one that loses its place in the schedule (S-20).
+    A restart that loses Adam's moments, a generator's state, an adaptive coefficient, or the position in the epoch or
+    in the schedule (S-20) changes the rest of the training, and nothing reports it.
     """
     changes = {**into_next_collection(bench), **with_dropout(bench), "scheduler__name": "linear"}
     straight = bench.learnt(**changes, train__save_interval=1, train__keep_checkpoints=100)
@@ -48,7 +48,7 @@ def _require_same_end(straight: Any, resumed: Any, what: str, after: int) -> Non
     require_same_lines(here, there, what)
     require_same_weights(weights(straight), weights(resumed), f"the weights of {what}")
     alike = same_tensors(optimizer_memory(straight), optimizer_memory(resumed))
-    require(alike, f"what the optimizer keeps differs between {what}")
+    require(alike, f"the state of the optimizer differs between {what}")
     require(printed(straight.state_dict()) == printed(resumed.state_dict()), f"state_dict() differs between {what}")
     ends = [{k: v for k, v in asdict(each.progress).items() if k != "seconds"} for each in (straight, resumed)]
     require(ends[0] == ends[1], f"{what} end at {ends[0]} and {ends[1]}")
@@ -56,10 +56,10 @@ def _require_same_end(straight: Any, resumed: Any, what: str, after: int) -> Non
 
 @check()
 def state_is_complete(bench: Bench) -> None:
-    """What `state_dict` gives goes through a checkpoint unchanged, and every attribute that a run changes is in it.
+    """Check that `state_dict` survives a checkpoint unchanged and holds every attribute that a run changes.
 
-    Whether resuming works is seen only where the state has moved by then; a controller's coefficient, a running
-    standard deviation or a target that is not saved starts anew after every restart.
+    A controller's coefficient, a running standard deviation or a target that is not saved is reset by every restart.
+    Comparing resumed runs reveals this only for state that has changed before the restart.
     """
     for settings in variants(bench):
         trainer = bench.trainer(**{"train.total_steps": 3, "optimizer.lr": 0.01, **settings})
@@ -77,13 +77,13 @@ def state_is_complete(bench: Bench) -> None:
         require(
             not lost,
             f"the attribute {' and '.join(map(repr, lost))} of the trainer changes in a run and is not in its "
-            f"state_dict(){under}: put it into `remembers`, or write state_dict and load_state_dict. What need not "
-            "outlast a collection belongs into the batch",
+            f"state_dict(){under}: add it to `remembers`, or implement state_dict and load_state_dict. What is not "
+            "needed after a collection belongs in the batch",
         )
 
 
 def _attributes(trainer: Any) -> dict[str, Any]:
-    """The trainer's own attributes as they are now, without those of the loop and what follows from other things."""
+    """Return the trainer's attributes as text, without those of the loop and without cached properties."""
     return {name: printed(value) for name, value in vars(trainer).items() if name not in _not_its_own(trainer)}
 
 

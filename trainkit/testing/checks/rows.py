@@ -1,4 +1,4 @@
-"""Checks about rows: what stands beside a row, behind it and before it must not change what is learnt from it."""
+"""Checks of rows: padding, other rows and their order must not change what is learnt from a row."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from trainkit.testing.conformance import Bench, Subject, check, require
 
 
 def language(subject: Subject) -> bool:
-    """Masks and padding are about token sequences."""
+    """Return whether the subject trains language models: only these have masks and padding."""
     return subject.language
 
 
 def require_same_collection(one: Any, other: Any, what: str) -> None:
-    """Fail unless two trainers hold the same experience, and the same metrics of it; ``what`` says which two."""
+    """Fail unless two trainers hold the same experience and metrics of it; ``what`` names the two."""
     require_same_experience(one.store.experience, other.store.experience, f"experience {what}")
     require_same_metrics(floats(one._pending), floats(other._pending), f"metrics of a collection {what}")
 
 
 @check(where=language)
 def mask_law(bench: Bench) -> None:
-    """What stands under a mask changes neither experience nor loss, gradient or metrics, not even NaN.
+    """Check that values at masked positions, even NaN, change neither experience nor loss, gradient or metrics.
 
-    A loss that multiplies by the mask turns a NaN or an infinity of padding into a NaN of the whole model (S-15), one
-    that forgets it learns from padding, and advantages that are whitened over padding are others in every batch (S-10).
+    A loss that multiplies by the mask turns a NaN or an infinity in padding into a NaN of the whole model (S-15). A
+    loss that ignores the mask learns from padding. Advantages that are whitened over padding differ between batches
+    (S-10).
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
     require(
         any(not sequences.attention_mask.all() for sequences in sequences_in(batch)),
-        f"no Sequences of the {type(batch).__name__} has padding, so nothing can be seen of masks; tokens, and what is "
-        "said of them, belong into a TokenBatch or a Batch with Sequences in it",
+        f"no Sequences of the {type(batch).__name__} has padding, so masks cannot be checked; put tokens, and tensors "
+        "about tokens, into a TokenBatch or into a Batch with Sequences in it",
     )
     (clean, found), (dirty, seen) = measured(trainer, batch), measured(trainer, with_garbage(batch))
     require_same_gradient(clean, dirty, "gradients without and with garbage under the mask", rtol=0)
@@ -58,10 +59,10 @@ def mask_law(bench: Bench) -> None:
 
 @check(where=language)
 def padding_amount(bench: Bench) -> None:
-    """How much padding rows have changes neither experience nor loss, gradient or metrics.
+    """Check that the number of padding columns changes neither experience nor loss, gradient or metrics.
 
-    A mean over padded columns depends on the longest row that happens to be in the batch (S-38, S-56), and so do
-    statistics of a collection that are taken over them (S-10).
+    A mean over padded columns depends on the longest row in the batch (S-38, S-56), and so do statistics of a
+    collection that include padding (S-10).
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -74,10 +75,10 @@ def padding_amount(bench: Bench) -> None:
 
 @check(where=lambda subject: subject.causal)
 def padding_side(bench: Bench) -> None:
-    """Where a row stands within its columns changes nothing: padded on the left it has the gradient it has otherwise.
+    """Check that padding on the left instead of the right changes neither experience nor gradient or metrics.
 
-    What takes the first tokens of a response, or its last one, by counting columns takes others wherever prompts differ
-    in length or come padded on the left, as generation pads them.
+    Code that finds the first or last tokens of a response by counting columns finds other tokens if prompts differ in
+    length, or if rows are padded on the left, as generation pads them.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience
@@ -91,10 +92,11 @@ def padding_side(bench: Bench) -> None:
 
 @check()
 def batch_mates(bench: Bench) -> None:
-    """A row's experience does not depend on the rows that go through with it: parts of a collection have any size.
+    """Check that a row's experience does not depend on the other rows of its part, which can have any size.
 
-    `rollout.batch_size` is set by what fits into memory, and may cut the responses to one prompt apart. Statistics that
-    are taken while a part is made change with it (S-10); what compares rows belongs into `prepare_experience`.
+    A collection is made in parts of `rollout.batch_size` rows, which is chosen by memory and may separate the responses
+    to one prompt. Statistics that are computed while a part is made change with its size (S-10); code that compares
+    rows belongs in `prepare_experience`.
     """
     whole = _in_parts_of(bench, 1_000)
     for size in (5, 3):
@@ -103,7 +105,7 @@ def batch_mates(bench: Bench) -> None:
 
 
 def _in_parts_of(bench: Bench, size: int) -> Any:
-    """A trainer after a collection in parts of ``size`` rows, whose samples follow from each prompt's own seed."""
+    """Return a trainer after a collection in parts of ``size`` rows; each prompt has a seed for its samples."""
     trainer = bench.trainer(rollout__batch_size=size)
     if trainer.online:
         rows = [{**row, "seed": seed} for seed, row in enumerate(trainer.pipeline.rows)]
@@ -114,9 +116,9 @@ def _in_parts_of(bench: Bench, size: int) -> Any:
 
 @check()
 def row_order(bench: Bench) -> None:
-    """The order of a batch's rows changes nothing.
+    """Check that the order of a batch's rows does not change the gradient.
 
-    An algorithm that pairs rows by their place in a batch, which is shuffled, compares what does not belong together.
+    Batches are shuffled, so an algorithm that pairs rows by their position in a batch compares unrelated rows.
     """
     trainer = nudged(bench.collected())
     batch = trainer.store.experience

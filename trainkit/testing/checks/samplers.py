@@ -1,4 +1,4 @@
-"""Checks of samplers: rollouts are what was asked for, drawn from the policy as it is now, with the generator alone."""
+"""Checks of samplers: rollouts are what was asked for, from the current policy, by the given generator alone."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainkit.testing.trainers import PROMPTS
 
 TEMPERATURE = 0.5
 MOVED: dict[str, Any] = {"rollout__temperature": TEMPERATURE, "optimizer__lr": 0.02}
-"""A run whose policy is, in the end, far from the one that it began with."""
+"""A run that ends with a policy far from the initial one."""
 LARGEST = 60.0
-"""Of χ²/degree; a true sampler of ten tokens is above it in one case out of 10⁹."""
+"""Bound on χ², to which 3 per degree of freedom are added; a correct sampler exceeds it once in 10⁹ cases."""
 
 
 def _sampler(bench: Bench) -> Any:
-    """A trainer that has trained, and samples by the plugin's sampler."""
+    """Return a trainer after training that samples with the plugin's sampler."""
     trainer = bench.learnt(**MOVED)
     made = trainer.hooks.hook.make_sampler(trainer=trainer)
-    require(made is not None, "make_sampler returns None for a trainer of a GPT-2, so there is nothing to check")
+    require(made is not None, "make_sampler returns None for a trainer of a GPT-2, so there is no sampler to check")
     return trainer
 
 
@@ -48,9 +48,9 @@ def _ids(rollouts: Rollouts) -> list[list[int]]:
 
 @check(kind="sampler")
 def sampler_rollouts(bench: Bench) -> None:
-    """There is one response to each prompt, in their order, of at most so many tokens; masks follow from lengths.
+    """Check that there is one response per prompt, in order, within max_new_tokens, with masks from lengths.
 
-    What is sampled is trained as it is: a lost EOS is never learnt, a mask by token ids takes an EOS for padding
+    What is sampled is trained unchanged: a lost EOS is never learnt, and a mask from token ids takes an EOS for padding
     (S-09, S-15).
     """
     trainer = bench.trainer()
@@ -68,41 +68,47 @@ def sampler_rollouts(bench: Bench) -> None:
                 ended == (ids[-1] == eos), f"a response that ends in {ids[-1]} (EOS is {eos}) has terminated={ended}"
             )
             require(ended or len(ids) == room, f"a response stops after {len(ids)} of {room} tokens without EOS")
-            require(eos not in ids[:-1], "a response goes on behind EOS")
+            require(eos not in ids[:-1], "a response continues after EOS")
         require(found.outputs == decode(trainer.tokenizer, _ids(found), True), "outputs are not the text of the tokens")
-    require(bool(found.terminated.any()), "of 32 responses of up to five letters none ends by EOS")
+    require(bool(found.terminated.any()), "of 32 responses of up to five tokens none ends with EOS")
 
 
 def _require_masks(sequences: Sequences) -> None:
     real, chosen = sequences.attention_mask, sequences.response_mask
     columns = torch.arange(real.size(1), device=real.device)
-    require(bool((real == (columns < real.sum(1, keepdim=True))).all()), "real tokens are no prefix of their rows")
+    require(
+        bool((real == (columns < real.sum(1, keepdim=True))).all()), "the attention mask is not a prefix of each row"
+    )
     starts = real.sum(1, keepdim=True) - chosen.sum(1, keepdim=True)
     expected = real & (columns >= starts)
-    require(bool((chosen == expected).all()), "a response is not what follows the prompt, up to the last real token")
+    require(
+        bool((chosen == expected).all()), "the response mask is not what follows the prompt, up to the last real token"
+    )
 
 
 @check(kind="sampler")
 def sampler_stops(bench: Bench) -> None:
-    """A stop string ends a response, counts among its tokens, and is cut from its text.
+    """Check that a stop string ends a response, stays among its tokens, and is removed from its text.
 
-    A reward function that sees what stands behind the stop scores what the user never gets.
+    A reward function that sees text after the stop string scores what the user never gets.
     """
     trainer = bench.trainer()
     found = _draw(trainer, list(PROMPTS) * 4, max_new_tokens=8, stop_sequences=["b"])
     stop = trainer.tokenizer.convert_tokens_to_ids("b")
-    require(any(stop in ids for ids in _ids(found)), "no response holds the stop string")
+    require(
+        any(stop in ids for ids in _ids(found)), "no response contains the stop string, so stopping cannot be checked"
+    )
     for ids, output, ended in zip(_ids(found), found.outputs, found.terminated.tolist(), strict=True):
         require("b" not in output, f"the text {output!r} holds the stop string 'b'")
-        require(stop not in ids[:-1], "a response goes on behind the stop string")
+        require(stop not in ids[:-1], "a response continues after the stop string")
         require(ended or ids[-1] != stop, "a response that a stop string ended is not marked as terminated")
 
 
 @check(kind="sampler")
 def sampler_logprobs(bench: Bench) -> None:
-    """Log-probabilities are those of the trained policy at the sampling temperature, whatever is cut; or None.
+    """Check that log-probabilities, if given, are the trained policy's at the sampling temperature, before top-k.
 
-    An importance ratio between two distributions is not 1 before the first update, and trains on the difference
+    An importance ratio between two distributions is not 1 before the first update, and the difference is learnt
     (S-08, F-02).
     """
     trainer = _sampler(bench)
@@ -118,9 +124,9 @@ def sampler_logprobs(bench: Bench) -> None:
 
 @check(kind="sampler")
 def sampler_generator(bench: Bench) -> None:
-    """Equal generators draw equal responses, others draw others, and the global ones are neither used nor moved.
+    """Check that equal generators give equal responses, different ones do not, and global ones are not used.
 
-    Only so is a run the same twice, and after a restart.
+    Otherwise a run can be neither repeated nor resumed.
     """
     trainer = _sampler(bench)
     draws = []
@@ -134,9 +140,9 @@ def sampler_generator(bench: Bench) -> None:
 
 @check(kind="sampler")
 def sampler_distribution(bench: Bench) -> None:
-    """First tokens occur as often as the trained policy says at the sampling temperature, and under the logit mask.
+    """Check that the frequencies of first tokens are the trained policy's probabilities at the sampling temperature.
 
-    A sampler with an old copy of the weights, or a temperature of its own, gives rollouts of another policy.
+    A sampler with an old copy of the weights, or with another temperature, gives rollouts of another policy.
     """
     trainer, count = _sampler(bench), 2000
     with torch.no_grad():
@@ -154,7 +160,7 @@ def sampler_distribution(bench: Bench) -> None:
 
 
 def _chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """χ² and its degrees of freedom, tokens that are expected less than five times counting as one."""
+    """Return χ² and its degrees of freedom; tokens expected fewer than five times are counted as one."""
     often = expected >= 5
     rest = torch.stack([counts[~often].sum(), expected[~often].sum()])
     terms = (counts[often] - expected[often]) ** 2 / expected[often]
@@ -164,23 +170,23 @@ def _chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
 
 @check(kind="sampler")
 def sampler_mask(bench: Bench) -> None:
-    """No token is drawn that the logit mask forbids.
+    """Check that no token is sampled that the logit mask forbids.
 
-    Tokens that the policy is trained to give no probability have a ratio of infinity.
+    The trained policy gives such tokens the probability 0, so their log-probability is not finite.
     """
     trainer = bench.trainer(**MOVED)
     allowed = torch.ones(len(trainer.tokenizer), dtype=torch.bool)
     allowed[:4] = False
     trainer.logit_mask = allowed
     drawn = {token for ids in _ids(_draw(trainer, list(PROMPTS) * 4)) for token in ids}
-    require(not drawn & {0, 1, 2, 3}, f"the tokens {sorted(drawn & {0, 1, 2, 3})} are drawn, which the mask forbids")
+    require(not drawn & {0, 1, 2, 3}, f"the tokens {sorted(drawn & {0, 1, 2, 3})} are sampled, which the mask forbids")
 
 
 @check(kind="sampler")
 def sampler_greedy(bench: Bench) -> None:
-    """At temperature 0 every token is the likeliest, and each prompt gets its own response, in whatever order.
+    """Check that at temperature 0 every token is the likeliest, and prompts get their own responses in any order.
 
-    Evaluations are greedy; and responses that change places are scored for another prompt.
+    Evaluations may be greedy, and a response in the wrong place is scored for another prompt.
     """
     trainer = _sampler(bench)
     found = _draw(trainer, list(PROMPTS), temperature=0)
@@ -198,9 +204,9 @@ def sampler_greedy(bench: Bench) -> None:
 
 @check(kind="sampler")
 def sampler_seeds(bench: Bench) -> None:
-    """The response of a row with a ``seed`` follows from it alone, not from the generator or from other rows.
+    """Check that the response of a row with a ``seed`` depends on it alone, not on the generator or other rows.
 
-    Without it a single response out of a run cannot be drawn again.
+    Otherwise a single response of a run cannot be sampled again.
     """
     trainer = _sampler(bench)
     seeds: list[int | None] = [11, None, 12]
@@ -210,19 +216,19 @@ def sampler_seeds(bench: Bench) -> None:
     require((one[0], one[2]) == (other[0], other[2]), "rows with seeds get other responses from another generator")
     require(alone[0] == one[2], "a row with a seed gets another response without the other rows")
     many = {str(_ids(_draw(trainer, ["ab"], seeds=[seed]))) for seed in range(20)}
-    require(len(many) > 1, "twenty seeds give one and the same response")
+    require(len(many) > 1, "twenty different seeds give the same response")
 
 
 @check(kind="sampler")
 def sampler_resumes(bench: Bench) -> None:
-    """A run that samples by it ends bit-equal whether or not it was stopped and resumed.
+    """Check that a run with this sampler ends bit-equal, whether or not it was stopped and resumed.
 
-    A sampler with a state of its own starts anew after a restart.
+    A sampler with a state of its own is reset by every restart.
     """
     changes: dict[str, Any] = {"train__save_interval": 1, "train__batch_size": 6}
     straight, place = bench.learnt(**changes), bench.place()
     bench.learnt(place, **changes, train__total_steps=2)
     resumed = bench.learnt(place, **changes, train__resume="auto")
-    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed run and of one in one go")
+    require_same_weights(weights(straight), weights(resumed), "the weights of a resumed and of an uninterrupted run")
     lines = [metric_lines(each.run_dir, training=True) for each in (straight, resumed)]
-    require_same_lines(lines[0], lines[1], "a resumed run and one in one go")
+    require_same_lines(lines[0], lines[1], "a resumed and an uninterrupted run")

@@ -1,4 +1,4 @@
-"""What several checks measure by."""
+"""Comparisons and measurements that several checks use."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ from trainkit.trainer.base import Verdict
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    """A copy of the model's state."""
+    """Return a copy of the model's state."""
     return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
 def require_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
-    """Fail unless two states are bit-equal; ``what`` says of which two."""
+    """Fail unless two states are bit-equal; ``what`` names the two."""
     differ = [name for name in one if name not in other or not torch.equal(one[name], other[name])]
     differ += sorted(other.keys() - one.keys())
     require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
 
 
 def require_close(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Fail unless two tensors agree, NaN with NaN; ``what`` says which two, the message by how much they do not."""
-    require(one.shape == other.shape, f"{what} have the shapes {tuple(one.shape)} and {tuple(other.shape)}")
+    """Fail unless two tensors agree, NaN with NaN; ``what`` names the two."""
+    require(one.shape == other.shape, f"{what} have different shapes, {tuple(one.shape)} and {tuple(other.shape)}")
     if not one.is_floating_point():
-        require(torch.equal(one, other), f"{what} differ in {int((one != other).sum())} of {one.numel()} places")
+        require(torch.equal(one, other), f"{what} differ in {int((one != other).sum())} of {one.numel()} elements")
         return
     off, largest = (float(x.abs().max()) if x.numel() else 0.0 for x in (one - other, one))
     require(
         torch.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True),
-        f"{what} differ by up to {off:.3g}, where {largest:.3g} is the largest",
+        f"{what} differ by up to {off:.3g}; the largest element is {largest:.3g}",
     )
 
 
 def require_same_gradient(one: Tensor, other: Tensor, what: str, *, rtol: float = 1e-4) -> None:
-    """Fail unless two gradients agree, up to rounding, and are there at all; ``what`` says which two."""
-    require(one.isfinite().all() and one.any(), f"of {what} the first is {'zero' if one.isfinite().all() else 'NaN'}")
+    """Fail unless two gradients agree, up to rounding, and are not zero; ``what`` names the two."""
+    require(
+        one.isfinite().all() and one.any(),
+        f"of the {what}, the first is {'zero' if one.isfinite().all() else 'not finite'}",
+    )
     require_close(one, other, what, rtol=rtol, atol=1e-5 * float(one.abs().max()))
 
 
 def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], what: str) -> None:
-    """Fail unless two records of metrics have the same names and values, up to rounding; ``what`` says which two."""
+    """Fail unless two sets of metrics have the same names and values, up to rounding; ``what`` names the two."""
     odd = sorted(one.keys() ^ other.keys())
     require(not odd, f"{what} do not have the same names: {', '.join(odd)}")
     for name, value in one.items():
@@ -62,7 +65,7 @@ def require_same_metrics(one: Mapping[str, float], other: Mapping[str, float], w
 
 
 def require_same_experience(one: Batch, other: Batch, what: str) -> None:
-    """Fail unless two batches say the same under their masks, up to rounding; ``what`` says which two."""
+    """Fail unless two batches are equal where their masks are true, up to rounding; ``what`` names the two."""
     require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
     left, right = under_masks(one).flatten(), under_masks(other).flatten()
     odd = sorted(left.keys() ^ right.keys())
@@ -72,7 +75,7 @@ def require_same_experience(one: Batch, other: Batch, what: str) -> None:
 
 
 def require_same_rows(one: Batch, other: Batch, what: str) -> None:
-    """Fail unless two batches hold the same rows, up to rounding, in whatever order; ``what`` says which two."""
+    """Fail unless two batches hold the same rows, up to rounding, in any order; ``what`` names the two."""
     require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
     fields = under_masks(type(one).cat([one, other])).flatten()
     table = torch.cat([column.double().reshape(len(column), -1) for column in fields.values()], dim=1)
@@ -87,7 +90,7 @@ def require_same_rows(one: Batch, other: Batch, what: str) -> None:
 
 
 def require_same_state(one: Any, other: Any, what: str) -> None:
-    """Fail unless two `state_dict`s are equal to the bit; ``what`` says of which two."""
+    """Fail unless two `state_dict`s are bit-equal; ``what`` names the two."""
     left, right = dict(_leaves(one)), dict(_leaves(other))
     differ = [key for key in left | right if key not in left or key not in right or not _equal(left[key], right[key])]
     require(not differ, f"{what} differ in {', '.join(differ[:3])}{' and more' if len(differ) > 3 else ''}")
@@ -109,7 +112,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def floats(metrics: Metrics) -> dict[str, float]:
-    """Metrics as numbers, without what the clock says."""
+    """Return metrics as numbers, without times."""
     return {name: metric.compute() for name, metric in metrics.items() if not name.startswith("time/")}
 
 
@@ -117,7 +120,7 @@ def floats(metrics: Metrics) -> dict[str, float]:
 
 
 def nudged(trainer: Any, size: float = 0.02) -> Any:
-    """The trainer with weights a little elsewhere, so that the policy is no longer the one that sampled."""
+    """Add small noise to the trainer's weights, so that the policy differs from the one that sampled; return it."""
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trainer.unwrapped.parameters():
@@ -128,19 +131,19 @@ def nudged(trainer: Any, size: float = 0.02) -> Any:
 
 
 def flat_gradient(trainer: Any) -> Tensor:
-    """A copy of the gradient as it is; parameters without one count as zero."""
+    """Return a flat copy of the gradient; parameters without one count as zero."""
     trained = [p for p in trainer.unwrapped.parameters() if p.requires_grad]
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).clone()
 
 
 @torch.no_grad()
 def for_loss(trainer: Any, batch: Batch) -> Any:
-    """A batch of the store as `loss` gets it where a step is one micro-batch: prepared, on the trainer's device."""
+    """Return a batch of the store as `loss` gets it, if a step is one micro-batch: prepared, on the device."""
     return trainer.prepare_step(batch).to(trainer.accelerator.device)
 
 
 def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """The gradient of the loss's mean over a whole batch, flat, and the metrics with the loss among them."""
+    """Return the flat gradient of the loss's mean over a whole batch, and the metrics, with the loss among them."""
     trainer.optimizer.zero_grad()
     loss, found = trainer.measure(for_loss(trainer, batch))
     loss.backward()
@@ -150,12 +153,12 @@ def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
 
 
 def gradient(trainer: Any, batch: Batch) -> Tensor:
-    """The gradient of the loss's mean over a whole batch, flat; parameters it does not reach count as zero."""
+    """Return the flat gradient of the loss's mean over a whole batch; zero for parameters it does not reach."""
     return measured(trainer, batch)[0]
 
 
 def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-    """The gradient that the loop steps by on ``batch``, flat, and the step's metrics; `judge` is not asked."""
+    """Make a step on ``batch``; return its flat gradient and its metrics. `judge` is not called."""
     trainer.judge = lambda _: Verdict.STEP
     seen: list[Tensor] = []
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper is no torch optimizer
@@ -167,13 +170,13 @@ def stepped(trainer: Any, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def unequal(batch: Batch) -> list[Tensor]:
-    """The rows of two parts of a batch: three eighths of them, the shorter ones, and the others."""
+    """Return the row indices of two parts of a batch: the shortest three eighths, and the others."""
     order = batch.lengths.argsort(stable=True).cpu()
     return list(order.tensor_split([max(3 * len(batch) // 8, 1)]))
 
 
 def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -> Any:
-    """A tiny trainer whose `prepare_experience` was given ``change`` of what `make_experience` had made."""
+    """Return a tiny trainer that applied ``change`` to its experience before `prepare_experience`."""
     trainer = bench.trainer(**changes)
     honest = trainer.prepare_experience
     trainer.prepare_experience = lambda experience: honest(change(experience))
@@ -181,11 +184,11 @@ def collected_from(bench: Bench, change: Callable[[Any], Any], **changes: Any) -
     return trainer
 
 
-# ----------------------------------------------------------------------------------------------- what stands in batches
+# --------------------------------------------------------------------------------------------- changing batches
 
 
 def aligned(batch: Any, change: Callable[[Tensor, Sequences], Tensor]) -> Any:
-    """The batch with ``change(tensor, its sequences)`` for every tensor [B, T, *] in it that speaks about tokens."""
+    """Return the batch with ``change(tensor, its sequences)`` applied to every tensor [B, T, *] about tokens."""
     if isinstance(batch, Sequences):
         return batch.map(lambda x: change(x, batch))
     own = batch.sequences if isinstance(batch, TokenBatch) else None
@@ -199,7 +202,7 @@ def aligned(batch: Any, change: Callable[[Tensor, Sequences], Tensor]) -> Any:
 
 
 def sequences_in(batch: Batch) -> list[Sequences]:
-    """All sequences that a batch holds, itself among them."""
+    """Return all sequences in a batch, the batch itself included."""
     if isinstance(batch, Sequences):
         return [batch]
     return [found for part in batch.parts().values() if isinstance(part, Batch) for found in sequences_in(part)]
@@ -214,7 +217,7 @@ def _is_field(x: Tensor, sequences: Sequences) -> bool:
 
 
 def with_garbage(batch: Any, seed: int = 0) -> Any:
-    """The batch with random ids where its attention mask says that nothing is there, NaN off its response mask."""
+    """Return the batch with random ids where its attention mask is false, and NaN where its response mask is."""
     draws = torch.Generator().manual_seed(seed)
 
     def spoil(x: Tensor, sequences: Sequences) -> Tensor:
@@ -229,7 +232,7 @@ def with_garbage(batch: Any, seed: int = 0) -> Any:
 
 
 def under_masks(batch: Any) -> Any:
-    """The batch with 0 wherever its masks say that nothing is there, and no more columns than it needs."""
+    """Return the batch with 0 where its masks are false, and no more columns than it needs."""
 
     def clear(x: Tensor, sequences: Sequences) -> Tensor:
         own = x.is_floating_point() and not _is_field(x, sequences)
@@ -240,17 +243,17 @@ def under_masks(batch: Any) -> Any:
 
 
 def widened(batch: Batch, columns: int) -> Any:
-    """The batch with more columns of padding on the right."""
+    """Return the batch with more columns of padding on the right."""
     return aligned(batch, lambda x, _: F.pad(x, (0, 0) * (x.dim() - 2) + (0, columns)))
 
 
 def left_padded(batch: Any) -> Any:
-    """The batch with every row at the right end of its columns."""
+    """Return the batch with every row at the right end of its columns."""
     return _rolled(batch, lambda mask: (mask * _columns(mask) + mask).amax(1, keepdim=True))
 
 
 def right_padded(batch: Any) -> Any:
-    """The batch with every row at the left end of its columns, and no more of them than it needs."""
+    """Return the batch with every row at the left end of its columns, and no more columns than it needs."""
     return _rolled(batch, lambda mask: mask.int().argmax(1, keepdim=True)).trim()
 
 
@@ -259,17 +262,17 @@ def _columns(mask: Tensor) -> Tensor:
 
 
 def _rolled(batch: Any, by: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with every row turned to the left by ``by(where something stands [B, T])`` columns [B, 1]."""
+    """Return the batch with every row rolled to the left by ``by(mask of real tokens [B, T])`` columns [B, 1]."""
 
     def roll(x: Tensor, sequences: Sequences) -> Tensor:
         mask = sequences.attention_mask | sequences.response_mask
-        places = (_columns(mask) + by(mask)) % mask.size(1)  # [B, T] where what stands in each column then stood before
+        places = (_columns(mask) + by(mask)) % mask.size(1)  # [B, T]: the column that each column is taken from
         return x.gather(1, _like(places, x))
 
     return aligned(batch, roll)
 
 
-# ------------------------------------------------------------------------------------------- what the policy is asked
+# ----------------------------------------------------------------------------------------- how a loss uses the policy
 
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response of a row."""
@@ -277,27 +280,27 @@ Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a loss has asked the policy, and how it depends on the answers."""
+    """One call of the policy by a loss, and how the loss depends on its outputs."""
 
     sequences: Sequences
     slopes: Tensor | None
-    """The loss's derivative by the log-probability of each token [B, T]; None where none was asked for."""
+    """The loss's derivative by the log-probability of each token [B, T]; None if it uses no log-probabilities."""
 
     def rows(self) -> list[tuple[Ids, Tensor]]:
-        """Each row's ids, and its credit: how much the loss wants each of its response tokens to be likelier."""
+        """Return each row's ids and credit: how much the loss increases the log-probability of each response token."""
         mask = self.sequences.response_mask
         slopes = torch.zeros(mask.shape, device=mask.device) if self.slopes is None else self.slopes
         return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
 
 
 def ids_of(sequences: Sequences) -> list[Ids]:
-    """Prompt and response ids of each row."""
+    """Return the prompt and response ids of each row."""
     pairs = zip(sequences.queries, sequences.responses, strict=True)
     return [(tuple(query.tolist()), tuple(response.tolist())) for query, response in pairs]
 
 
 def readings(trainer: Any, batch: Batch) -> list[Reading]:
-    """What the loss on a whole batch asks of the policy."""
+    """Return the calls of the policy by the loss on a whole batch."""
     asked: list[tuple[Sequences, Tensor | None]] = []
 
     def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> None:
@@ -312,14 +315,14 @@ def readings(trainer: Any, batch: Batch) -> list[Reading]:
         loss, _ = trainer.loss(prepared)
     finally:
         handle.remove()
-    require(asked, "the loss does not ask trainer.policy")
+    require(asked, "the loss does not call trainer.policy")
     loss.backward()
     trainer.optimizer.zero_grad()
     return [Reading(sequences, None if told is None else told.grad) for sequences, told in asked]
 
 
 def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
-    """The credit of the response tokens of every row that the loss reads."""
+    """Return the credit of the response tokens of every row that the loss reads."""
     found: dict[Ids, Tensor] = {}
     for reading in readings(trainer, batch):
         for ids, credit in reading.rows():
@@ -327,23 +330,23 @@ def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- runs and their parts
+# ---------------------------------------------------------------------------------------------------- parts of runs
 
 
 class Logged:
-    """Keeps the metrics that are logged, by step."""
+    """An observer that keeps the logged metrics by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep them."""
+        """Keep the metrics."""
         self.steps.setdefault(step, {}).update(metrics)
 
 
 def rewarding(values: Iterable[Any]) -> Callable[..., list[Any]]:
-    """A reward function that gives these to the responses in their order, and begins again when they are used up."""
+    """Return a reward function that gives ``values`` to the responses in order, starting again after the last."""
     left = cycle(values)
 
     def reward(prompts: list[Any], **_: Any) -> list[Any]:
@@ -354,7 +357,7 @@ def rewarding(values: Iterable[Any]) -> Callable[..., list[Any]]:
 
 @torch.no_grad()
 def push_away(model: torch.nn.Module, by: float) -> None:
-    """Add noise of this standard deviation to all parameters that are trained."""
+    """Add noise of the standard deviation ``by`` to all trained parameters."""
     draws = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         if parameter.requires_grad:

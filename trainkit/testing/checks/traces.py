@@ -1,4 +1,4 @@
-"""What runs leave behind, and what they must leave alone, so that two runs can be compared."""
+"""What runs log, keep and draw, in forms in which two runs can be compared."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trainkit.plugins import hookimpl
 from trainkit.testing.conformance import Bench, require
 
 LOOPS_OWN = ("train/", "eval/", "loss/total", "time/collect", "time/update")
-"""Names of metrics that are the loop's, or begin so."""
+"""Prefixes of the names of the loop's own metrics."""
 CLOCK = ("time/", "eval/time")
-"""Groups of metrics that depend on the clock."""
+"""Prefixes of the names of metrics that depend on the clock."""
 
 
 def timeless(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics without those that depend on the clock."""
+    """Return metrics without those that depend on the clock."""
     return {name: value for name, value in metrics.items() if not name.startswith(CLOCK)}
 
 
 def metric_lines(run_dir: Path, *, training: bool = False, after: int = 0) -> list[dict[str, Any]]:
-    """What a run logged behind step ``after``, without the clock; with ``training`` without evaluations."""
+    """Return what a run logged after step ``after``, without times; with ``training``, without evaluations."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     kept = [timeless(line) for line in lines if line["step"] > after]
@@ -39,7 +39,7 @@ def metric_lines(run_dir: Path, *, training: bool = False, after: int = 0) -> li
 
 
 def require_same_lines(one: list[dict[str, Any]], other: list[dict[str, Any]], what: str) -> None:
-    """Fail unless two logs are equal to the last bit; ``what`` says of which two."""
+    """Fail unless two logs are bit-equal; ``what`` names the two runs."""
     require(len(one) == len(other), f"{what} have {len(one)} and {len(other)} lines of metrics")
     for here, there in zip(one, other, strict=True):
         differ = sorted(name for name in {*here, *there} if repr(here.get(name)) != repr(there.get(name)))
@@ -47,13 +47,13 @@ def require_same_lines(one: list[dict[str, Any]], other: list[dict[str, Any]], w
 
 
 def optimizer_memory(trainer: Any) -> list[Tensor]:
-    """A copy of all that the optimizer keeps: Adam's step counts and moments."""
+    """Return a copy of the optimizer's state: Adam's step counts and moments."""
     kept = (value for state in trainer.optimizer.state.values() for value in state.values())
     return [value.detach().clone() for value in kept if isinstance(value, Tensor)]
 
 
 def same_tensors(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    """Whether two lists of tensors are bit-equal, NaN being equal to NaN."""
+    """Return whether two lists of tensors are bit-equal, NaN being equal to NaN."""
     here, there = list(one), list(other)
     return len(here) == len(there) and all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0)) and _same_nan(a, b)
@@ -70,9 +70,9 @@ def _same_nan(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[Callable[[], list[str]]]:
-    """Within, the global generators of torch, numpy and Python start from ``seed``; afterwards they are as before.
+    """Seed the global generators of torch, numpy and Python within the context, and restore them afterwards.
 
-    Gives a function that names those that were drawn from or seeded anew.
+    Yields a function that returns the names of those that have been drawn from or seeded again.
     """
     before = (torch.get_rng_state(), np.random.get_state(), random.getstate())
     torch.manual_seed(seed)
@@ -95,13 +95,13 @@ def _states() -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------- values as plain things
+# -------------------------------------------------------------------------------------------------- values as text
 
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def printed(value: Any) -> str:
-    """A value as text, so that equal states have equal texts, whatever objects they are made of."""
+    """Return a value as text, so that equal states have equal texts, whatever objects they are made of."""
     return "".join(_print(value, []))
 
 
@@ -120,7 +120,7 @@ def _print(value: Any, above: list[int]) -> Iterator[str]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What an object's state is made of."""
+    """Return the parts of an object's state."""
     if isinstance(value, Tensor):
         return [str(value.dtype), list(value.shape), value.detach().cpu().flatten().tolist()]
     if isinstance(value, np.ndarray):
@@ -148,15 +148,15 @@ def _parts(value: Any) -> list[Any]:
 
 
 class _EnoughError(Exception):
-    """A run has shown what it was to show."""
+    """A difference has been found, and the run can end."""
 
 
 class Course:
-    """What a run does and leaves, as notes in their order, without what depends on the clock.
+    """What a run does and ends with, as notes in order, without what depends on the clock.
 
     Args:
         trainer: a trainer before its run.
-        other: the course of another run; this one ends as soon as it goes another way.
+        other: the course of another run; this run ends as soon as its course differs.
     """
 
     def __init__(self, trainer: Any, other: Course | None = None) -> None:
@@ -165,7 +165,7 @@ class Course:
 
     @property
     def differs(self) -> bool:
-        """Whether the course is another than the other's, as far as it goes."""
+        """Whether the course differs from the other one, as far as it goes."""
         return self.other is not None and self.notes != self.other.notes[: len(self.notes)]
 
     def learn(self) -> Self:
@@ -202,7 +202,7 @@ class Course:
 
     @hookimpl
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Note what the loop logged, and how often the loss was asked for; what else is told moves nothing."""
+        """Note the loop's own metrics, and how often the loss was computed; other metrics have no effect."""
         felt = {name: value for name, value in timeless(metrics).items() if name.startswith(LOOPS_OWN)}
         self.notes.append(json.dumps({"step": step, "losses": self.losses, **felt}))
 
@@ -216,7 +216,7 @@ class Course:
 
 
 def with_dropout(bench: Bench) -> dict[str, Any]:
-    """Changes that switch dropout on in the tiny model, whatever fields it has for that."""
+    """Return changes that enable dropout in the tiny model, by whatever fields its config has for it."""
     if not bench.subject.language:
         return {}
     from transformers import AutoConfig
@@ -228,7 +228,7 @@ def with_dropout(bench: Bench) -> dict[str, Any]:
 
 
 def into_next_collection(bench: Bench, steps: int = 6) -> dict[str, Any]:
-    """Changes that make a run of about ``steps`` steps, uneven batches, that goes on into a second collection."""
+    """Return changes for a run of about ``steps`` steps with uneven batches that reaches a second collection."""
     trainer = bench.trainer()
     rows, passes = trainer.experience_rows, trainer.passes
     if not trainer.online or passes == 1:

@@ -1,1 +1,1 @@
-"""Plugins that are broken on purpose; each hurts those runs only that name it."""
+"""Plugins that are broken on purpose; each affects only runs that name it."""

@@ -1,8 +1,8 @@
-"""Asks a hook for an argument that it does not have."""
+"""Implements a hook with an argument that the hook does not have."""
 
 from trainkit import hookimpl
 
 
 @hookimpl
 def on_step(step: int, loss: float) -> None:
-    """Is never called."""
+    """Do nothing; this hook is never called."""

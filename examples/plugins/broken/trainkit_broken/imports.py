@@ -1,3 +1,3 @@
-"""Imports what is not installed."""
+"""Imports a module that is not installed."""
 
 import nothing_of_this_name  # noqa: F401

@@ -1,4 +1,4 @@
-"""Needs an environment variable that is not set."""
+"""Looks up an environment variable that is not set."""
 
 import os
 

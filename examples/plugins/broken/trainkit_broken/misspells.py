@@ -5,4 +5,4 @@ from trainkit import hookimpl
 
 @hookimpl
 def on_stepp(step: int) -> None:
-    """Is never called."""
+    """Do nothing; this hook is never called."""

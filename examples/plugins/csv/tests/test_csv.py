@@ -1,4 +1,4 @@
-"""The file holds what was logged, once: in several runs of a process, and after a kill."""
+"""The file contains every logged number once: with several runs in a process, and after a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = tuple[int, str, float]
 
 
 def rows(run_dir: Path) -> list[Row]:
-    """What the file says, without times."""
+    """Return the lines of the file, without times."""
     with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
         first, *others = csv.reader(file)
     assert first == ["step", "metric", "value"]
@@ -26,7 +26,7 @@ def rows(run_dir: Path) -> list[Row]:
 
 
 def logged(run_dir: Path) -> list[Row]:
-    """The same of trainkit's own file."""
+    """Return the same numbers from trainkit's own file, `metrics.jsonl`."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(x["step"], k, v) for x in lines for k, v in x.items() if k != "step" and "time" not in k]
 
@@ -53,11 +53,11 @@ def test_runs_of_one_process_have_a_file_each(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """As SIGKILL, but for `on_train_end`."""
+    """Stands for SIGKILL, except that `on_train_end` is called."""
 
 
 class Kill:
-    """Ends a run after a step."""
+    """Kills a run after a step."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -70,7 +70,7 @@ class Kill:
 
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_killed_and_resumed_run_has_the_lines_of_one_that_never_stopped(tmp_path: Path, at: int) -> None:
-    """Killed at step 5 it goes on from step 4, killed at step 1 from the beginning; a line is cut off in between."""
+    """Resume from step 4 after a kill at step 5, from the start after one at step 1; the last line is incomplete."""
     tiny(tmp_path / "straight", train__save_interval=2).learn()
     with pytest.raises(Killed):
         tiny(tmp_path / "killed", train__save_interval=2, callbacks=[Kill(at)]).learn()

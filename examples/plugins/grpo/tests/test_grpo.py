@@ -1,4 +1,4 @@
-"""GRPO's own mathematics: golden numbers, the paper's gradient, that it learns; and the kit."""
+"""Tests of GRPO: golden numbers, the gradient of the paper, learning on a bandit, and trainkit's checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_grpo_conforms() -> None:
 
 
 def prepared(tmp_path: Path, scores: list[float]) -> Tensor:
-    """The advantages of groups of three."""
+    """Return the advantages of groups of three."""
     trainer = tiny_trainer("grpo", tmp_path, method__group_size=3, rollout__num_rollouts=15)
     sequences = Sequences.from_lists([[1]] * len(scores), [[2]] * len(scores))
     zeros = torch.zeros(len(scores), 2)
@@ -32,19 +32,19 @@ def prepared(tmp_path: Path, scores: list[float]) -> Tensor:
 
 
 def test_advantages_equal_the_golden_numbers(tmp_path: Path) -> None:
-    """1, 2, 3 have mean 2 and std 1; 0, 0, 3 have mean 1 and std √3."""
+    """Check that 1, 2, 3 have mean 2 and std 1, and that 0, 0, 3 have mean 1 and std √3."""
     expected = torch.tensor([-1, 0, 1, -(3**-0.5), -(3**-0.5), 2 * 3**-0.5])
     torch.testing.assert_close(prepared(tmp_path, [1.0, 2.0, 3.0, 0.0, 0.0, 3.0]), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("score", [0.9, 0.0, -1e8])
 def test_a_constant_group_has_advantages_of_exactly_zero(tmp_path: Path, score: float) -> None:
-    """Three times 0.9 in float32 has a mean next to 0.9; over a std of rounding that would be anything."""
+    """Check that rounding has no effect: in float32, the mean of three times 0.9 is not exactly 0.9."""
     assert prepared(tmp_path, [score] * 3).tolist() == [0.0] * 3
 
 
 def moved(tmp_path: Path, **changes: Any) -> tuple[Any, GRPOBatch]:
-    """A trainer whose policy has left the reference, and experience of the policy as it is now."""
+    """Return a trainer whose policy differs from the reference, and experience of the current policy."""
     trainer = tiny_trainer("grpo", tmp_path, method__kl_coef=0.5, **changes)
     trainer.collect()
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def moved(tmp_path: Path, **changes: Any) -> tuple[Any, GRPOBatch]:
 
 
 def test_the_gradient_is_that_of_equation_21(tmp_path: Path) -> None:
-    """On policy, a token's is weighted by A + β (π_ref / π − 1): more of what the reference liked better."""
+    """Check that on policy, the gradient of log π of a token has the weight A + β (π_ref / π − 1)."""
     trainer, batch = moved(tmp_path)
     mask, logprobs = batch.sequences.response_mask, trainer.policy(batch.sequences).logprobs
     pull = torch.exp(batch.ref_logprobs - batch.old_logprobs) - 1
@@ -72,7 +72,7 @@ def test_the_gradient_is_that_of_equation_21(tmp_path: Path) -> None:
 
 
 def test_a_response_weighs_the_same_whatever_its_length(tmp_path: Path) -> None:
-    """The loss of two responses of different length is the mean of their losses."""
+    """Check that the loss of two responses of different length is the mean of their losses."""
     trainer, batch = moved(tmp_path)
     lengths = batch.sequences.response_mask.sum(1)
     assert lengths.min() < lengths.max()
@@ -90,12 +90,12 @@ def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
 
 
 def expected_reward(bandit: Bandit, model: Any) -> float:
-    """The mean over prompts of Σ π · reward."""
+    """Return the mean over prompts of Σ π · reward."""
     return float((bandit.logprobs(model).exp() * bandit.rewards).sum(1).mean())
 
 
 def test_it_finds_the_rewards_of_a_bandit(tmp_path: Path) -> None:
-    """From what the reference gets, most of the way to the best arm of each prompt."""
+    """Check that the policy covers 90 % of the distance from the reference's reward to that of the best arms."""
     bandit = Bandit()
     trainer = trainkit.train(
         config={

@@ -1,4 +1,4 @@
-"""new_plugin: draws from all tokens at first, and from the likeliest alone as training goes on."""
+"""new_plugin: a sampler whose ``top_p`` falls during training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from trainkit import AccelerateRLTrainer, Rollouts, Row, SamplingConfig, hookimpl
 
 LAST, STEPS = 0.8, 1000
-"""The ``top_p`` that it ends at, and the steps in which it falls there from 1."""
+"""The final ``top_p``, and the number of steps over which it falls from 1 to this value."""
 
 
 @hookimpl
 def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
-    """trainkit's own sampler with a ``top_p`` that falls; one that is set in the configuration is left alone."""
+    """Return trainkit's own sampler with a falling ``top_p``; a ``top_p`` set in the configuration is kept."""
     core = trainer.core_sampler()
 
     def sampler(
         rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
     ) -> Rollouts:
-        """Responses to ``queries``, token ids; what is random comes from ``generator`` or a row's ``seed`` alone."""
+        """Sample responses to ``queries``, token ids. All randomness is from ``generator`` or a row's ``seed``."""
         if settings.top_p == 1:
             settings = settings.model_copy(update={"top_p": top_p(trainer.progress.step)})
         return core(rows, queries, settings, generator)
@@ -30,5 +30,5 @@ def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
 
 
 def top_p(step: int) -> float:
-    """The share of the probability that is drawn from; it follows from the step, so that resuming keeps it."""
+    """Return ``top_p`` at a step. It depends on the step alone, so a resumed run continues with it."""
     return max(LAST, 1 - (1 - LAST) * step / STEPS)

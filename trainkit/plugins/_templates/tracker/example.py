@@ -1,4 +1,4 @@
-"""Trains a model of two layers under new_plugin, on a CPU: a few seconds, nothing downloaded."""
+"""Train a two-layer model with new_plugin: a few seconds on a CPU, no downloads."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 
 
 def reward(outputs: list[str], **_: Any) -> list[float]:
-    """The share of the letter a in outputs of 8 letters."""
+    """Return the share of the letter a in each output of 8 letters."""
     return [output.count("a") / 8 for output in outputs]
 
 

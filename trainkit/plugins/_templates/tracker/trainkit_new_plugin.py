@@ -1,4 +1,4 @@
-"""new_plugin: keeps the newest value of every metric of a run in one file."""
+"""new_plugin: a tracker that keeps the newest value of every metric of a run in one file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from trainkit import AcceleratedLoop, hookimpl
 
 FILE = "new_plugin.json"
-"""The file in the run directory: by metric, its newest value and the step that it is of."""
+"""The file in the run's directory: for each metric its newest value, and the step of that value."""
 
 
 @hookimpl
 def on_train_begin(trainer: AcceleratedLoop[Any]) -> None:
-    """Forget what a killed run wrote after the checkpoint that this one goes on from."""
+    """Remove the values logged after the checkpoint that this run resumes from."""
     _write(trainer, {name: seen for name, seen in _read(trainer).items() if seen["step"] <= trainer.progress.step})
 
 
 @hookimpl
 def log_metrics(trainer: AcceleratedLoop[Any], step: int, metrics: dict[str, float]) -> None:
-    """Take the values over; trainkit calls this on the main process alone."""
+    """Store the newest values; trainkit calls this on the main process only."""
     _write(trainer, _read(trainer) | {name: {"step": step, "value": value} for name, value in metrics.items()})
 
 
@@ -31,5 +31,5 @@ def _read(trainer: AcceleratedLoop[Any]) -> dict[str, Any]:
 
 
 def _write(trainer: AcceleratedLoop[Any], newest: dict[str, Any]) -> None:
-    if trainer.run_dir is not None:  # there is none before a run, when somebody calls evaluate()
+    if trainer.run_dir is not None:  # it is None if evaluate() is called before a run
         (trainer.run_dir / FILE).write_text(json.dumps(newest, indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""new_plugin: the policy gradient without a critic, to be changed into an algorithm of yours.
+"""new_plugin: the policy gradient without a critic, to be changed into your own algorithm.
 
 Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", equation 11.
 """
@@ -17,18 +17,18 @@ from trainkit.metrics import Mean, Metrics
 
 
 class NewPluginConfig(MethodConfig):
-    """The numbers of new_plugin: a docstring under each, which is its help."""
+    """The settings of new_plugin. The docstring under each is its help text."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 1000}}
     name: str = "new_plugin"
     """The registered name."""
     baseline: float = Field(0.5, ge=0, le=1)
-    """What scores higher is made likelier, what scores lower rarer; 0.5 suits scores between 0 and 1."""
+    """Responses that score above it become likelier, those below it less likely; 0.5 suits scores between 0 and 1."""
 
 
 @dataclass(frozen=True)
 class NewPluginBatch(TokenBatch):
-    """What the loss needs beside the ``sequences``: old_logprobs [B, T] and advantages [B]."""
+    """The tensors that the loss needs besides ``sequences``: old_logprobs [B, T] and advantages [B]."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -41,12 +41,12 @@ class NewPluginTrainer(AccelerateRLTrainer[NewPluginConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> NewPluginBatch:
-        """Rollouts and their scores, [B] or [B, T], before the update; nothing here has a gradient."""
+        """Return the batch of rollouts and their scores, [B] or [B, T]; made before the update, without gradients."""
         advantages = per_response(scores) - self.method.baseline  # [B]
         return NewPluginBatch(rollouts.sequences, self.behaviour(rollouts).logprobs, advantages)
 
     def loss(self, batch: NewPluginBatch) -> tuple[Tensor, Metrics]:
-        """−A · ratio, a mean over response tokens. -> []. While the ratio is 1, its gradient is −A · ∇ log π."""
+        """Return −mean(A · ratio) over response tokens, []. At ratio 1, its gradient is −mean(A · ∇ log π)."""
         mask = batch.sequences.response_mask  # [B, T]
         ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask).exp()  # [B, T]
         loss = masked_mean(-batch.advantages.unsqueeze(1) * ratio, mask)

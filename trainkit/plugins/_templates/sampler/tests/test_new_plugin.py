@@ -1,4 +1,4 @@
-"""trainkit's kit over new_plugin, and what new_plugin does beyond it."""
+"""Tests of new_plugin: the conformance checks of trainkit, and its own behaviour."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +10,12 @@ from trainkit.testing.trainers import tiny_trainer
 
 @parametrize_checks("new_plugin")
 def test_it_passes(check: Callable[[], None]) -> None:
-    """A case for each check of trainkit's kit, with a sentence on what it proves."""
+    """Run one of the conformance checks of trainkit. Each is a test case of its own."""
     check()
 
 
 def test_samples_are_whole_at_first_and_cut_later(tmp_path: Path) -> None:
-    """Samples before the first step are trainkit's own; 1000 steps later they are those at ``top_p`` 0.8."""
+    """Check that samples before the first step are trainkit's own, and 1000 steps later those at ``top_p`` 0.8."""
 
     def outputs(name: str, step: int, **changes: Any) -> list[str]:
         trainer = tiny_trainer("rloo", tmp_path / name, **changes)

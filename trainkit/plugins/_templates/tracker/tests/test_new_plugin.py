@@ -1,4 +1,4 @@
-"""trainkit's kit over new_plugin, and what new_plugin does beyond it."""
+"""Tests of new_plugin: the conformance checks of trainkit, and its own behaviour."""
 
 import json
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from trainkit.testing.trainers import tiny_trainer
 
 @parametrize_checks("new_plugin")
 def test_it_passes(check: Callable[[], None]) -> None:
-    """A case for each check of trainkit's kit, with a sentence on what it proves."""
+    """Run one of the conformance checks of trainkit. Each is a test case of its own."""
     check()
 
 
 def test_a_run_leaves_the_newest_metrics(tmp_path: Path) -> None:
-    """The file holds the last step's loss and the last evaluation's reward."""
+    """Check that the file holds the loss of the last step and the reward of the last evaluation."""
     trainer = tiny_trainer("rloo", tmp_path, plugins=["new_plugin"], train__eval_interval=2, train__total_steps=3)
     trainer.learn()
     newest = json.loads((tmp_path / "new_plugin.json").read_text())

@@ -1,4 +1,4 @@
-"""trainkit's kit over new_plugin, and what new_plugin does beyond it."""
+"""Tests of new_plugin: the conformance checks of trainkit, and its own behaviour."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,12 @@ from trainkit.testing.trainers import tiny_trainer
 
 @parametrize_checks("new_plugin")
 def test_it_passes(check: Callable[[], None]) -> None:
-    """A case for each check of trainkit's kit, with a sentence on what it proves."""
+    """Run one of the conformance checks of trainkit. Each is a test case of its own."""
     check()
 
 
 def test_the_baseline_is_subtracted_from_every_score(tmp_path: Path) -> None:
-    """The algorithm's own numbers, which no kit knows."""
+    """Check the numbers of this algorithm, which the conformance checks do not know."""
     trainer = tiny_trainer("new_plugin", tmp_path, method__baseline=0.25)
     rollouts = trainer.sample(trainer.pipeline.take(0, 4))
     batch = trainer.experience(rollouts, torch.tensor([0.0, 0.25, 0.5, 1.0]))
