@@ -157,3 +157,17 @@ def test_what_is_drawn_in_a_part_does_not_depend_on_how_often_was_drawn_before(d
     trainer.fill_store()
     assert keys == [[(0,), (0, 1), (0, 2)][:draws], [(1,)], [(2,)], [(3,)]]
     assert [trainer.next_draw(), trainer.next_draw()] == [(4,), (5,)], "outside of collections"
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_after_step_is_not_called_where_the_gradient_scaler_skipped_the_step(
+    overflow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny_trainer("ilql", tmp_path / "run", train__total_steps=1)
+    calls: list[int] = []
+    monkeypatch.setattr(trainer, "after_step", lambda: calls.append(trainer.progress.step))
+    trainer.policy  # noqa: B018
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    monkeypatch.setattr(type(trainer.accelerator), "optimizer_step_was_skipped", property(lambda _: overflow))
+    trainer.learn()
+    assert calls == ([] if overflow else [1])

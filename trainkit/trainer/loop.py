@@ -211,9 +211,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        if verdict is Verdict.STEP:
+        if verdict is Verdict.STEP and not self._overflowed:
             self.after_step()
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+
+    @property
+    def _overflowed(self) -> bool:
+        """Whether fp16's gradient scaler has skipped the last step, because gradients overflowed."""
+        return self.accelerator.scaler is not None and bool(self.accelerator.optimizer_step_was_skipped)
 
     def _warn_past_the_end(self) -> None:
         """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
