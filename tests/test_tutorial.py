@@ -63,7 +63,8 @@ class Reader:
         for line in shown.splitlines():
             words = [re.escape(word).replace(r"\.\.\.", ".*") for word in line.split()]
             pattern = re.sub(r"\d+(\\\.\d+)*", r"\\d+([.]\\d+)*", r"\s+".join(words))
-            found = re.compile(rf"^\s*{pattern}\s*$", flags=re.MULTILINE).search(self.seen, at)
+            clock = r"(?: \(\d+:\d\d:\d\d\))?"  # which pytest adds to what takes over a minute
+            found = re.compile(rf"^\s*{pattern}{clock}\s*$", flags=re.MULTILINE).search(self.seen, at)
             assert found is not None, f"{line!r} is not in what was printed:\n{self.seen[at:]}"
             at = found.end()
 

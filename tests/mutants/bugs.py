@@ -369,6 +369,17 @@ BUGS = (
 """,
     ),
     Bug(
+        "rows_that_fill_up_are_trained",
+        "where responses cannot be divided among the processes, the first ones are trained twice",
+        "trainkit before 0.1",
+        "rft",
+        ("two_processes",),
+        patch="""
+-    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % world)]
++    filled = [*kept, *kept[: -len(kept) % world]]
+""",
+    ),
+    Bug(
         "visits_not_saved",
         "where the thresholds stand is not in the checkpoint",
         "S-20: trlX",

@@ -230,6 +230,8 @@ def adapter_base(path: str | Path, **hub: Any) -> str | None:
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    if hub.get("subfolder") and Path(path).is_dir():  # transformers before 5.23 ignores subfolder for directories
+        path, hub = Path(path) / hub["subfolder"], {**hub, "subfolder": ""}
     file = find_adapter_config_file(str(path), **hub)
     if file is None:
         return None

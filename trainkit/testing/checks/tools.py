@@ -75,18 +75,28 @@ def require_same_experience(one: Batch, other: Batch, what: str) -> None:
 
 
 def require_same_rows(one: Batch, other: Batch, what: str) -> None:
-    """Fail unless two batches hold the same rows, up to rounding, in any order; ``what`` names the two."""
+    """Fail unless two batches hold the same rows equally often, up to rounding, in any order; ``what`` names the two.
+
+    Rows that weigh nothing, which make batches of several processes equally long, are ignored.
+    """
     require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
+    one, other = _weighted(one), _weighted(other)
     fields = under_masks(type(one).cat([one, other])).flatten()
     table = torch.cat([column.double().reshape(len(column), -1) for column in fields.values()], dim=1)
-    left, right = table[: len(one)].unsqueeze(1), table[len(one) :].unsqueeze(0)
-    same = torch.isclose(left, right, rtol=1e-4, atol=1e-5).all(-1)  # [rows of one, rows of the other]
-    missing = [int((~same.any(dim)).sum()) for dim in (1, 0)]
+    same = torch.isclose(table.unsqueeze(1), table.unsqueeze(0), rtol=1e-4, atol=1e-5).all(-1)  # [rows, rows]
+    differ = same[:, : len(one)].sum(1) != same[:, len(one) :].sum(1)
+    wrong = [int(part.sum()) for part in (differ[: len(one)], differ[len(one) :])]
     require(
-        missing == [0, 0],
-        f"{what} do not hold the same rows: {missing[0]} of {len(one)} are not among the others, "
-        f"{missing[1]} of {len(other)} not among the first",
+        wrong == [0, 0],
+        f"{what} do not hold the same rows: {wrong[0]} of {len(one)} are not among the others, or not as often, "
+        f"{wrong[1]} of {len(other)} not among the first, or not as often",
     )
+
+
+def _weighted(batch: Batch) -> Batch:
+    """Return the rows that count in the loss."""
+    rows = torch.arange(len(batch))
+    return batch.select(rows[[bool(batch.select(row.unsqueeze(0)).weight > 0) for row in rows]])
 
 
 def require_same_state(one: Any, other: Any, what: str) -> None:
