@@ -95,6 +95,7 @@ def test_the_table_of_sections_is_complete() -> None:
     assert fields == set(SECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", SECTIONS)
 def test_every_field_of_every_section_has_an_effect(field: str, tmp_path: Path) -> None:
     value, context = SECTIONS[field]

@@ -178,6 +178,7 @@ def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, model: 
     assert straight.state_dict() == resumed.state_dict()
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @all_trainers
 def test_resuming_a_finished_run_makes_no_step(name: str, tmp_path: Path) -> None:
     first = tiny_trainer(name, tmp_path, train__save_interval=3)

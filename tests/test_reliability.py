@@ -131,6 +131,7 @@ def snapshot(run_dir: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in run_dir.rglob("*") if p.is_file()}
 
 
+@pytest.mark.daily(name=("dpo", "ppo"))
 @all_trainers
 def test_resuming_a_finished_run_changes_no_file(name: str, tmp_path: Path) -> None:
     """A4: no step, no evaluation, no export, no event file."""
@@ -227,6 +228,7 @@ def a_run(saved: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved["ppo"], tmp_path / "run"))
 
 
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
     """B5: at 20 random places of each file of a real checkpoint."""
@@ -243,6 +245,7 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(name: str, saved: di
     assert checkpoint.find_fault(path) is None
 
 
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_without_any_one_file_a_checkpoint_is_set_aside_and_the_one_before_continues_the_run(
     name: str, saved: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -531,6 +534,7 @@ class Terminates:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_sigterm_saves_at_the_step_and_the_run_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     """B11, with checkpoints that are far apart."""
@@ -549,6 +553,7 @@ def test_sigterm_saves_at_the_step_and_the_run_resumes_to_the_same_bits(name: st
     assert steps_logged(tmp_path / "run") == [*range(1, 13)]
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("at_call", [1, 3])
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_sigterm_while_sampling_saves_what_was_before_the_collection(name: str, at_call: int, tmp_path: Path) -> None:

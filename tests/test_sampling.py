@@ -395,6 +395,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings
         assert chi_square(tokens, plain) > 2 * critical(plain), "and it would notice if the settings were ignored"
 
 
+@pytest.mark.slow
 @every_family
 def test_tokens_after_cached_steps_are_drawn_as_whole_forward_passes_say(family: str) -> None:
     """After c comes d by the mask, and what follows is free; one prompt is padded and one is longer than a window."""
@@ -747,6 +748,7 @@ def test_greedy_responses_of_recurrent_models_are_those_of_whole_forward_passes(
         assert response.tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_recurrent_models_draw_with_the_probabilities_that_the_settings_name(settings: dict[str, Any]) -> None:
     """What the model's own generation config says does not count."""

@@ -403,6 +403,7 @@ def test_layers_are_counted_in_the_decoder_and_too_many_refused_at_the_door(
         tiny_trainer("sft", tmp_path, model=fields, model__num_layers_unfrozen=2)
 
 
+@pytest.mark.daily(name=("ppo",))
 @every_name
 @both
 def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: dict[str, Any], tmp_path: Path) -> None:

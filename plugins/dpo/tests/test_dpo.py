@@ -172,6 +172,7 @@ def test_before_the_first_update_no_side_is_preferred(name: str, changes: dict[s
     assert found["loss/total"].compute() == pytest.approx(at_zero, rel=1e-6), eps
 
 
+@pytest.mark.slow
 @every_loss
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_gradients_do_not_depend_on_micro_batches(changes: dict[str, Any], size: int, tmp_path: Path) -> None:
