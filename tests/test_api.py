@@ -1,4 +1,4 @@
-"""The one call: what decides the kind of training, what it takes, and what it refuses at the door."""
+"""The one call: what decides the kind of training, what it takes, and what it refuses before a model is loaded."""
 
 from __future__ import annotations
 

@@ -305,8 +305,8 @@ def test_the_contract_names_what_exists(tmp_path: Path) -> None:
     listed = [name for _, table in tables_about("trainkit.AccelerateRLTrainer") for name in table.names]
     assert [name for name in listed if not hasattr(trainer, name)] == []
     abstract = trainkit.BaseRLTrainer.__abstractmethods__ - {"learn"}
-    pockets = {"experience", "prepare_experience", "judge", "after_step", "state_dict", "load_state_dict"}
-    assert abstract | pockets | {"inputs", "passes", "needs_reference"} <= set(listed)
+    optional = {"experience", "prepare_experience", "judge", "after_step", "state_dict", "load_state_dict"}
+    assert abstract | optional | {"inputs", "passes", "needs_reference"} <= set(listed)
     for path, cls in (("trainkit.MethodConfig", trainkit.MethodConfig), ("trainkit.Batch", trainkit.Batch)):
         ((_, table),) = tables_about(path)
         assert all(hasattr(cls, name) for name in table.names)

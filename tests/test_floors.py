@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "plugins", ROOT / "examples/plugins")
+TEMPLATES = ROOT / "trainkit/plugins/_templates"
 SPINE = (
     "errors", "functional", "metrics", "seeding",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
@@ -155,8 +156,10 @@ def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
 
 
 def test_plugins_use_public_names_only() -> None:
+    checked = [path for place in (*PLUGINS, TEMPLATES) for path in sources(place)]
+    assert {"trainkit_ppo", "trainkit_sft", "trainer", "sampler", "tracker"} <= {path.parent.name for path in checked}
     wrong = []
-    for path in [path for place in (*PLUGINS, ROOT / "trainkit/_templates") for path in sources(place)]:
+    for path in checked:
         for line, target, *_ in imports(path):
             if target.split(".")[0] == "trainkit" and target not in PUBLIC:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")

@@ -49,7 +49,7 @@ VERBS = frozenset(
 OWN_WORDS = {
     r"\bpockets?\b": "extension point, optional method or hook",
     r"\b(can|could|cannot) be had\b": "installed, available",
-    r"\bstep(s)? (that|which) (is|was|are|were) left out\b": "skipped",
+    r"\b(leaves?|left) (it|them)? ?out\b": "omitted, skipped, removed",
     r"\bat the door\b": "at construction, before a model is loaded",
     r"\bgone over\b": "iterated over",
     r"\bthe same face\b": "the same interface",

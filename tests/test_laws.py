@@ -206,7 +206,7 @@ def test_a_loop_of_ones_own_resumes_as_if_it_had_never_stopped(name: str, model:
     assert_same_weights(weights(straight), weights(resumed))
 
 
-# ------------------------------------------------------------------------------ steps that are left out
+# ------------------------------------------------------------------------------ steps that are skipped
 
 
 def judged(trainer: Any, verdicts: dict[int, Verdict]) -> Any:
@@ -248,7 +248,7 @@ def test_a_run_resumed_around_an_early_stop_ends_as_if_it_had_not_been(name: str
 
 @pytest.mark.parametrize("name", ONLINE)
 def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, tmp_path: Path) -> None:
-    """A collection makes two steps in a pass: those that were left out are not made on further prompts."""
+    """A collection makes two steps in a pass: those that were skipped are not made on further prompts."""
     seen: list[str] = []
 
     class Seen:

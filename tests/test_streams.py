@@ -65,7 +65,7 @@ def test_no_more_is_read_than_is_needed_and_one_window(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path, train__total_steps=40)
     endless = Endless()
     trainer.add_samples(endless)
-    assert endless.read == WINDOW, "the first are checked at the door"
+    assert endless.read == WINDOW, "the first are checked at construction"
     trainer.learn()
     assert trainer.progress.step == 40
     assert trainer.progress.samples == 320

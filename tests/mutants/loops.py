@@ -63,7 +63,7 @@ class ClippedOnce(Loop):
 
 
 class GuardThatSteps(Loop):
-    """A step that is left out has its gradient set to zero, and the optimizer makes it all the same."""
+    """A step that is skipped has its gradient set to zero, and the optimizer makes it all the same."""
 
     def _judged(self, found: Any) -> Any:
         if super()._judged(found) is not Verdict.STEP:

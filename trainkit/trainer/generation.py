@@ -51,10 +51,7 @@ def prompts_as_rows(
     if (prompts is None) == (input_ids is None):
         raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
     if input_ids is not None:
-        if attention_mask is None and pad is not None:
-            _refuse_padding(input_ids, pad)
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
+        return _ids_as_rows(input_ids, attention_mask, pad)
     one = isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1)
     if one or (is_conversation(prompts) and all("role" in message for message in prompts)):
         prompts = [prompts]
@@ -62,6 +59,14 @@ def prompts_as_rows(
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")
     return rows
+
+
+def _ids_as_rows(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None) -> list[Row]:
+    """Return a row for each prompt of ``input_ids`` [B, T], without the positions that ``attention_mask`` excludes."""
+    if attention_mask is None and pad is not None:
+        _refuse_padding(input_ids, pad)
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return [{"prompt": ids[keep.bool()]} for ids, keep in zip(input_ids, real, strict=True)]
 
 
 def _refuse_padding(input_ids: Tensor, pad: int) -> None:

@@ -224,7 +224,7 @@ def test_the_negative_prompt_leads_away(saved: str, tmp_path: Path) -> None:
     assert not torch.allclose(plain, led, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ at the door
+# -------------------------------------------------------------------------------------------------- bad input
 
 
 def test_prompts_that_the_text_encoder_would_cut_are_refused_cut_or_dropped(

@@ -49,7 +49,7 @@ def open_source(config: Any, live: Any = None) -> Source:
     if fields is None:
         return _latent(path, dtype, config.kwargs)
     if config.kwargs:
-        raise ConfigError(f"model.kwargs is {config.kwargs}, and models in pixels take none; leave it out")
+        raise ConfigError(f"model.kwargs is {config.kwargs}, and models in pixels take none; remove it")
     return _pixel(fields, path, dtype)
 
 

@@ -160,7 +160,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
     def __init__(self, config: TRLConfig[DDPOConfig], **kwargs: Any) -> None:
         text = [name for name in ("tokenizer", "logit_mask", "stop_sequences") if kwargs.pop(name, None) is not None]
         if text:
-            raise ConfigError(f"{text[0]} applies to text, and ddpo makes images; leave it out")
+            raise ConfigError(f"{text[0]} applies to text, and ddpo makes images; remove it")
         _refuse_unused(config)
         check_adapter_dropout(config.model)
         super().__init__(config, **kwargs)
@@ -424,4 +424,4 @@ def _refuse_unused(config: TRLConfig[Any]) -> None:
     ]
     given += ["train.seq_length"] if config.train.seq_length is not None else []
     if given:
-        raise ConfigError(f"{', '.join(given)} is set, but does not apply to images, which ddpo makes; leave it out")
+        raise ConfigError(f"{', '.join(given)} is set, but does not apply to images, which ddpo makes; remove it")

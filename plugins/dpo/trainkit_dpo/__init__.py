@@ -56,7 +56,7 @@ class DPOConfig(MethodConfig):
         if self.loss_type == "robust" and not self.label_smoothing:
             raise ValueError("loss_type 'robust' without label_smoothing is 'sigmoid'; give the share of wrong labels")
         if self.loss_type != "ipo" and not self.ipo_length_normalize:
-            raise ValueError(f"ipo_length_normalize is for loss_type 'ipo', not {self.loss_type!r}; leave it out")
+            raise ValueError(f"ipo_length_normalize is for loss_type 'ipo', not {self.loss_type!r}; remove it")
         if self.loss_type == "kto_pair" and self.reference_free:
             raise ValueError("loss_type 'kto_pair' needs the KL from a reference; set reference_free to false")
         return self

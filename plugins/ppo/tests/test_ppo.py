@@ -232,7 +232,7 @@ def test_one_token_and_a_cut_is_worth_its_reward_and_what_comes_after(tmp_path: 
         assert batch.returns[:, 1].tolist() == pytest.approx([1.0 + 0.5 * after * on, 2.0])
 
 
-# ----------------------------------------------------------------------------------------- when a step is left out
+# ----------------------------------------------------------------------------------------- when a step is skipped
 
 
 @pytest.mark.parametrize(
