@@ -12,7 +12,7 @@ import torch
 import trainkit
 from trainkit import hookimpl
 from trainkit.data import Rollouts
-from trainkit.errors import PluginError
+from trainkit.errors import ConfigError, PluginError
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import language_trainers, tiny_trainer
 
@@ -68,8 +68,7 @@ def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: st
     rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
     rollouts = replace(rollouts, hidden=None)
     whole = trainer.unwrapped(rollouts.sequences, entropy=True)
-    fresh = trainer._sample(rollouts.rows, [trainer.encode(r["prompt"]) for r in rollouts.rows], trainer.settings(),
-                            "sample", (trainer.progress.sampled - 1,), [None] * 3)  # fmt: skip
+    fresh = trainer._sample(rollouts.rows, trainer.settings(), "train", trainer._seeds(rollouts.rows, "train"))
     said = trainer.behaviour(fresh)
     assert torch.equal(fresh.sequences.input_ids, rollouts.sequences.input_ids)
     for one, two in zip(said, whole, strict=True):
@@ -141,22 +140,28 @@ def test_a_sampler_of_a_hook_is_refused_by_an_algorithm_that_steers(tmp_path: Pa
         tiny_trainer("ilql", tmp_path, callbacks=[Hook()]).generate(["a"])
 
 
-@pytest.mark.parametrize("draws", [0, 1, 3])
-def test_what_is_drawn_in_a_part_does_not_depend_on_how_often_was_drawn_before(draws: int, tmp_path: Path) -> None:
-    """Two collections of two parts each: of the first one, a process draws 0, 1 or 3 times in its first part."""
-    trainer, keys = tiny_trainer("rloo", tmp_path), []
-    honest = trainer.make_experience
+def test_what_is_sampled_does_not_depend_on_what_was_sampled_before(tmp_path: Path) -> None:
+    """A second response to a row is another one; those of other rows stay what they are."""
+    found = []
+    for extra in (0, 1):
+        trainer = tiny_trainer("rloo", tmp_path / str(extra))
+        rows = trainer.pipeline.take(0, 4)
+        again = [trainer.sample(rows[:1]).responses[0].tolist() for _ in range(extra)]
+        first, *others = (response.tolist() for response in trainer.sample(rows).responses)
+        found.append(((*again, first), others))
+    assert found[0][1] == found[1][1]
+    assert found[1][0][0] == found[0][0][0]
+    assert found[1][0][1] != found[0][0][0]
 
-    def make(rows: Any) -> Any:
-        keys.append([trainer.next_draw() for _ in range(1 if keys else draws)])
-        return honest(rows)
 
-    trainer.make_experience = make
-    trainer.fill_store()
-    trainer.store.clear()
-    trainer.fill_store()
-    assert keys == [[(0,), (0, 1), (0, 2)][:draws], [(1,)], [(2,)], [(3,)]]
-    assert [trainer.next_draw(), trainer.next_draw()] == [(4,), (5,)], "outside of collections"
+def test_sampling_settings_of_one_call(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path)
+    rows = trainer.pipeline.take(0, 2)
+    greedy = [[r.tolist() for r in trainer.sample(rows, temperature=0, max_new_tokens=3).responses] for _ in range(2)]
+    assert greedy[0] == greedy[1]
+    assert max(map(len, greedy[0])) <= 3
+    with pytest.raises(ConfigError, match="sampling settings: heat"):
+        trainer.sample(rows, heat=1)
 
 
 @pytest.mark.parametrize("overflow", [False, True])

@@ -103,8 +103,8 @@ SAMPLER = """
     def make_sampler(trainer):
         made = core(trainer.unwrapped.model, trainer.tokenizer, logit_mask=trainer.logit_mask)
 
-        def sampler(rows, queries, settings, generator):
-            return made(rows, queries, settings, generator)
+        def sampler(rows, queries, settings, seeds, purpose):
+            return made(rows, queries, settings, seeds)
 
         return sampler
 """
@@ -183,7 +183,7 @@ def test_an_observer_that_does_wrong_fails(plugin: Callable[[str], str], hooks: 
     assert seen in str(caught.value)
 
 
-BENT = "            return made(rows, queries, settings, generator)"
+BENT = "            return made(rows, queries, settings, seeds)"
 
 
 @pytest.mark.slow
@@ -191,54 +191,51 @@ BENT = "            return made(rows, queries, settings, generator)"
     ("instead", "check", "seen"),
     [
         (
-            "return made(rows, queries, settings, __import__('torch').Generator())",
-            "sampler_generator",
-            "same responses",
+            "import random; return made(rows, queries, settings, [seed + random.randrange(9) for seed in seeds])",
+            "sampler_generators",
+            "global generators of random",
         ),
         (
-            "return made(rows, queries, settings, __import__('torch').default_generator)",
-            "sampler_generator",
-            "global generators of torch",
+            "made.calls = getattr(made, 'calls', 0) + 1; "
+            "return made(rows, queries, settings, [seed + made.calls for seed in seeds])",
+            "sampler_generators",
+            "different responses",
         ),
         (
-            "settings = settings.model_copy(update={'temperature': 1.0}); "
-            "return made(rows, queries, settings, generator)",
+            "settings = settings.model_copy(update={'temperature': 1.0}); return made(rows, queries, settings, seeds)",
             "sampler_distribution",
             "first tokens",
         ),
         (
-            "settings = settings.model_copy(update={'temperature': 1.0}); "
-            "return made(rows, queries, settings, generator)",
+            "settings = settings.model_copy(update={'temperature': 1.0}); return made(rows, queries, settings, seeds)",
             "sampler_logprobs",
             "at temperature 0.5",
         ),
         (
             "settings = settings.model_copy(update={'temperature': settings.temperature or 1.0}); "
-            "return made(rows, queries, settings, generator)",
+            "return made(rows, queries, settings, seeds)",
             "sampler_greedy",
             "below the likeliest",
         ),
         (
-            "settings = settings.model_copy(update={'max_new_tokens': 6}); "
-            "return made(rows, queries, settings, generator)",
+            "settings = settings.model_copy(update={'max_new_tokens': 6}); return made(rows, queries, settings, seeds)",
             "sampler_rollouts",
             "where max_new_tokens is 1",
         ),
         (
             "settings = settings.model_copy(update={'stop_sequences': []}); "
-            "return made(rows, queries, settings, generator)",
+            "return made(rows, queries, settings, seeds)",
             "sampler_stops",
             "holds the stop string",
         ),
         (
-            "rows = [{k: v for k, v in row.items() if k != 'seed'} for row in rows]; "
-            "return made(rows, queries, settings, generator)",
+            "return made(rows, queries, settings, [sum(seeds) % 2**62 + at for at in range(len(rows))])",
             "sampler_seeds",
-            "from another generator",
+            "if another row has another seed",
         ),
         (
-            "made.calls = getattr(made, 'calls', 0) + 1; generator.manual_seed(made.calls); "
-            "return made(rows, queries, settings, generator)",
+            "made.calls = getattr(made, 'calls', 0) + 1; "
+            "return made(rows, queries, settings, [seed + made.calls for seed in seeds])",
             "sampler_resumes",
             "differ",
         ),

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from trainkit.data import Pipeline, PromptEncoder, Row, preference_rows, prompt_rows, sample_rows
 from trainkit.data.pipeline import encode_joint, encode_pair, encode_sample
 from trainkit.errors import DataError
+from trainkit.seeding import PLACE, Place
 from trainkit.testing import EOS, character_tokenizer
 
 BOS = "<bos>"
@@ -124,7 +125,8 @@ def test_a_dataset_is_read_row_by_row_as_rows_are_taken() -> None:
     assert rows.read == []
     taken = pipeline.take(98, 4)
     assert rows.read == [*pipeline.order(0)[98:], *pipeline.order(1)[:2]]
-    assert taken == [{"prompt": str(i)} for i in rows.read]
+    places = [Place(98, 0), Place(99, 0), Place(100, 1), Place(101, 1)]
+    assert taken == [{"prompt": str(i), PLACE: place} for i, place in zip(rows.read, places, strict=True)]
 
 
 def test_a_pipeline_over_nothing_is_refused() -> None:

@@ -20,7 +20,7 @@ from trainkit.data import Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.models import CausalPolicy
 from trainkit.rollouts import CausalSampler, assemble, cut_at_stop
-from trainkit.seeding import generator, row_seeds
+from trainkit.seeding import PLACE, Place, philox, placed, response_seeds, turn_seed, uniforms
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 
@@ -46,12 +46,9 @@ def ids_of(*tokens: str) -> list[int]:
 def sample(
     sampler: CausalSampler, queries: list[list[int]], seed: int = 1, rows: list[Row] | None = None, **settings: Any
 ) -> Rollouts:
-    return sampler(
-        rows or [{"prompt": torch.tensor(query)} for query in queries],
-        queries,
-        SamplingConfig(**settings),
-        generator(seed, "test"),
-    )
+    rows = rows or [{"prompt": torch.tensor(query), PLACE: Place(at)} for at, query in enumerate(queries)]
+    seeds = [turn_seed(own, 0) for own in response_seeds(seed, "test", rows, queries)]
+    return sampler(rows, queries, SamplingConfig(**settings), seeds)
 
 
 def rail(*ways: str) -> Tensor:
@@ -567,7 +564,7 @@ def test_global_generators_are_neither_read_nor_moved() -> None:
     assert found[0] == found[1]
 
 
-def test_greedy_responses_do_not_depend_on_the_generator() -> None:
+def test_greedy_responses_do_not_depend_on_the_seeds() -> None:
     sampler = CausalSampler(make_model(), tokenizer())
     ends = [sample(sampler, RAGGED, seed=seed, max_new_tokens=8, temperature=0).outputs for seed in (1, 2)]
     assert ends[0] == ends[1]
@@ -592,15 +589,15 @@ def unending() -> CausalSampler:
     return CausalSampler(make_model(spread=0.1), tokenizer(), logit_mask=torch.arange(10) < len(LETTERS))
 
 
-def drawn_with(sampler: CausalSampler, rows: list[Row], generator_seed: int = 1) -> list[list[int]]:
+def drawn_with(sampler: CausalSampler, rows: list[Row], run_seed: int = 1) -> list[list[int]]:
     queries = [ids_of(*row["prompt"]) for row in rows]
-    return [r.tolist() for r in sample(sampler, queries, generator_seed, rows, max_new_tokens=8).responses]
+    return [r.tolist() for r in sample(sampler, queries, run_seed, rows, max_new_tokens=8).responses]
 
 
 def test_a_seeded_row_is_drawn_alike_whatever_stands_around_it() -> None:
     sampler = unending()
-    (alone,) = drawn_with(sampler, seeded(("ab", 5)), generator_seed=1)
-    among = drawn_with(sampler, seeded(("c", None), ("ab", 6), ("gfe", 5), ("ab", None), ("ab", 5)), generator_seed=2)
+    (alone,) = drawn_with(sampler, seeded(("ab", 5)), run_seed=1)
+    among = drawn_with(sampler, seeded(("c", None), ("ab", 6), ("gfe", 5), ("ab", None), ("ab", 5)), run_seed=2)
     assert among[4] == alone
     assert alone not in (among[1], among[3])
 
@@ -665,8 +662,8 @@ def collected(tmp_path: Path, **changes: Any) -> list[list[tuple[str, str]]]:
     return watch.found[:2]
 
 
-def test_in_training_a_seeded_prompt_is_drawn_anew_in_every_collection_and_every_time_within(tmp_path: Path) -> None:
-    """Within a collection the seed decides, however it is divided into batches, and whatever the run's own seed is."""
+def test_in_training_a_seeded_prompt_is_drawn_anew_in_every_epoch(tmp_path: Path) -> None:
+    """The seed decides with the epoch, however a collection is divided into batches, whatever the run's own seed is."""
     found = collected(tmp_path / "a")
     of_a = [output for collection in found for prompt, output in collection if prompt == "a"]
     assert len(of_a) == len(set(of_a)) == 4
@@ -674,10 +671,72 @@ def test_in_training_a_seeded_prompt_is_drawn_anew_in_every_collection_and_every
     assert [sorted(c) for c in divided] == [sorted(c) for c in found]
 
 
-def test_processes_do_not_draw_alike_in_training(tmp_path: Path) -> None:
-    rows, queries = seeded(("ab", 5), ("ab", 5)), [[0, 1]] * 2
-    by_rank = [row_seeds(rows, queries, "sample", 0, rank) for rank in range(2)]
-    assert len({seed for seeds in by_rank for seed in seeds}) == 4
+def places(*positions: int) -> list[Row]:
+    return [{"prompt": "ab", PLACE: Place(position)} for position in positions]
+
+
+def test_a_response_is_drawn_from_its_rows_position_and_its_number_not_from_calls_or_other_rows() -> None:
+    group = response_seeds(1, "train", places(3, 3, 4, 4), [[0, 1]] * 4)
+    assert len(set(group)) == 4
+    assert response_seeds(1, "train", places(4, 3, 4, 3), [[0, 1]] * 4) == [group[2], group[0], group[3], group[1]]
+    seen: Any = Counter()
+    parts = [response_seeds(1, "train", places(at), [[0, 1]], seen) for at in (3, 3, 4, 4)]
+    assert [seed for part in parts for seed in part] == group
+    assert not set(group) & set(response_seeds(1, "evaluate", places(3, 3, 4, 4), [[0, 1]] * 4))
+    assert not set(group) & set(response_seeds(2, "train", places(3, 3, 4, 4), [[0, 1]] * 4))
+    assert len({turn_seed(group[0], turn) for turn in range(100)}) == 100
+
+
+def test_rows_that_are_not_of_the_stream_are_told_apart_by_their_prompts() -> None:
+    rows, queries = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}], [[0], [1], [0]]
+    found = response_seeds(1, "train", rows, queries)
+    assert len(set(found)) == 3
+    assert response_seeds(1, "train", rows[1:], queries[1:]) == [found[1], found[0]]
+
+
+def test_rows_that_are_generated_from_have_places_unless_they_have_seeds() -> None:
+    given = [{"prompt": "a", PLACE: Place(7)}, {"prompt": "b", "seed": 3}, {"prompt": "c"}]
+    assert placed(given, 10) == [
+        {"prompt": "a", PLACE: Place(10)}, {"prompt": "b", "seed": 3}, {"prompt": "c", PLACE: Place(12)}
+    ]  # fmt: skip
+
+
+PHILOX = [  # known answers of the authors' implementation, Random123 1.14
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
+def test_philox_gives_its_authors_numbers(counter: Any, key: Any, words: Any) -> None:
+    found = philox([torch.tensor(word) for word in counter], [torch.tensor(word) for word in key])
+    assert tuple(int(word) for word in found) == words
+
+
+def test_uniform_numbers_follow_from_their_seed_and_their_index_alone() -> None:
+    seeds = torch.tensor([5, (1 << 63) - 1, 0, 5])
+    found = uniforms(seeds, 40)
+    assert torch.equal(found[0], found[3])
+    assert torch.equal(found[:2, :7], uniforms(seeds[:2], 7))
+    assert len(found[:3].unique()) == 120
+    words = philox([torch.tensor(w) for w in (39, 0, 0, 0)], [torch.tensor(w) for w in (0xFFFFFFFF, 0x7FFFFFFF)])
+    assert float(found[1, 39]) == int(words[0]) // 256 / 2**24
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_each_other() -> None:
+    found = uniforms(torch.arange(20_000) * 7919, 50).double()
+    assert 0 <= float(found.min()) < float(found.max()) < 1
+    counts = torch.histc(found.float(), bins=64, min=0, max=1)
+    expected = found.numel() / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 6 * math.sqrt(2 * 63)
+    assert float(torch.corrcoef(found.T).triu(1).abs().max()) < 6 / math.sqrt(20_000), "within a response"
+    neighbours = torch.corrcoef(torch.stack([found[:-1].flatten(), found[1:].flatten()]))[0, 1]
+    assert abs(float(neighbours)) < 6 / math.sqrt(found.numel()), "of neighbouring seeds"
 
 
 BAD_SEEDS = [1.5, "1", True, -1, [1], math.nan]
@@ -770,7 +829,7 @@ def test_recurrent_models_stop_and_obey_masks_and_seeds_as_others_do() -> None:
     assert [q.tolist() for q in found.queries] == queries
     free = CausalSampler(model, tokenizer())
     (alone,) = drawn_with(free, seeded(("ab", 5)))
-    assert drawn_with(free, seeded(("ab", None), ("cd", 5), ("ab", 5)), generator_seed=2)[2] == alone
+    assert drawn_with(free, seeded(("ab", None), ("cd", 5), ("ab", 5)), run_seed=2)[2] == alone
 
 
 def test_a_recurrent_model_is_trained_and_resumed_as_others_are(tmp_path: Path) -> None:
@@ -847,7 +906,7 @@ class Provides:
 def always(trainer: Any) -> Any:
     """A sampler whose every response is b, then EOS."""
 
-    def sampler(rows: Any, queries: Any, settings: SamplingConfig, generator: torch.Generator) -> Rollouts:
+    def sampler(rows: Any, queries: Any, settings: SamplingConfig, seeds: Any, purpose: str) -> Rollouts:
         return assemble(
             trainer.tokenizer,
             rows,
@@ -990,9 +1049,9 @@ class Noted:
     def make_sampler(self, trainer: Any) -> Any:
         core = CausalSampler(trainer.unwrapped.model, trainer.tokenizer)
 
-        def sampler(rows: Any, queries: Any, settings: SamplingConfig, generator: torch.Generator) -> Rollouts:
+        def sampler(rows: Any, queries: Any, settings: SamplingConfig, seeds: Any, purpose: str) -> Rollouts:
             self.settings.append(settings)
-            return core(rows, queries, settings, generator)
+            return core(rows, queries, settings, seeds)
 
         return sampler
 

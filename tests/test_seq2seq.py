@@ -21,7 +21,6 @@ from trainkit.functional import entropy_from_logits
 from trainkit.models import CausalPolicy, Reference, Seq2SeqPolicy, ValueHead, make_policy
 from trainkit.models.trunk import freeze_below
 from trainkit.rollouts import Seq2SeqSampler
-from trainkit.seeding import generator
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 
@@ -162,7 +161,7 @@ def test_a_model_without_a_decoder_start_is_an_error() -> None:
 def sample(model: PreTrainedModel, queries: list[list[int]], sampler: Any = None, **settings: Any) -> Rollouts:
     sampler = sampler or Seq2SeqSampler(model, character_tokenizer(LETTERS), hidden=True)
     rows: list[Any] = [{"prompt": torch.tensor(query)} for query in queries]
-    return sampler(rows, queries, SamplingConfig(**{"max_new_tokens": 8, **settings}), generator(1, "test"))
+    return sampler(rows, queries, SamplingConfig(**{"max_new_tokens": 8, **settings}), range(len(rows)))
 
 
 def own_generate(model: PreTrainedModel, query: list[int], **settings: Any) -> list[int]:

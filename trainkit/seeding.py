@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainkit.errors import DataError, describe
 
 Seen = Counter[tuple[int, ...]]
-"""Counts of each (seed, prompt) so far."""
+"""Counts of the responses so far, by position, or by column ``seed`` and prompt."""
+
+
+class Place(NamedTuple):
+    """Where a row is in the stream of rows."""
+
+    position: int
+    """The number of the row in the stream, counted over all epochs."""
+    epoch: int = 0
+    """How often the stream has passed the whole dataset before."""
+
+
+PLACE = "__place__"
+"""Key of a row's `Place`. `Pipeline.take` adds it, and copies of the row keep it. It is no column: reward and metric
+functions do not get it."""
 
 
 def derive_seed(seed: int, purpose: str, *keys: int) -> int:
-    """Derive a 63-bit seed from the run's seed, a purpose (``"sample"``), and keys such as rank and step (F-14)."""
+    """Derive a 63-bit seed from the run's seed, a purpose (``"train"``), and keys, e.g. a position or a step (F-14)."""
     state = np.random.SeedSequence([seed, crc32(purpose.encode()), *keys]).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
@@ -49,36 +64,89 @@ def check_seed(seed: Any, what: str) -> int | None:
     return int(seed)
 
 
-def row_seeds(
+def response_seeds(
+    seed: int,
+    purpose: str,
     rows: Sequence[Mapping[str, Any]],
     queries: Sequence[Sequence[int]],
-    purpose: str,
-    *keys: int,
     seen: Seen | None = None,
-) -> list[int | None]:
-    """Return, for every row with a column ``seed``, a unique seed to sample its response with; None for other rows.
+) -> list[int]:
+    """Return the seed of each row's response; the random numbers of its first turn are those of ``turn_seed(s, 0)``.
 
-    It is derived from the row's seed, its prompt, ``purpose``, ``keys``, and the row's number among the rows with the
-    same seed and prompt. It does not depend on the other rows.
+    It is derived from the run's seed, ``purpose``, the row's position in the stream of rows (`PLACE`), and the number
+    of the response among those of this position. A column ``seed`` of the row replaces the run's seed and the position;
+    the epoch still counts, so that every epoch has responses of its own. A row without a place, which is not of the
+    stream, is identified by its prompt, or by its prompt and its column ``seed``. The other rows, the process and the
+    division into calls have no effect.
 
     Args:
+        seed: the run's seed.
+        purpose: as in `derive_seed`.
         rows: the rows [B].
         queries: their prompts as token ids.
-        purpose: as in `derive_seed`.
-        *keys: as in `derive_seed`.
-        seen: counts of the rows before these, if these are not the first; updated in place.
+        seen: counts of the responses before these, if these are not the first; updated in place.
 
     Raises:
-        DataError: a seed is not a non-negative integer.
+        DataError: a column ``seed`` is not a non-negative integer.
     """
     seen = Counter() if seen is None else seen
-    found: list[int | None] = []
+    found: list[int] = []
     for index, (row, query) in enumerate(zip(rows, queries, strict=True)):
-        seed = check_seed(row.get("seed"), f"prompt {index}")
-        place = (seed or 0, *query)
-        found.append(None if seed is None else derive_seed(seed, purpose, seen[place], *keys, *query))
-        seen[place] += seed is not None
+        own, place = check_seed(row.get("seed"), f"prompt {index}"), row.get(PLACE)
+        key = (-1 if own is None else own, *query) if place is None else tuple(place)
+        number = seen[key]
+        seen[key] += 1
+        if own is not None:
+            found.append(derive_seed(own, purpose, number, 0 if place is None else place.epoch))
+        elif place is not None:
+            found.append(derive_seed(seed, purpose, place.position, number))
+        else:
+            found.append(derive_seed(seed, f"{purpose} prompt", number, *query))
     return found
+
+
+def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
+    """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
+    found = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
+    return [row if row.get("seed") is not None else {**row, PLACE: Place(p)} for p, row in enumerate(found, first)]
+
+
+def turn_seed(response: int, turn: int) -> int:
+    """Return the seed of one turn of a response, from the response's seed; a response of one turn has turn 0."""
+    return derive_seed(response, "turn", turn)
+
+
+ROUNDS = 10
+"""Rounds of Philox4x32, as Salmon et al. 2011 recommend."""
+WORD = 0xFFFFFFFF
+"""The lower 32 bits."""
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four random words per counter and key: Philox4x32-10, a function without state.
+
+    Words are integers in [0, 2³²) in int64 tensors: four [*] of ``counter`` and two [*] of ``key``, which are
+    broadcast. Integer arithmetic is exact, so the words are the same on all devices. Source: Salmon, Moraes, Dror, Shaw
+    2011, *Parallel random numbers: as easy as 1, 2, 3*.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # below 2⁶⁴; int64 keeps the same bits
+        c0, c1, c2, c3 = (right >> 32) & WORD ^ c1 ^ k0, right & WORD, (left >> 32) & WORD ^ c3 ^ k1, left & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
+
+
+def uniforms(seeds: Tensor, count: int) -> Tensor:
+    """Return random numbers in [0, 1), of which number t in row b follows from (``seeds[b]``, t) alone.
+
+    int64 [B] -> float32 [B, count], multiples of 2⁻²⁴, on the device of ``seeds``.
+    """
+    at, zero = torch.arange(count, device=seeds.device), torch.zeros((), dtype=torch.long, device=seeds.device)
+    key = seeds.unsqueeze(1)
+    word, *_ = philox((at.expand(len(seeds), count), zero, zero, zero), (key & WORD, (key >> 32) & WORD))
+    return (word >> 8).float() / (1 << 24)
 
 
 @contextmanager

@@ -528,6 +528,22 @@ BUGS = (
         loop="OneSeedForAll",
     ),
     Bug(
+        "drawn_by_rank",
+        "the seeds of samples depend on the process, so a run depends on the number of processes",
+        "of the field",
+        "rloo",
+        ("two_processes",),
+        loop="DrawnByRank",
+    ),
+    Bug(
+        "shuffled_apart",
+        "every process shuffles its own rows, so what makes up a step depends on the number of processes",
+        "of the field",
+        "ppo",
+        ("two_processes",),
+        loop="ShuffledApart",
+    ),
+    Bug(
         "clipped_once",
         "gradients are clipped at the first step only",
         "S-22: TRL",

@@ -117,11 +117,11 @@ class CursorForgotten(Loop):
 class SamplerForgotten(Loop):
     """Responses are drawn from one generator for the whole run, of which no checkpoint knows."""
 
-    def _sample(self, rows: Any, queries: Any, settings: Any, purpose: str, keys: Any, seeds: Any) -> Any:
-        if purpose == "sample":
+    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        if purpose == "train":
             self.draws = getattr(self, "draws", None) or generator(self.config.train.seed, "own")
-            keys = (int(torch.randint(1 << 30, (), generator=self.draws)),)
-        return super()._sample(rows, queries, settings, purpose, keys, seeds)
+            seeds = torch.randint(1 << 30, (len(rows),), generator=self.draws).tolist()
+        return super()._sample(rows, settings, purpose, seeds)
 
 
 class ScheduleForgotten(Loop):
@@ -162,18 +162,33 @@ class AdvantagesOfIntegers(Loop):
 
 
 class OneSeedForAll(Loop):
-    """The generator that samples are drawn from is the same on all processes."""
+    """Samples are drawn by the index of the row in the call, which is the same on all processes."""
 
-    def _sample(self, rows: Any, queries: Any, settings: Any, purpose: str, keys: Any, seeds: Any) -> Any:
-        sampler = self.sampler
-        seed, device = self.config.train.seed, self.accelerator.device
-        self.sampler = lambda rows, queries, settings, _: sampler(
-            rows, queries, settings, generator(seed, purpose, *keys, device=device)
-        )
-        try:
-            return super()._sample(rows, queries, settings, purpose, keys, seeds)
-        finally:
-            self.sampler = sampler
+    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        return super()._sample(rows, settings, purpose, range(len(rows)))
+
+
+class DrawnByRank(Loop):
+    """The process's number is added to the seed of a sample."""
+
+    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        rank = self.accelerator.process_index
+        return super()._sample(rows, settings, purpose, [seed ^ rank for seed in seeds])
+
+
+class ShuffledApart(Loop):
+    """A step has as many rows of each process, which the process has chosen among its own."""
+
+    def _one_pass(self) -> Any:
+        at, size = self.progress, self.config.train.batch_size // self.accelerator.num_processes
+        order = generator(self.config.train.seed, "order", at.collection, at.epoch)
+        for batch in self.store.batches(size, order, start=at.position):
+            if at.stopped:
+                return
+            at.position += 1
+            if at.position * size >= len(self.store):
+                at.epoch, at.position = at.epoch + 1, 0
+            yield batch
 
 
 class StaleSampler(Loop):
@@ -190,11 +205,13 @@ class StaleSampler(Loop):
 
 
 class EvaluationDraws(Loop):
-    """An evaluation draws from what training draws from."""
+    """Samples are drawn by the number of samples before them, those of evaluations included."""
 
-    def evaluate(self) -> Any:
-        self.next_draw()
-        return super().evaluate()
+    drawn = 0
+
+    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+        self.drawn += len(rows)
+        return super()._sample(rows, settings, purpose, range(self.drawn - len(rows), self.drawn))
 
 
 class ReferenceInTrainMode(Loop):

@@ -14,7 +14,7 @@ from trainkit.data.formats import (
     written_prompts,
 )
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
-from trainkit.data.store import RolloutStore
+from trainkit.data.store import RolloutStore, shuffled
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -39,5 +39,6 @@ __all__ = [
     "prompt_rows",
     "recognise",
     "sample_rows",
+    "shuffled",
     "written_prompts",
 ]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit.seeding import PLACE
+
 Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
@@ -80,21 +82,41 @@ class Batch:
         """Return the batch without columns that are padding in every row."""
         return type(self)(**{k: v.trim() if isinstance(v, Batch) else v for k, v in self.parts().items()})
 
-    def groups(self, size: int | None, tokens: int | None = None) -> list[Tensor]:
-        """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens."""
+    @property
+    def follows(self) -> Tensor:
+        """Whether a row has the prompt of the row before it, bool [B]; False for batches without prompts."""
+        return torch.zeros(len(self), dtype=torch.bool)
+
+    def groups(self, size: int | None, tokens: int | None = None, *, together: int = 1) -> list[Tensor]:
+        """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens.
+
+        Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end between them.
+        """
         if size is None and tokens is None:
             return [torch.arange(len(self))]
-        order = self.lengths.argsort(descending=True, stable=True)
-        starts, lengths = [0], self.lengths[order].tolist()
+        longest = self._longest(together)
+        order = longest.argsort(descending=True, stable=True)
+        starts, lengths = [0], longest[order].tolist()
         for index in range(1, len(self)):
             room = size or max((tokens or 0) // max(lengths[starts[-1]], 1), 1)
             if index - starts[-1] >= room:
                 starts.append(index)
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
 
-    def split(self, size: int | None, tokens: int | None = None) -> list[Self]:
+    def _longest(self, together: int) -> Tensor:
+        """Return the most tokens of a row [B] among those that it stays together with."""
+        if together == 1:
+            return self.lengths
+        group, count = [-1], 0
+        for follows in self.follows.tolist():
+            count = count + 1 if follows and count < together else 1
+            group.append(group[-1] + (count == 1))
+        lengths, own = self.lengths, torch.tensor(group[1:], device=self.lengths.device)
+        return lengths.new_zeros(len(self)).scatter_reduce(0, own, lengths, "amax")[own]
+
+    def split(self, size: int | None, tokens: int | None = None, *, together: int = 1) -> list[Self]:
         """Split the batch into the micro-batches of `groups`."""
-        found = self.groups(size, tokens)
+        found = self.groups(size, tokens, together=together)
         return [self] if len(found) == 1 else [self.select(rows) for rows in found]
 
     @classmethod
@@ -243,10 +265,20 @@ class Sequences(Batch):
         return int(used[-1]) + 1 if len(used) else 0
 
     @property
+    def prompt_mask(self) -> Tensor:
+        """bool [B, T]: the real tokens before the first response token."""
+        return self.attention_mask & (self.response_mask.cumsum(1) == 0)
+
+    @property
+    def follows(self) -> Tensor:
+        """Whether a row has the prompt of the row before it, bool [B]."""
+        ids = self.input_ids.masked_fill(~self.prompt_mask, -1)  # -1 is not a token id
+        return torch.cat([ids.new_zeros(1, dtype=torch.bool), (ids[1:] == ids[:-1]).all(1)])[: len(self)]
+
+    @property
     def queries(self) -> list[Tensor]:
-        """The prompt of each row as a 1-D tensor of ids."""
-        prompt = self.attention_mask & ~self.response_mask
-        return [ids[keep] for ids, keep in zip(self.input_ids, prompt, strict=True)]
+        """The prompt of each row as a 1-D tensor of ids: the tokens before the first response token."""
+        return [ids[keep] for ids, keep in zip(self.input_ids, self.prompt_mask, strict=True)]
 
     @property
     def responses(self) -> list[Tensor]:
@@ -273,6 +305,11 @@ class TokenBatch(Batch):
     def lengths(self) -> Tensor:
         """Real tokens per row [B]."""
         return self.sequences.lengths
+
+    @property
+    def follows(self) -> Tensor:
+        """Whether a row has the prompt of the row before it, bool [B]."""
+        return self.sequences.follows
 
     def trim(self) -> Self:
         """Return the batch without columns that are padding in every row."""
@@ -366,5 +403,5 @@ GIVEN = ("samples", "prompts", "outputs", "tokenizer")
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Return the columns of rows except the prompt, each as a list; None where a row has no such column."""
-    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", PLACE))
     return {name: [row.get(name) for row in rows] for name in names}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.data.batches import Row
 from trainkit.errors import DataError, describe
-from trainkit.seeding import generator
+from trainkit.seeding import PLACE, Place, generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,9 +49,10 @@ class Pipeline:
         return self._order[1]
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
-        """Return rows ``start`` to ``start + count``; on process ``rank``, every world-th of them."""
+        """Return rows ``start`` to ``start + count``, with their `PLACE`; on process ``rank``, every world-th."""
         positions = range(start + rank, start + count, world)
-        return [self.rows[self.order(p // len(self))[p % len(self)]] for p in positions]
+        places = [Place(p, p // len(self)) for p in positions]
+        return [{**self.rows[self.order(at.epoch)[at.position % len(self)]], PLACE: at} for at in places]
 
 
 WINDOW = 256
@@ -78,12 +79,12 @@ class Stream:
         self._at = 0
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
-        """Return rows ``start`` to ``start + count``; on process ``rank``, every world-th of them."""
+        """Return rows ``start`` to ``start + count``, with their `PLACE`; on process ``rank``, every world-th."""
         if start < self._at or (start > self._at and self.one_to_one):
             self._rows, self._at = self._from(start if self.one_to_one else 0), start if self.one_to_one else 0
         for _ in range(start - self._at):
             next(self._rows)
-        taken = list(islice(self._rows, count))
+        taken = [{**row, PLACE: Place(p)} for p, row in enumerate(islice(self._rows, count), start)]
         self._at = start + count
         return taken[rank::world]
 

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from trainkit.data.batches import Batch
 
 B = TypeVar("B", bound=Batch)
+
+
+def shuffled(count: int, generator: torch.Generator, *, together: int = 1) -> Tensor:
+    """Return the indices of ``count`` rows in random order; each ``together`` adjacent rows stay adjacent. [N]."""
+    groups = torch.randperm(-(-count // together), generator=generator)
+    rows = (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
+    return rows[rows < count]
 
 
 class RolloutStore(Generic[B]):
@@ -48,10 +56,9 @@ class RolloutStore(Generic[B]):
     def experience(self, batch: B) -> None:
         self._parts = [batch.to("cpu")]
 
-    def batches(self, size: int, generator: torch.Generator, start: int = 0) -> Iterator[B]:
-        """Yield shuffled minibatches of ``size`` rows (the last may be smaller), beginning with number ``start``."""
-        order = torch.randperm(len(self), generator=generator)
-        for rows in order.split(size)[start:]:
+    def batches(self, size: int, generator: torch.Generator, start: int = 0, *, together: int = 1) -> Iterator[B]:
+        """Yield minibatches of ``size`` rows (the last may be smaller), in the order of `shuffled`, from ``start``."""
+        for rows in shuffled(len(self), generator, together=together).split(size)[start:]:
             yield self.experience.select(rows)
 
     def export(self, path: str | Path) -> None:

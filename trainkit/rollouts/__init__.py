@@ -17,6 +17,7 @@ from trainkit.rollouts.rewards import (
 )
 from trainkit.rollouts.sampler import (
     CausalSampler,
+    Purpose,
     Sampler,
     Seq2SeqSampler,
     assemble,
@@ -28,6 +29,7 @@ from trainkit.rollouts.sampler import (
 __all__ = [
     "CausalSampler",
     "MetricFn",
+    "Purpose",
     "Record",
     "RewardFn",
     "Sampler",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trainkit.functional import allow_logits, penalise_repetition, truncate_logi
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
-from trainkit.seeding import row_seeds
+from trainkit.seeding import uniforms
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,25 @@ SHRINK_AT = 0.75
 """Ended rows are removed from the batch once at most this share of rows is left; removing them copies the cache."""
 
 
+Purpose = Literal["train", "evaluate", "generate"]
+"""What responses are sampled for: a collection of experience, an evaluation, or a call of ``generate``."""
+
+
 class Sampler(Protocol):
     """The interface of the object that `make_sampler` returns: samples one response per prompt."""
 
     def __call__(
-        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+        self,
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        purpose: Purpose,
     ) -> Rollouts:
-        """Sample a response to each of ``queries`` (token ids, one list per row), with ``generator`` only.
+        """Sample a response to each of ``queries`` (token ids, one list per row).
 
-        The response of a row with a column ``seed`` is sampled from this seed instead.
+        Every random number of response b follows from ``seeds[b]``, below 2⁶³, and from nothing else: neither from the
+        other rows nor from earlier calls.
         """
         ...
 
@@ -55,7 +65,7 @@ class TokenSampler:
     """Samples from a language model with a key-value cache, one token per step for the whole batch.
 
     A prompt that occurs several times is run once. The cache is allocated once. Rows that have ended are removed from
-    the batch. The random numbers of a row do not depend on when other rows end.
+    the batch. The random numbers of a row follow from its seed alone.
 
     The log-probabilities and entropies that it returns are those of the distribution that training uses: at the
     sampling temperature and under the logit mask, before ``repetition_penalty``, ``steer``, ``top_k``, ``top_p`` and
@@ -98,11 +108,16 @@ class TokenSampler:
 
     @torch.no_grad()
     def __call__(
-        self, rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+        self,
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        purpose: Purpose = "generate",
     ) -> Rollouts:
-        """Sample a response to each of ``queries``; ``generator`` is on the model's device."""
-        uniforms = _uniforms(rows, queries, settings.max_new_tokens, generator, self.model.device)
-        responses = _Responses(self, queries, settings, uniforms)
+        """Sample a response to each of ``queries``; token t of response b is drawn with number t of ``seeds[b]``."""
+        draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
+        responses = _Responses(self, queries, settings, draws)
         if self.fault:
             _by_generate(self.decoder, queries, responses)
         else:
@@ -158,17 +173,6 @@ def make_sampler(
     return CausalSampler(model, tokenizer, head_alone=head_alone, **kwargs)
 
 
-def _uniforms(
-    rows: list[Row], queries: list[list[int]], room: int, generator: torch.Generator, device: torch.device
-) -> Tensor:
-    """Return the random numbers in [0, 1) for all tokens, so that no row depends on when others end. [B, R]."""
-    uniforms = torch.rand((len(queries), room), generator=generator, device=device)
-    for index, seed in enumerate(row_seeds(rows, queries, "response")):
-        if seed is not None:  # on the CPU, so that all devices sample the same
-            uniforms[index] = torch.rand(room, generator=torch.Generator().manual_seed(seed)).to(device)
-    return uniforms
-
-
 # ------------------------------------------------------------------------------------------------ choosing tokens
 
 
@@ -176,10 +180,10 @@ class _Responses:
     """The responses to B prompts while they are sampled, at most R tokens each; chooses their tokens."""
 
     def __init__(
-        self, sampler: TokenSampler, queries: list[list[int]], settings: SamplingConfig, uniforms: Tensor
+        self, sampler: TokenSampler, queries: list[list[int]], settings: SamplingConfig, draws: Tensor
     ) -> None:
-        (count, self.room), device = uniforms.shape, uniforms.device
-        self.sampler, self.settings, self.uniforms = sampler, settings, uniforms
+        (count, self.room), device = draws.shape, draws.device
+        self.sampler, self.settings, self.draws = sampler, settings, draws
         self.eos = torch.tensor(eos_ids(sampler.model, sampler.tokenizer), device=device)
         self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
         self.logprobs = torch.zeros((count, self.room), device=device)
@@ -211,7 +215,7 @@ class _Responses:
         """
         plain = _Odds(self._scale(logits, previous))
         odds = self._restrict(plain, rows, previous, logits, hidden)
-        tokens = odds.draw(self.uniforms[rows, step], self.settings.temperature)
+        tokens = odds.draw(self.draws[rows, step], self.settings.temperature)
         self.tokens[rows, step] = tokens
         self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
         if self.sampler.keeps_states and hidden is not None:

@@ -18,7 +18,7 @@ import torch
 
 from trainkit.metrics import compute
 from trainkit.plugins import get_trainer
-from trainkit.testing.checks.tools import stepped, unequal, weights
+from trainkit.testing.checks.tools import RUN, stepped, unequal, weights
 from trainkit.testing.trainers import tiny_trainer
 
 Said = dict[str, Any]
@@ -86,7 +86,7 @@ class _Watched:
 
 def _learn(name: str, folder: Path) -> Said:
     """Make a whole run with evaluations and checkpoints, and return what it ended with."""
-    trainer = tiny_trainer(name, folder / "run", train__eval_interval=3, train__save_interval=3)
+    trainer = tiny_trainer(name, folder / "run", **RUN)
     watched = _Watched(trainer)
     trainer.learn()
     return {

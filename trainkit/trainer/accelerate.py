@@ -34,9 +34,9 @@ from trainkit.functional import per_response
 from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
 from trainkit.models.loading import check_trainable, load_model_config, name_eos, pad_id
-from trainkit.rollouts import Sampler, check_scores, make_sampler, score
+from trainkit.rollouts import Purpose, Sampler, check_scores, make_sampler, score
 from trainkit.runs import run
-from trainkit.seeding import generator, row_seeds
+from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
@@ -270,11 +270,17 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     # ----------------------------------------------------------------------------------------- for the algorithm
 
-    def sample(self, rows: list[Row]) -> Rollouts:
-        """Sample one response per row, at the rollout's settings and with training's own random numbers."""
-        queries, rank = [self.encode(row["prompt"]) for row in rows], self.accelerator.process_index
-        seeds = row_seeds(rows, queries, "sample", self.progress.collection, rank, seen=self._seen)
-        rollouts = self._sample(rows, queries, self.settings(), "sample", self.next_draw(), seeds)
+    def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
+        """Sample one response per row for training, at the rollout's settings with ``overrides``.
+
+        The random numbers of a response follow from the run's seed, the row's position in the stream of prompts and
+        the number of the response among those to this row in the collection (`trainkit.seeding.response_seeds`).
+
+        Args:
+            rows: those that `make_experience` gets, or copies of them (``{**row, "prompt": ...}``).
+            **overrides: sampling settings over those of ``config.rollout``, e.g. ``temperature=0``.
+        """
+        rollouts = self._sample(rows, self.settings(**overrides), "train", self._seeds(rows, "train", self._seen))
         self._rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
         return rollouts
 
@@ -377,7 +383,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Sample responses to one prompt or several: strings, dicts with a ``prompt``, or token ids.
 
         What a tokenizer returns works too: ``trainer.generate(**tokenizer(texts, return_tensors="pt",
-        padding=True))``. Every call draws new random numbers; training is not affected.
+        padding=True))``. Every call draws new random numbers, the same on all processes; a column ``seed`` of a prompt
+        decides its response instead. Training is not affected.
 
         Args:
             prompts: the prompts.
@@ -394,10 +401,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         rows = written_prompts(given, self.tokenizer)
         if self.config.train.resume:
             run.begin(self)  # the random numbers follow from the progress of the resumed run
-        queries, settings = [self.encode(row["prompt"]) for row in rows], self.settings(**overrides)
-        key = self.progress.generated
-        self.progress.generated += 1
-        return self._sample(rows, queries, settings, "generate", (key,), row_seeds(rows, queries, "generate"))
+        rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
+        self.progress.generated += len(rows)
+        rollouts = self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
+        return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
     def _check_generates(self, given: str) -> None:
         if not self.generates:
@@ -411,16 +418,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
         return self.generate(prompts, **{**first, **overrides})
 
-    def _sample(
-        self,
-        rows: list[Row],
-        queries: list[list[int]],
-        settings: SamplingConfig,
-        purpose: str,
-        keys: tuple[int, ...],
-        seeds: list[int | None],
-    ) -> Rollouts:
-        """Sample rollouts with random numbers keyed by ``purpose`` and ``keys``; ``seeds`` are those of the rows."""
+    def _seeds(self, rows: list[Row], purpose: Purpose, seen: Seen | None = None) -> list[int]:
+        queries = [self.encode(row["prompt"]) for row in rows]
+        return response_seeds(self.config.train.seed, purpose, rows, queries, seen)
+
+    def _sample(self, rows: list[Row], settings: SamplingConfig, purpose: Purpose, seeds: Sequence[int]) -> Rollouts:
+        """Sample rollouts for ``purpose``; ``seeds`` are those of the responses."""
+        queries = [self.encode(row["prompt"]) for row in rows]
         longest = max(len(query) for query in queries)
         if not self.fits(longest, settings.max_new_tokens):
             raise DataError(
@@ -428,13 +432,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
-        sampler, rank = self.sampler, self.accelerator.process_index
-        draws = generator(self.config.train.seed, purpose, rank, *keys, device=self.accelerator.device)
-        seeded = [row if seed is None else {**row, "seed": seed} for row, seed in zip(rows, seeds, strict=True)]
+        sampler = self.sampler
         self.unwrapped.eval()
         with self.accelerator.autocast():
-            rollouts = sampler(seeded, queries, settings, draws).to(self.accelerator.device)
-        return replace(rollouts, rows=rows)
+            rollouts = sampler(rows, queries, settings, [turn_seed(seed, 0) for seed in seeds], purpose)
+        return rollouts.to(self.accelerator.device)
 
     def decode(
         self,
@@ -477,6 +479,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.store.clear()
         self._rollouts = [rollouts]
         self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
+        self.progress.prompts = len(rollouts) // self.samples_per_prompt
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
             self.store.push(self._experience(rollouts, checked))

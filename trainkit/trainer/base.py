@@ -49,6 +49,10 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     group: ClassVar[str] = ""
     """Name of the method's setting for the number of responses to each prompt in a collection; empty: one response."""
+    rows_vary: ClassVar[bool] = False
+    """Whether `prepare_experience` makes different numbers of rows for different prompts. If not, its rows are in the
+    order of the prompts, equally many for each. If so, row i of process r counts as row i·W + r of the rows of all W
+    processes, and minibatches are the same for every W only if those are."""
     remembers: ClassVar[Mapping[str, Callable[[], Any]]] = {}
     """Attributes to save in checkpoints, plain data or tensors, each with a function that makes its initial value."""
 

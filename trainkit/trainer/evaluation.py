@@ -14,7 +14,7 @@ from trainkit.errors import DataError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure, score
 from trainkit.runs import run
-from trainkit.seeding import row_seeds
+from trainkit.seeding import placed
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -52,9 +52,9 @@ def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
     """Return means over all evaluation prompts, and a record per response. A swept setting is a suffix of each name."""
     found: dict[str, float] = {}
     samples: list[Record] = []
-    for index, (suffix, overrides) in enumerate(sweep(trainer.config.rollout.eval_kwargs)):
+    for suffix, overrides in sweep(trainer.config.rollout.eval_kwargs):
         started = time.perf_counter()
-        part, records = _evaluate_at(trainer, overrides, index)
+        part, records = _evaluate_at(trainer, overrides)
         part["time"] = time.perf_counter() - started
         found |= {f"eval/{name}{suffix}": value for name, value in part.items()}
         samples += [{**record, **({"setting": suffix[1:]} if suffix else {})} for record in records]
@@ -87,21 +87,17 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     return cast(Batch, store.experience)
 
 
-def _evaluate_at(trainer: Trainer, overrides: dict[str, Any], index: int) -> tuple[dict[str, float], list[Record]]:
+def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str, float], list[Record]]:
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
-    queries = [trainer.encode(row["prompt"]) for row in trainer.eval_rows]
-    seeds = row_seeds(trainer.eval_rows, queries, "generate")  # over all processes' rows, so that none repeats
-    shard = slice(accelerator.process_index, None, accelerator.num_processes)
-    mine = list(zip(trainer.eval_rows[shard], queries[shard], seeds[shard], strict=True))
-    settings = trainer.settings(**overrides)
+    rows, shard = placed(trainer.eval_rows), slice(accelerator.process_index, None, accelerator.num_processes)
+    # over all processes' rows, so that none repeats; as `generate` does, which can then repeat a response by its seed
+    seeds = trainer._seeds(rows, "generate")[shard]
+    mine, settings = rows[shard], trainer.settings(**overrides)
     records: list[Record] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
     for start in range(0, len(mine), size):
-        part = mine[start : start + size]
-        key = (trainer.progress.step * 1000 + index) * 100_000 + start
-        rollouts = trainer._sample(
-            [row for row, _, _ in part], [q for _, q, _ in part], settings, "evaluate", (key,), [s for _, _, s in part]
-        )
+        part = slice(start, start + size)
+        rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
         whole, each = _measure(trainer, rollouts)
         records += each
         aggregates.append((len(rollouts), whole))

@@ -14,7 +14,7 @@ from trainkit.data import Rollouts, Row, is_conversation
 from trainkit.data.pipeline import as_ids
 from trainkit.errors import ConfigError, DataError, PluginError, describe
 from trainkit.models.loading import eos_ids, pad_id
-from trainkit.rollouts import Sampler, assemble, cut_at_stop, decode
+from trainkit.rollouts import Purpose, Sampler, assemble, cut_at_stop, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,13 +88,13 @@ def checked_sampler(made: Any) -> Sampler:
     if not callable(made):
         raise PluginError(
             f"make_sampler returned {describe(made)}, which cannot be called; return a function (rows, queries, "
-            "settings, generator) -> Rollouts, or None to leave sampling to trainkit"
+            "settings, seeds, purpose) -> Rollouts, or None to leave sampling to trainkit"
         )
 
     def sampler(
-        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
     ) -> Rollouts:
-        rollouts: Rollouts = made(rows, queries, settings, generator)
+        rollouts: Rollouts = made(rows, queries, settings, seeds, purpose)
         if fault := _fault(rollouts, queries):
             raise PluginError(
                 f"the sampler {describe(made)} of a make_sampler hook was asked for {len(queries)} responses, and "

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
-from trainkit.data import Batch
-from trainkit.errors import DataError, NonFiniteError
+from trainkit.data import Batch, shuffled
+from trainkit.errors import DataError, NonFiniteError, PluginError
 from trainkit.functional import exact
 from trainkit.runs import run
 from trainkit.seeding import generator, global_rng
@@ -24,6 +23,7 @@ from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
+from trainkit.trainer.minibatches import Layout, minibatches
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
@@ -120,16 +120,37 @@ class AcceleratedLoop(TrainerInputs[M]):
         at.collection, at.epoch, at.position, at.stopped = at.collection + 1, 0, 0, False
 
     def _one_pass(self) -> Iterator[Batch]:
-        at, seed = self.progress, self.config.train.seed
-        size = self.config.train.batch_size // self.accelerator.num_processes
-        order = generator(seed, "order", at.collection, at.epoch)
-        for batch in self.store.batches(size, order, start=at.position):
+        at, train = self.progress, self.config.train
+        layout = self._layout()
+        order = shuffled(
+            len(self.store) * layout.world,
+            generator(train.seed, "order", at.collection, at.epoch),
+            together=layout.each if self.group else 1,
+        )
+        steps = order.split(train.batch_size)
+        for batch in minibatches(self.store.experience, steps[at.position :], layout, self.gather):
             if at.stopped:
                 return
             at.position += 1
-            if at.position * size >= len(self.store):
+            if at.position == len(steps):
                 at.epoch, at.position = at.epoch + 1, 0
             yield batch
+
+    def _layout(self) -> Layout:
+        """Return which process holds which rows of the current collection.
+
+        Raises:
+            PluginError: processes have made different numbers of rows.
+        """
+        rows, world, prompts = len(self.store), self.accelerator.num_processes, self.progress.prompts
+        counts = self.gather([rows])
+        if len(set(counts)) > 1:
+            raise PluginError(
+                f"{self.config.method.name!r} made {' and '.join(map(str, counts))} rows of experience on {world} "
+                "processes; prepare_experience must return equally many on each, as for trainer.gather"
+            )
+        regular = not self.rows_vary and prompts and rows % prompts == 0
+        return Layout(rows // prompts if regular else 1, world, self.accelerator.process_index)
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and call the hook `on_experience`."""
@@ -145,41 +166,17 @@ class AcceleratedLoop(TrainerInputs[M]):
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self._rollouts, self._seen = [], Counter()
-        size, sampled = self.config.rollout.batch_size, self.progress.sampled
+        size = self.config.rollout.batch_size
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             for start in range(0, len(rows), size):
                 if run.asked_to_stop(self):  # the collection is made again when the run is resumed
                     self.store.clear()
-                    self.progress.sampled = sampled
                     run.stop(self)
-                with self._part_of_collection():
-                    self.store.push(self.make_experience(rows[start : start + size]))
+                self.store.push(self.make_experience(rows[start : start + size]))
             self.store.experience = self.prepare_experience(self.store.experience)
+        self.progress.prompts = len(taken)
         self.progress.samples += len(self.store) * world
-
-    @contextmanager
-    def _part_of_collection(self) -> Iterator[None]:
-        self._draws = 0
-        try:
-            yield
-        finally:
-            self._draws = None
-        self.progress.sampled += 1
-
-    def next_draw(self) -> tuple[int, ...]:
-        """Return the keys of the next random draw for training.
-
-        The keys count the parts of collections and the draws within a part. A process that draws less often in a part
-        than other processes, or not at all, therefore has the same keys as the others in the next part. Outside of
-        `make_experience` each draw counts as a part, and all processes should draw equally often.
-        """
-        at, before = self.progress, self._draws
-        if before is None:
-            at.sampled += 1
-            return (at.sampled - 1,)
-        self._draws = before + 1
-        return (at.sampled, before) if before else (at.sampled,)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()
@@ -276,12 +273,12 @@ class AcceleratedLoop(TrainerInputs[M]):
     def micro_batches(self, batch: B) -> list[B]:
         """Split a batch into the parts that go through the model one at a time."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
-        return batch.split(self.config.train.microbatch_size, tokens)
+        return batch.split(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
 
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *]."""
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
-        groups = batch.groups(self.config.train.microbatch_size, tokens)
+        groups = batch.groups(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
         found = torch.cat([read(batch.select(rows)) for rows in groups])
         return found[torch.cat(groups).argsort().to(found.device)]
 

@@ -22,10 +22,10 @@ class Progress:
     """Minibatches made in the current pass."""
     stopped: bool = False
     """Whether `judge` has skipped the rest of the current collection."""
-    sampled: int = 0
-    """Parts of collections made: a key of the random draws of sampling, the same on all processes."""
+    prompts: int = 0
+    """Prompts, or samples, of the current collection in one process."""
     generated: int = 0
-    """Calls of `generate`: a key of their random draws."""
+    """Responses of `generate` so far: a key of their random numbers."""
     samples: int = 0
     """Rows of experience made so far, over all processes."""
     tokens: int = 0

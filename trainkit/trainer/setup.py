@@ -104,7 +104,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._pending: m.Metrics = {}
         self._rollouts: list[Any] = []
         self._seen: Seen = Counter()
-        self._draws: int | None = None  # of the part of a collection that is being made
         self._clock = time.perf_counter()
         self._warned_past_the_end = False
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainkit import AcceleratedLoop, Row
 from trainkit.rollouts import Record, means, measure
-from trainkit.seeding import derive_seed, row_seeds
-from trainkit_ddpo.images import ImageRollouts
+from trainkit.seeding import placed, response_seeds
+from trainkit_ddpo.images import ImageRollouts, as_ids
 from trainkit_ddpo.scoring import RewardCaller
 
 Draw = Callable[[list[Row], Sequence[int]], ImageRollouts]
@@ -30,9 +30,7 @@ def evaluate(
         caller: calls the reward function; None if there is none.
     """
     started, accelerator, rows = time.perf_counter(), trainer.accelerator, trainer.eval_rows
-    given = row_seeds(rows, [list(row["prompt"].encode()) for row in rows], "evaluate")
-    seed = trainer.config.train.seed
-    seeds = [derive_seed(seed, "evaluate", i) if own is None else own for i, own in enumerate(given)]
+    seeds = response_seeds(trainer.config.train.seed, "generate", placed(rows), as_ids(rows))
     shard = slice(accelerator.process_index, None, accelerator.num_processes)
     rows, seeds, size = rows[shard], seeds[shard], trainer.config.rollout.batch_size
     parts: list[tuple[ImageRollouts, Callable[[], Tensor] | None]] = []

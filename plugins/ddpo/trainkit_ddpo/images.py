@@ -17,6 +17,11 @@ FEW = 16
 """Number of images of a collection or an evaluation that are written to a file."""
 
 
+def as_ids(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the bytes of each prompt, from which seeds are derived."""
+    return [list(row["prompt"].encode()) for row in rows]
+
+
 @dataclass(frozen=True)
 class ImageRollouts:
     """Images made for B prompts."""

@@ -19,12 +19,12 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.functional import clipped_surrogate
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.models import check_adapter_dropout, disable_dropout
-from trainkit.seeding import derive_seed, generator, row_seeds
+from trainkit.seeding import PLACE, Seen, placed, response_seeds, uniforms
 from trainkit_ddpo.adapters import add_adapter, cast
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
 from trainkit_ddpo.ddim import Steps
 from trainkit_ddpo.evaluation import evaluate
-from trainkit_ddpo.images import ImageRollouts
+from trainkit_ddpo.images import ImageRollouts, as_ids
 from trainkit_ddpo.pipeline import DiffusionPolicy
 from trainkit_ddpo.scoring import RewardCaller
 from trainkit_ddpo.source import Source, open_source
@@ -266,9 +266,7 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 
     def make_experience(self, rows: list[Row]) -> Trajectories:
         """Return the trajectories of images for ``rows``, and start scoring them. [B, S + 1, C, h, w]."""
-        at, rank = self.progress, self.accelerator.process_index
-        seeds = row_seeds(rows, _as_ids(rows), "sample", at.collection, rank, seen=self._seen)
-        rollouts, trajectories = self.draw(rows, seeds, "sample", rank, *self.next_draw())
+        rollouts, trajectories = self.draw(rows, self._seeds(rows, "train", self._seen))
         self._promised.append(self.reward_caller.submit(rollouts))
         self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
         return trajectories
@@ -279,24 +277,17 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         assert self.reward_fn is not None, "train() and learn() ensure that an online trainer has a reward_fn"
         return RewardCaller(self.reward_fn, self.method.reward_workers)
 
-    @torch.no_grad()
-    def draw(
-        self, rows: list[Row], seeds: Sequence[int | None], purpose: str, *keys: int
-    ) -> tuple[ImageRollouts, Trajectories]:
-        """Sample images for ``rows``, and return them with their trajectories.
+    def _seeds(self, rows: list[Row], purpose: str, seen: Seen | None = None) -> list[int]:
+        return response_seeds(self.config.train.seed, purpose, rows, as_ids(rows), seen)
 
-        Args:
-            rows: one per image, with its ``prompt``.
-            seeds: the seed of each image, or None.
-            purpose: with ``keys``, determines the seed of the images whose seed is None.
-            *keys: see ``purpose``.
-        """
-        device, seed = self.accelerator.device, self.config.train.seed
+    @torch.no_grad()
+    def draw(self, rows: list[Row], seeds: Sequence[int]) -> tuple[ImageRollouts, Trajectories]:
+        """Sample images for ``rows``, each from its seed, and return them with their trajectories."""
+        device = self.accelerator.device
         self.policy  # noqa: B018  (moves the model to accelerate's device)
         policy: DiffusionPolicy = self.unwrapped.eval()
-        own = [derive_seed(seed, purpose, *keys, i) if s is None else s for i, s in enumerate(seeds)]
         shape = (self.method.num_steps + 1, *policy.pipeline.shape)
-        draws = [torch.randn(shape, generator=torch.Generator(device).manual_seed(s), device=device) for s in own]
+        draws = [torch.randn(shape, generator=torch.Generator(device).manual_seed(s), device=device) for s in seeds]
         with self.accelerator.autocast():
             condition = policy.pipeline.encode([row["prompt"] for row in rows])
             latents, logprobs = policy.sample(condition, torch.stack(draws), self.kept)
@@ -315,8 +306,8 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
         rewards = torch.cat(scores)
         self.record({"reward/mean": Mean.of(rewards), "reward/std": Std.of(rewards)})
-        prompts = [row["prompt"] for part in self._rollouts for row in part.rows]
-        limit, steps = self.method.adv_clip_max, self._trained_steps(len(experience))
+        rows = [row for part in self._rollouts for row in part.rows]
+        limit, steps = self.method.adv_clip_max, self._trained_steps(rows)
         image = torch.arange(len(experience)).unsqueeze(1).expand_as(steps).flatten()
         at = steps.flatten()
         return DDPOBatch(
@@ -324,25 +315,29 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
             experience.latents[image, at + 1],
             at,
             experience.logprobs[image, at],
-            self.advantages(prompts, rewards).clamp(-limit, limit)[image],
+            self.advantages(rows, rewards).clamp(-limit, limit)[image],
             Conditions(image, experience.condition),
         )
 
-    def advantages(self, prompts: list[str], rewards: Tensor) -> Tensor:
-        """Return rewards standardised over all processes, per prompt if `buffer_size` > 0. [B] -> [B]."""
-        mine = list(zip(prompts, rewards.tolist(), strict=True))
-        every = self.gather(mine)
-        names, values = [name for name, _ in every], [value for _, value in every]
+    def advantages(self, rows: list[Row], rewards: Tensor) -> Tensor:
+        """Return rewards standardised over all processes, per prompt if `buffer_size` > 0. [B] -> [B].
+
+        They are ordered by the positions of the rows, so that the stored rewards do not depend on the processes.
+        """
+        mine = [(row.get(PLACE, (0,)), row["prompt"]) for row in rows]
+        every = self.gather([(*key, reward) for key, reward in zip(mine, rewards.tolist(), strict=True)])
+        order = sorted(range(len(every)), key=lambda index: every[index][0])
+        names, values = [every[index][1] for index in order], [every[index][2] for index in order]
         found = self.tracker.update(names, values) if self.method.buffer_size else standardise(values)
         start = self.accelerator.process_index * len(mine)
-        return torch.tensor(found[start : start + len(mine)], dtype=torch.float32)
+        place = {index: at for at, index in enumerate(order)}
+        return torch.tensor([found[place[start + index]] for index in range(len(mine))], dtype=torch.float32)
 
-    def _trained_steps(self, count: int) -> Tensor:
+    def _trained_steps(self, rows: list[Row]) -> Tensor:
         """Choose for each image a random subset of its steps with σ > 0, without replacement. -> [B, K]."""
-        trained, at = self.denoising.trained, self.progress
-        draws = generator(self.config.train.seed, "timesteps", at.collection, self.accelerator.process_index)
-        order = torch.rand((count, len(trained)), generator=draws).argsort(1)
-        return trained[order[:, : self.steps_per_image]]
+        trained = self.denoising.trained
+        seeds = torch.tensor(self._seeds(rows, "timesteps"))
+        return trained[uniforms(seeds, len(trained)).argsort(1)[:, : self.steps_per_image]]
 
     # ---------------------------------------------------------------------------------------------------- the loss
 
@@ -376,14 +371,15 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         rows = self.read_prompts([prompts] if isinstance(prompts, str | Mapping) else prompts)
         if self.config.train.resume:
             self.begin()  # the sampled images depend on the state of the resumed run
-        key, self.progress.generated = self.progress.generated, self.progress.generated + 1
-        return self.draw(rows, row_seeds(rows, _as_ids(rows), "generate"), "generate", key)[0]
+        seeds = self._seeds(placed(rows, self.progress.generated), "generate")
+        self.progress.generated += len(rows)
+        return self.draw(rows, seeds)[0]
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Sample images for the evaluation prompts, from the same noise each time; return metrics and records."""
 
         def images(rows: list[Row], seeds: Sequence[int]) -> ImageRollouts:
-            return self.draw(rows, seeds, "evaluate")[0]
+            return self.draw(rows, seeds)[0]
 
         return evaluate(self, images, None if self.reward_fn is None else self.reward_caller)
 
@@ -407,11 +403,6 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
 def brightness(images: Tensor, **_: Any) -> Tensor:
     """Return the mean of each image's values. [B, C, H, W] -> [B]."""
     return images.flatten(1).mean(1)
-
-
-def _as_ids(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the bytes of each prompt, from which seeds are derived."""
-    return [list(row["prompt"].encode()) for row in rows]
 
 
 def _refuse_unused(config: TRLConfig[Any]) -> None:

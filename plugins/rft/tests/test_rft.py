@@ -56,7 +56,7 @@ def test_what_is_kept_reaches_the_quantile_that_numpy_gives(scores: list[list[fl
 def rows(*found: tuple[list[int], list[int], float]) -> RFTRows:
     """Fresh responses."""
     sequences = Sequences.from_lists([query for query, _, _ in found], [response for _, response, _ in found])
-    return RFTRows(sequences, torch.tensor([score for *_, score in found]))
+    return RFTRows(sequences, torch.tensor([score for *_, score in found]), torch.zeros(len(found), dtype=torch.long))
 
 
 def visited(trainer: Any) -> RFTRows:

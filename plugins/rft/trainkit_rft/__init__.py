@@ -15,6 +15,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
 from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
+from trainkit.seeding import PLACE
 
 
 class RFTConfig(MethodConfig):
@@ -40,6 +41,8 @@ class RFTRows(TokenBatch):
     """Responses with their scores [B]; prompts without sampled responses have an empty response."""
 
     scores: Tensor
+    positions: Tensor
+    """Positions [B] of the prompts in the stream of prompts."""
 
 
 def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
@@ -63,12 +66,18 @@ def share(kept: list[tuple[str, str]], rank: int, world: int) -> list[tuple[str,
     return filled[rank::world]
 
 
+def place(row: Row) -> int:
+    """Return a row's position in the stream of prompts; 0 for one that is not of the stream."""
+    return row[PLACE].position if PLACE in row else 0
+
+
 @register_trainer("rft")
 class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rft_k"
+    rows_vary = True
     remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
     visits: dict[str, int]  # by prompt (its token ids as text); a visit is a step of the prompt's schedule
     pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
@@ -82,8 +91,9 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Return scored responses to prompts at a growth step, and the other prompts without responses. [B, T]."""
         queries = [self.encode(row["prompt"]) for row in rows]
         grow = [self.visits.get(str(query), 0) % self.method.n_improve_steps == 0 for query in queries]
-        rest = [query for query, now in zip(queries, grow, strict=True) if not now]
-        parts = [RFTRows(Sequences.from_lists(rest, [[]] * len(rest)), torch.zeros(len(rest)))]
+        rest = [(query, place(row)) for query, row, now in zip(queries, rows, grow, strict=True) if not now]
+        empty = Sequences.from_lists([query for query, _ in rest], [[]] * len(rest))
+        parts = [RFTRows(empty, torch.zeros(len(rest)), torch.tensor([at for _, at in rest], dtype=torch.long))]
         if any(grow):
             rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
             parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
@@ -95,18 +105,20 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
         """Return rollouts with their scores [B]; rewards per token are summed."""
-        return RFTRows(rollouts.sequences, per_response(scores))
+        positions = torch.tensor([place(row) for row in rollouts.rows], device=scores.device)
+        return RFTRows(rollouts.sequences, per_response(scores), positions)
 
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """Add new responses to the pools, and return this process's share of those that reach the thresholds [B, T]."""
         x = experience
         ids = ([str(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
-        found = self.gather(list(zip(*ids, x.scores.tolist(), strict=True)))
-        for query, response, score in found:
+        found = self.gather(list(zip(x.positions.tolist(), *ids, x.scores.tolist(), strict=True)))
+        found.sort(key=lambda item: item[0])  # an order that does not depend on the number of processes
+        for _, query, response, score in found:
             if response != "[]":
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        kept = self.improve(list(dict.fromkeys(query for query, *_ in found)))
+        kept = self.improve(list(dict.fromkeys(query for _, query, *_ in found)))
         mine = share(kept, self.accelerator.process_index, self.accelerator.num_processes)
         return Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.data import Batch, Sequences
 from trainkit.testing.checks.tools import (
+    RUN,
     flat_gradient,
     floats,
     gradient,
@@ -33,6 +34,8 @@ from trainkit.testing.launching import launch
 
 SIZES = (1, 2, 3, 5)
 """Sizes of micro-batches; most do not divide a batch, so that the last micro-batch is smaller."""
+SAME = 1e-5
+"""Largest difference of weights after six steps that counts as rounding."""
 
 
 @check()
@@ -157,11 +160,12 @@ def metric_totals(bench: Bench) -> None:
 
 @check(where=lambda subject: subject.installed)
 def two_processes(bench: Bench) -> None:
-    """Check that two processes train as one does: same gradient, metrics and weights, but different samples.
+    """Check that two processes train as one does: same gradient, metrics, samples and weights, to 1e-5 after six steps.
 
     Gradients are exchanged only if `loss` calls `policy`, not a module inside it (S-48). Whitening by the moments of
     one process's rows differs from whitening by those of all rows (S-10). A mean of the processes' means is another
-    mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55).
+    mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55). What depends on
+    the order of `gather`, or on a number of rows that is one process's, differs between one process and two.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -175,6 +179,7 @@ def two_processes(bench: Bench) -> None:
     if bench.subject.online:
         _require_other_samples(*[each["drawn"] for each in said])
     _require_one_run(folder / "run", [each["run"] for each in said])
+    _require_run_of_one_process(weights(bench.learnt(**RUN)), said[0]["run"]["weights"])
 
 
 def _require_one_step(alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
@@ -199,6 +204,17 @@ def _require_other_samples(one: Batch, other: Batch) -> None:
     left, right = under_masks(one).flatten(), under_masks(other).flatten()
     same = all(torch.equal(left[name], right[name]) for name in left)
     require(not same, "two processes draw the same samples; include the process's rank in the seed")
+
+
+def _require_run_of_one_process(alone: dict[str, Tensor], both: dict[str, Tensor]) -> None:
+    off = {name: float((alone[name] - both[name]).abs().max()) for name in alone if alone[name].numel()}
+    worst = max(off, key=lambda name: off[name])
+    require(
+        off[worst] <= SAME,
+        f"the weights after a run of one process and of two differ by up to {off[worst]:.2g}, in {worst}; rows must be "
+        "in the order of their prompts, equally many for each (or set rows_vary), and nothing may depend on the number "
+        "of processes",
+    )
 
 
 def _require_one_run(run_dir: Path, said: list[dict[str, Any]]) -> None:

@@ -342,6 +342,10 @@ def credits_of(trainer: Any, batch: Batch) -> dict[Ids, Tensor]:
 
 # ---------------------------------------------------------------------------------------------------- parts of runs
 
+RUN: dict[str, Any] = {"train__eval_interval": 3, "train__save_interval": 3, "optimizer__kwargs": {"eps": 1e-4}}
+"""The run that two processes and one make. Adam divides a gradient by its size: with its usual ``eps`` of 1e-8, weights
+that cannot change the loss, such as the biases of attention's keys, would move by the rounding of their gradient, 0."""
+
 
 class Logged:
     """An observer that keeps the logged metrics by step."""

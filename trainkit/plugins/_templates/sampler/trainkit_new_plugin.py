@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from trainkit import AccelerateRLTrainer, Rollouts, Row, SamplingConfig, hookimpl
+from trainkit.rollouts import Purpose
 
 LAST, STEPS = 0.8, 1000
 """The final ``top_p``, and the number of steps over which it falls from 1 to this value."""
@@ -19,12 +18,12 @@ def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
     core = trainer.core_sampler()
 
     def sampler(
-        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, generator: torch.Generator
+        rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
     ) -> Rollouts:
-        """Sample responses to ``queries``, token ids. All randomness is from ``generator`` or a row's ``seed``."""
-        if settings.top_p == 1:
+        """Sample a response to each of ``queries``, token ids; the randomness of each follows from its seed."""
+        if purpose == "train" and settings.top_p == 1:
             settings = settings.model_copy(update={"top_p": top_p(trainer.progress.step)})
-        return core(rows, queries, settings, generator)
+        return core(rows, queries, settings, seeds, purpose)
 
     return sampler
 
