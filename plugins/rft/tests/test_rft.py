@@ -61,7 +61,7 @@ def rows(*found: tuple[list[int], list[int], float]) -> RFTRows:
 
 def visited(trainer: Any) -> RFTRows:
     """Another visit to the prompt [1], without anything new."""
-    return RFTRows(Sequences.from_lists([[1]], [[]]), torch.zeros(1))
+    return RFTRows(Sequences.from_lists([[1]], [[]]), torch.zeros(1), torch.zeros(1, dtype=torch.long))
 
 
 def test_thresholds_rise_to_the_last_percentile_with_every_visit_and_then_begin_anew(tmp_path: Path) -> None:
