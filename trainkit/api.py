@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from trainkit.data import Prompts
-    from trainkit.rollouts import MetricFn, RewardFn
+    from trainkit.rollouts import EnvironmentMaker, MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.loop import AcceleratedLoop
 
@@ -41,13 +41,16 @@ def train(
     eval_samples: Iterable[Any] | None = None,
     formatting_func: Callable[[Any], Any] | None = None,
     allow_drift: bool = False,
+    environment: EnvironmentMaker | None = None,
 ) -> AccelerateRLTrainer[Any]:
-    """Train a model, online with a reward function or offline on samples, and return the trainer.
+    """Train a model, online with a reward function or an environment, or offline on samples, and return the trainer.
 
     The data arguments decide the kind of training. The algorithm in parentheses is used unless ``method`` or
     ``config`` names another:
 
     * ``reward_fn`` with ``prompts``: online reinforcement learning (``ppo``).
+    * ``environment``, with or without ``prompts`` and ``reward_fn``: the same, in episodes of several turns.
+    * ``prompts`` alone: algorithms that need no reward, such as distillation; name the ``method``.
     * ``samples`` with ``rewards``, or labelled true or false: offline reinforcement learning (``ilql``).
     * ``samples`` that are pairs of ``chosen`` and ``rejected``: preference optimisation (``dpo``).
     * other ``samples``: supervised fine-tuning (``sft``).
@@ -83,6 +86,9 @@ def train(
         eval_samples: held-out samples of the same form as ``samples``, on which evaluations measure the loss;
             ``(samples, rewards)`` if the method needs rewards.
         formatting_func: converts each row of ``samples`` and ``eval_samples`` into a sample.
+        environment: called with a row of ``prompts``, makes the environment of an episode
+            (`trainkit.rollouts.Environment`), which answers the model's outputs and pays rewards; those of
+            ``reward_fn`` are added. Without ``prompts`` the environment gives the prompts too.
         allow_drift: with ``train.resume``, resume even if settings have changed that affect the course of training.
             The new settings apply from then on, and the changes are logged.
 
@@ -102,21 +108,29 @@ def train(
         from trainkit.data import formatted
 
         samples = formatted(samples, formatting_func)
-    given = {"reward_fn": reward_fn, "prompts": prompts, "samples": samples, "rewards": rewards}
+    given = {
+        "reward_fn": reward_fn,
+        "environment": environment,
+        "prompts": prompts,
+        "samples": samples,
+        "rewards": rewards,
+    }
     present = [name for name, value in given.items() if value is not None]
     _check_combination(present)
     if metric_fn is not None and samples is not None and eval_prompts is None:
         raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
-    settled = _settle_config(config, method, model_path, _usual_method(present, samples))
+    settled = _settle_config(config, method, model_path, lambda: _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
-    present += _labels(samples, trainer_class.inputs, present)
-    _check_inputs(settled.method.name, trainer_class.inputs, present)
+    _check_inputs(settled.method.name, trainer_class.inputs, present, samples)
+    # trainers of other models than language models take neither
+    extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
+    extra = {name: value for name, value in extra.items() if value is not None}
     trainer = trainer_class(
         settled,
         model=model_path if _is_model(model_path) else None,
-        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+        **extra,
         reward_fn=reward_fn,
         metric_fn=metric_fn,
         logit_mask=logit_mask,
@@ -129,7 +143,7 @@ def train(
     else:
         from trainkit.data import prompt_rows
 
-        rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts)
+        rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts, needed=environment is None)
         trainer.add_prompt_pipeline(rows)
         eval_prompts = rows[: _prompts_of_a_step(trainer)] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
@@ -146,24 +160,16 @@ def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
     return max(config.train.batch_size * config.rollout.num_rollouts // trainer.experience_rows, 1)
 
 
-def _labels(samples: Any, inputs: tuple[str, ...], present: list[str]) -> list[str]:
-    """Return ``["rewards"]`` if the samples' labels are the rewards that the method needs, else an empty list."""
-    from trainkit.data import first_format
-
-    if "rewards" not in inputs or "rewards" in present or first_format(samples) != "unpaired preference":
-        return []
-    return ["rewards"]
-
-
 def _eval_samples(
     eval_samples: Any, inputs: tuple[str, ...], formatting_func: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
     from trainkit.data import first_format, formatted
 
-    if "rewards" in inputs and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
+    rated = bool({"rewards", "labels"} & {*inputs})
+    if rated and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
         return formatted(eval_samples[0], formatting_func), eval_samples[1]
     made = formatted(eval_samples, formatting_func)
-    if "rewards" in inputs and first_format(made) != "unpaired preference":
+    if rated and first_format(made) != "unpaired preference":
         raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
     return made, None
 
@@ -183,17 +189,17 @@ def _check_combination(present: list[str]) -> None:
     for one, other, why in (
         ("reward_fn", "samples", "reward_fn scores responses that are sampled, samples are trained on directly"),
         ("reward_fn", "rewards", "reward_fn scores responses that are sampled, rewards belong to samples"),
+        ("environment", "samples", "an environment answers what is sampled, samples are trained on directly"),
         ("prompts", "samples", "prompts are for reward_fn; to evaluate while training on samples give eval_prompts"),
     ):
         if one in present and other in present:
             raise ConfigError(f"{one} and {other} are both given, and one would be ignored: {why}. Give one of the two")
     if "rewards" in present and "samples" not in present:
         raise ConfigError("rewards are given without samples; give the samples they belong to")
-    if "prompts" in present and "reward_fn" not in present:
-        raise ConfigError("prompts are given without reward_fn; give a reward_fn, or samples to learn from")
     if not present:
         raise ConfigError(
-            "there is nothing to learn from; give reward_fn with prompts, samples with rewards, or samples"
+            "there is nothing to learn from; give reward_fn with prompts, an environment, samples with rewards, or "
+            "samples"
         )
 
 
@@ -201,9 +207,9 @@ def _settle_config(
     config: TRLConfig[Any] | Mapping[str, Any] | str | Path | None,
     method: str | None,
     model_path: Any,
-    usual: str,
+    usual: Callable[[], str],
 ) -> TRLConfig[Any]:
-    """Return the configuration with the method and model that the arguments name; the default method is ``usual``."""
+    """Return the configuration with the method and model that the arguments name; ``usual()`` is the default method."""
     fields = _config_sections(config)
     section = fields.get("method")
     named = section if isinstance(section, str) else _as_dict(section).get("name")
@@ -212,7 +218,7 @@ def _settle_config(
             raise ConfigError(f"method should be a string; given {describe(given)}")
     if method and named and method.lower() != named.lower():
         raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
-    name = method or named or usual
+    name = method or named or usual()
     get_trainer(name)  # raises at once if the algorithm is not installed
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
     model = _as_dict(fields.get("model"))
@@ -228,8 +234,15 @@ def _settle_config(
 
 def _usual_method(present: list[str], samples: Any) -> str:
     """Return the algorithm that is used for the given data if none is named."""
-    if "reward_fn" in present or "rewards" in present:
-        return "ppo" if "reward_fn" in present else "ilql"
+    if {"reward_fn", "environment"} & {*present}:
+        return "ppo"
+    if "prompts" in present:
+        raise ConfigError(
+            "prompts are given without reward_fn; give a reward_fn or an environment, samples to learn from, or a "
+            "method that learns from prompts alone"
+        )
+    if "rewards" in present:
+        return "ilql"
     from trainkit.data import first_format
 
     form = first_format(samples)
@@ -277,9 +290,19 @@ def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
     return hasattr(value, "config") and (hasattr(value, "parameters") or hasattr(value, "components"))
 
 
-def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str]) -> None:
-    missing = [i for i in inputs if i not in present and i != "prompts"]
-    unused = [p for p in present if p not in inputs]
+def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str], samples: Any) -> None:
+    """Raise a `ConfigError` unless the data are those that the method learns from."""
+    from trainkit.data import first_format
+
+    rated = {"rewards", "labels"} & {*inputs}
+    met = {"prompts", "pairs", *present}  # prompts have a default; read_samples checks that samples are pairs
+    met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
+    if rated and ("rewards" in present or first_format(samples) == "unpaired preference"):
+        met |= rated
+    known = {*inputs, *(("reward_fn", "environment") if {"reward_fn", "environment"} & {*inputs} else ())}
+    known |= {"rewards"} if rated else set()
+    missing = [i for i in inputs if i not in met]
+    unused = [p for p in present if p not in known]
     if missing or unused:
         raise ConfigError(
             f"method {name!r} learns from {' and '.join(inputs)}; given {' and '.join(present)}. "

@@ -117,6 +117,9 @@ def train(
     samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
     eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts for evaluations.")] = None,
     reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
+    environment: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The environment: a class or function of a row.")
+    ] = None,
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Resume even if settings that affect training have changed.")
     ] = False,
@@ -148,6 +151,8 @@ def train(
         arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
         if reward_fn is not None:
             arguments["reward_fn"] = load_function(reward_fn)
+        if environment is not None:
+            arguments["environment"] = load_function(environment)
         if allow_drift:
             arguments["allow_drift"] = True
         run(config=settled, **arguments)

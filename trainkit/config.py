@@ -188,6 +188,14 @@ class RolloutConfig(SamplingConfig):
     """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
     skip_special_tokens: bool = True
     """Remove special tokens from the text that is passed to reward and metric functions."""
+    max_refills: int = Field(10, ge=0)
+    """With an algorithm that chooses what it trains on (`keep`): how often further prompts are sampled to fill a
+    collection. If it is not full then, training goes on with what was kept."""
+    max_turns: int = Field(8, ge=1)
+    """With an environment: outputs per episode; one that has not ended by then is truncated."""
+    max_episode_tokens: int | None = Field(None, ge=2)
+    """With an environment: maximum length of an episode in tokens, prompt, outputs and observations together; longer
+    ones are truncated. None: the model's context, or `train.seq_length`."""
     eval_kwargs: Plain = {}
     """Sampling settings that differ in evaluation, the algorithm's own included. One of them may be a list: an
     evaluation is run for each of its values, e.g. `{temperature: [0, 1]}`."""
@@ -216,6 +224,25 @@ def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
 
 def _swept(settings: Plain) -> list[str]:
     return [name for name, value in settings.items() if isinstance(value, list) and name != "stop_sequences"]
+
+
+class EnvironmentConfig(Section):
+    """How the methods of environments are called; only with an environment."""
+
+    workers: int = Field(8, ge=1)
+    """Episodes whose environments run at the same time, per process."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds that one call of an environment may take."""
+    on_error: Literal["raise", "fail_episode"] = "raise"
+    """What to do if `step` raises, takes too long or returns something invalid: end the run, or end the episode."""
+    fail_reward: float = Field(0.0, allow_inf_nan=False)
+    """Reward of the turn in which an episode failed, with `on_error: fail_episode`."""
+
+    @model_validator(mode="after")
+    def _fail_reward_has_an_effect(self) -> Self:
+        if self.on_error == "raise" and self.fail_reward:
+            raise ValueError("fail_reward has an effect only if on_error is 'fail_episode'; set on_error, or remove it")
+        return self
 
 
 class TrainConfig(Section):
@@ -295,6 +322,8 @@ class TRLConfig(BaseModel, Generic[M]):
     """The learning-rate schedule."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling and the collection of experience."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """The calls of environments."""
     train: TrainConfig = TrainConfig()
     """The training loop."""
     plugins: list[str] = []

@@ -31,6 +31,10 @@ class RewardError(TrainkitError, ValueError):
     """A reward or metric function that raised an exception, or returned an invalid value."""
 
 
+class EpisodeError(TrainkitError, RuntimeError):
+    """An environment that raised an exception, took too long, or returned an invalid prompt or turn."""
+
+
 class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or gradient that is NaN or infinite; the weights were not updated."""
 

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens (prompt then response, padded on the right). Masks are 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -345,31 +346,65 @@ class Rollouts:
     rows: list[Row]
     """The row each response belongs to, with its prompt under ``"prompt"`` and any further columns."""
     sequences: Sequences
-    """Prompt and response ids [B, T]."""
+    """Prompt and response ids [B, T]. Tokens of an environment stand between response tokens, and are not in the
+    response mask."""
     logprobs: Tensor | None
     """Log-probabilities [B, T] with which the response tokens were sampled (at the sampling temperature), else 0.
     None if unknown."""
     terminated: Tensor
-    """bool [B]: the response ended by EOS or a stop string, not by the length limit."""
+    """bool [B]: the response ended by EOS or a stop string, or the episode by its environment; not by a limit."""
     prompts: list[str]
     """Prompt text."""
     outputs: list[str]
-    """Response text, truncated before the stop string that ended it."""
+    """Response text, truncated before the stop string that ended it; of an episode, its outputs and observations."""
     entropy: Tensor | None = None
     """Entropy [B, T] of the distribution each response token was chosen from (at the sampling temperature, under the
     logit mask, before it was restricted), else 0. None if unknown."""
     hidden: Tensor | None = None
     """The last hidden state [B, T, D] in which each response token was chosen, else 0: the input of a value head. None
     unless requested from the sampler."""
+    rewards: Tensor | None = None
+    """An environment's rewards [B, T], each at the last token of the output that it rewards, else 0. None without an
+    environment."""
+    turns: list[list[dict[str, Any]]] | None = None
+    """For every episode its turns, each a dict with ``output``, ``observation`` and ``reward``. None without an
+    environment."""
+    failed: Tensor | None = None
+    """bool [B]: the environment failed, and the episode ended with that turn. None without an environment."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rollouts with their tensors on ``device``."""
-        names = ("sequences", "terminated", "logprobs", "entropy", "hidden")
+        names = ("sequences", "terminated", "logprobs", "entropy", "hidden", "rewards", "failed")
         known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: value.to(device) for name, value in known.items()})
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Return the rollouts at the indices ``rows``; widths stay as they are."""
+        index = torch.tensor(list(rows), dtype=torch.long)
+
+        def chosen(value: Any) -> Any:
+            if isinstance(value, Batch):
+                return value.take(index)
+            return value[index.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows]
+
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: chosen(value) for name, value in every.items() if value is not None})
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate rollouts; tensors are padded on the right to the widest. A field that one lacks is None."""
+
+        def joined(values: list[Any]) -> Any:
+            if any(value is None for value in values):
+                return None
+            if isinstance(values[0], Batch):
+                return type(values[0]).cat(values)
+            return _cat_padded(values) if isinstance(values[0], Tensor) else [row for value in values for row in value]
+
+        return cls(**{field.name: joined([getattr(part, field.name) for part in parts]) for field in fields(cls)})
 
     @property
     def samples(self) -> list[str]:
@@ -394,10 +429,11 @@ class Rollouts:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments of reward and metric functions besides the columns; copies that the functions may change."""
-        return {"samples": self.samples, "prompts": list(self.prompts), "outputs": list(self.outputs)}
+        text = {"samples": self.samples, "prompts": list(self.prompts), "outputs": list(self.outputs)}
+        return text if self.turns is None else {**text, "turns": copy.deepcopy(self.turns)}
 
 
-GIVEN = ("samples", "prompts", "outputs", "tokenizer")
+GIVEN = ("samples", "prompts", "outputs", "tokenizer", "turns", "episode_seed")
 """The arguments of reward and metric functions besides the columns; columns must have other names."""
 
 

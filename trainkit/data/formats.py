@@ -86,10 +86,11 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
-def prompt_rows(prompts: Prompts) -> list[Row]:
+def prompt_rows(prompts: Prompts, *, needed: bool = True) -> list[Row]:
     """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
 
-    A prompt is text or a conversation, or a dict with one of them under ``prompt``.
+    A prompt is text or a conversation, or a dict with one of them under ``prompt``. Unless prompts are ``needed``, a
+    dict may lack it: an environment gives the prompt.
 
     Raises:
         DataError: there are no prompts, or one is not text, is empty or cannot be encoded; names its index.
@@ -104,9 +105,9 @@ def prompt_rows(prompts: Prompts) -> list[Row]:
     rows = []
     for index, prompt in enumerate(prompts):
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-        if "prompt" not in row:
+        if row.get("prompt") is None and needed:
             raise _wrong(row, "prompt", f"prompt {index}")
-        if not is_conversation(row["prompt"]):
+        if row.get("prompt") is not None and not is_conversation(row["prompt"]):
             check_text(row["prompt"], f"prompt {index}")
         if taken := [name for name in row if name in GIVEN]:
             raise DataError(
@@ -167,6 +168,18 @@ def sample_rows(
     if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
         raise DataError(f"sample {first + missing[0]} has no reward; give rewards, one per sample, or a column 'label'")
     return rows
+
+
+def labelled(rows: list[Row], *, first: int = 0) -> list[Row]:
+    """Return rated samples with a ``label``, a bool, in the place of their reward.
+
+    Raises:
+        DataError: a reward is neither 1 nor 0; names its index.
+    """
+    for index, row in enumerate(rows, first):
+        if not _is_label(row["reward"]):
+            raise DataError(f"sample {index} has the label {row['reward']:g}; labels are true or false, or 1 and 0")
+    return [{**{k: v for k, v in row.items() if k != "reward"}, "label": bool(row["reward"])} for row in rows]
 
 
 def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:

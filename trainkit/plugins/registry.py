@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import pluggy
 
-from trainkit.errors import PluginError, RegistryError
+from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.discovery import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
 
 if TYPE_CHECKING:
@@ -25,6 +25,23 @@ ARROWS = {
     "loss": "experience → loss and metrics",
 }
 """The methods that an algorithm implements, and the input and output of each."""
+
+
+INPUTS = tuple(
+    map(
+        frozenset,
+        (
+            {"prompts"},
+            {"prompts", "reward_fn"},
+            {"prompts", "environment"},
+            {"samples"},
+            {"samples", "rewards"},
+            {"samples", "labels"},
+            {"samples", "pairs"},
+        ),
+    )
+)
+"""What an algorithm may declare as its `inputs`. An environment may take the place of a ``reward_fn``."""
 
 
 @overload
@@ -67,6 +84,8 @@ def _register(cls: C, name: str) -> C:
             f"{cls.__qualname__} cannot be registered as {name!r}: it does not define "
             f"{' and '.join(f'{m} ({ARROWS[m]})' if m in ARROWS else m for m in missing)}; write it in the class"
         )
+    if fault := _wrong_inputs(getattr(cls, "inputs", ())):
+        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
     if owner := owner_of(name, cls.__module__):
         raise RegistryError(
             f"the trainer name {name!r} belongs to {owner}, whose module alone may register it; "
@@ -80,6 +99,18 @@ def _register(cls: C, name: str) -> C:
         )
     _TRAINERS[name] = cls
     return cls
+
+
+def _wrong_inputs(inputs: tuple[str, ...]) -> str:
+    """Return what is wrong with the declaration `inputs` of a trainer; empty if nothing is."""
+    known = sorted({name for form in INPUTS for name in form})
+    for name in inputs:
+        if name not in known:
+            return f"its inputs name {name!r}{suggest(str(name), known)}; known: {', '.join(known)}"
+    if frozenset(inputs) not in INPUTS:
+        forms = ", ".join(" + ".join(sorted(form)) for form in INPUTS)
+        return f"its inputs are {tuple(inputs)!r}, which is no combination that can be trained on; give one of: {forms}"
+    return ""
 
 
 def _missing(cls: type) -> list[str]:

@@ -1,5 +1,7 @@
 """From prompts to scored responses: the sampler, the decoders that run the model, and calls of reward functions."""
 
+from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
+from trainkit.rollouts.episodes import Player, check_template
 from trainkit.rollouts.rewards import (
     MetricFn,
     Record,
@@ -28,17 +30,23 @@ from trainkit.rollouts.sampler import (
 
 __all__ = [
     "CausalSampler",
+    "Environment",
+    "EnvironmentMaker",
     "MetricFn",
+    "Player",
     "Purpose",
     "Record",
     "RewardFn",
     "Sampler",
     "Scored",
     "Seq2SeqSampler",
+    "Turn",
     "assemble",
     "call",
+    "check_maker",
     "check_numbers",
     "check_scores",
+    "check_template",
     "cut_at_stop",
     "decode",
     "explained",

@@ -136,7 +136,7 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
     return checked
 
 
-RESERVED = ("prompt", "output", "image", "reward", "length", "time")
+RESERVED = ("prompt", "output", "image", "reward", "length", "time", "turns", "failed", "episode")
 """Names that evaluations use in records and metrics themselves."""
 
 Record = dict[str, Any]

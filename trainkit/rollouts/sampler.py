@@ -419,6 +419,10 @@ def assemble(
     logprobs: Tensor | None,
     entropy: Tensor | None = None,
     hidden: Tensor | None = None,
+    sampled: Sequence[Sequence[bool]] | None = None,
+    rewards: Tensor | None = None,
+    turns: list[list[dict[str, Any]]] | None = None,
+    failed: Tensor | None = None,
     stops: list[str],
     skip_special_tokens: bool,
 ) -> Rollouts:
@@ -428,15 +432,26 @@ def assemble(
         tokenizer: decodes the ids.
         rows: one per response, with the prompt's text if it has one.
         queries: prompt ids.
-        responses: response ids, the terminating token included.
+        responses: the ids after the prompt, the terminating token included.
         terminated: bool [B].
         logprobs: sampling log-probabilities of all response tokens, row after row [N]; None if unknown.
         entropy: entropies [N] of the distributions that they were sampled from; None if unknown.
         hidden: hidden states [N, D] from which they were chosen; None if unknown.
+        sampled: which ids of ``responses`` the policy has sampled; the others, e.g. an environment's, are attended to
+            and not trained on. None: all of them.
+        rewards: a reward for every id of ``responses``, row after row [M]; None if there are none.
+        turns: the turns of each episode, as `Rollouts.turns`.
+        failed: bool [B], whether the environment failed.
         stops: strings at which text is truncated.
         skip_special_tokens: omit special tokens from the text.
     """
-    sequences = Sequences.from_lists(queries, responses, pad_id(tokenizer)).to(terminated.device)
+    if sampled is None:
+        sampled = [[True] * len(response) for response in responses]
+    sequences = Sequences.from_rows(
+        [[*query, *response] for query, response in zip(queries, responses, strict=True)],
+        [[False] * len(query) + [*chosen] for query, chosen in zip(queries, sampled, strict=True)],
+        pad_id(tokenizer),
+    ).to(terminated.device)
     texts = [row["prompt"] if isinstance(row.get("prompt"), str) else None for row in rows]
     decoded = decode(
         tokenizer, [q for q, text in zip(queries, texts, strict=True) if text is None], skip_special_tokens
@@ -445,22 +460,32 @@ def assemble(
     return Rollouts(
         rows=rows,
         sequences=sequences,
-        logprobs=_at(sequences, logprobs),
-        entropy=_at(sequences, entropy),
-        hidden=_at(sequences, hidden),
+        logprobs=_at(sequences.response_mask, logprobs),
+        entropy=_at(sequences.response_mask, entropy),
+        hidden=_at(sequences.response_mask, hidden),
+        rewards=_at(_after(sequences.attention_mask, queries), rewards),
+        turns=turns,
+        failed=failed,
         terminated=terminated,
         prompts=[next(unknown) if text is None else text for text in texts],
         outputs=[cut_at_stop(text, stops) for text in decode(tokenizer, responses, skip_special_tokens)],
     )
 
 
-def _at(sequences: Sequences, values: Tensor | None) -> Tensor | None:
-    """Place values [N, *] of the response tokens at their positions; 0 elsewhere. -> [B, T, *]."""
+def _at(mask: Tensor, values: Tensor | None) -> Tensor | None:
+    """Place values [N, *] at the N selected positions of ``mask`` [B, T]; 0 elsewhere. -> [B, T, *]."""
     if values is None:
         return None
-    placed = values.new_zeros((*sequences.response_mask.shape, *values.shape[1:]))
-    placed[sequences.response_mask] = values
+    values = values.to(mask.device)
+    placed = values.new_zeros((*mask.shape, *values.shape[1:]))
+    placed[mask] = values
     return placed
+
+
+def _after(real: Tensor, queries: list[list[int]]) -> Tensor:
+    """Return bool [B, T], the real tokens after the prompts."""
+    starts = torch.tensor([len(query) for query in queries], device=real.device)
+    return real & (torch.arange(real.size(1), device=real.device) >= starts.unsqueeze(1))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Any, skip_special_tokens: bool) -> list[str]:

@@ -98,6 +98,9 @@ class JsonLines:
             {"step": step, "kind": "rollout", "prompt": prompt, "output": output}
             for prompt, output in islice(_texts(rollouts), FEW)
         ]
+        episodes = chain.from_iterable(getattr(part, "turns", None) or [] for part in rollouts)
+        for record, turns in zip(records, episodes, strict=False):
+            record["episode"] = turns
         _append(trainer.run_dir, "samples.jsonl", records)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Any
 
 from trainkit.config import TRLConfig
 from trainkit.plugins import available_trainers, get_trainer
+from trainkit.rollouts import Turn
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
@@ -27,6 +29,20 @@ SHORT: dict[str, Any] = {"total_steps": 6, "epochs": None, "eval_interval": 0, "
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:
     """Reward each response by the number of its letters from the first half of the alphabet."""
     return [float(sum(letter in LETTERS[:4] for letter in output)) for output in outputs]
+
+
+class Letters:
+    """A game of two turns: the model is told a letter twice, and paid for letters of the first half of the alphabet."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.draws = random.Random(row["episode_seed"])
+        self.turn = 0
+
+    def step(self, output: str) -> Turn:
+        """Return the next letter; the episode ends with the second output."""
+        self.turn += 1
+        paid = count_first_letters([output])[0]
+        return Turn(self.draws.choice(LETTERS), paid + self.turn / 4, done=self.turn == 2)
 
 
 def language_trainers() -> list[str]:
@@ -85,6 +101,12 @@ def tiny_trainer(
     return trainer
 
 
+def _rewards(inputs: tuple[str, ...]) -> list[Any] | None:
+    if "rewards" in inputs:
+        return [float(i % 3) for i in range(len(SAMPLES))]
+    return [i % 2 == 0 for i in range(len(SAMPLES))] if "labels" in inputs else None
+
+
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
     """Return the arguments of `trainkit.train` for a language model."""
     tokenizer = character_tokenizer(LETTERS)
@@ -92,7 +114,8 @@ def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
         "model_path": tiny_gpt2(len(tokenizer)),
         "tokenizer": tokenizer,
         "prompts": list(PROMPTS),
-        "samples": PAIRS if cls.sample_format == "preference" else SAMPLES,
-        "rewards": [float(i % 3) for i in range(len(SAMPLES))] if "rewards" in cls.inputs else None,
-        "reward_fn": count_first_letters if "prompts" in cls.inputs else None,
+        "samples": PAIRS if "pairs" in cls.inputs else SAMPLES,
+        "rewards": _rewards(cls.inputs),
+        "reward_fn": count_first_letters if "reward_fn" in cls.inputs else None,
+        "environment": Letters if "environment" in cls.inputs else None,
     }

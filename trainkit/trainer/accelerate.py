@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
-from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, sweep
+from trainkit.config import EnvironmentConfig, MethodConfig, SamplingConfig, TRLConfig, sweep
 from trainkit.data import (
     Batch,
     Preferences,
@@ -24,20 +24,33 @@ from trainkit.data import (
     Rollouts,
     Row,
     Sequences,
+    is_conversation,
+    labelled,
     preference_rows,
+    prompt_rows,
     sample_rows,
     written_prompts,
 )
 from trainkit.data.pipeline import EncodedSide, encode_apart, encode_pair, encode_pair_apart, encode_sample, one_output
-from trainkit.errors import ConfigError, DataError, PluginError
-from trainkit.functional import per_response
+from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
+from trainkit.functional import per_response, place_scores
 from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
-from trainkit.models.loading import check_trainable, load_model_config, name_eos, pad_id
-from trainkit.rollouts import Purpose, Sampler, check_scores, make_sampler, score
+from trainkit.models.loading import check_trainable, eos_ids, load_model_config, name_eos, pad_id
+from trainkit.rollouts import (
+    EnvironmentMaker,
+    Player,
+    Purpose,
+    Sampler,
+    check_maker,
+    check_scores,
+    check_template,
+    make_sampler,
+    score,
+)
 from trainkit.runs import run
 from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
-from trainkit.trainer import generation
+from trainkit.trainer import dynamic, generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 
@@ -58,6 +71,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         tokenizer: a live tokenizer, instead of the one that the config names.
         **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
             reward_fn: scores samples; see `trainkit.rollouts.rewards.score`.
+            environment: makes the environment of an episode from a row; see `trainkit.rollouts.Environment`.
             metric_fn: measures samples at evaluation; see `trainkit.rollouts.rewards.metrics`.
             logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; applied when sampling, and when
                 training if the algorithm learns from what it sampled.
@@ -69,8 +83,6 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         ConfigError, DataError, PluginError: raised at construction, before a model is loaded.
     """
 
-    sample_format: ClassVar[Literal["completion", "preference"]] = "completion"
-    """Format of offline samples: prompts with outputs, or pairs ``{"prompt", "chosen", "rejected"}``."""
     generates: ClassVar[bool] = True
     """Whether the trained model generates text. If it scores text instead, evaluations have no prompts."""
     encoder_decoders: ClassVar[bool] = True
@@ -84,6 +96,11 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """
         left = super()._unwritten()
         if cls.make_experience is not AccelerateRLTrainer.make_experience:
+            if cls.keep is not AccelerateRLTrainer.keep:
+                raise RegistryError(
+                    f"{cls.__qualname__} overrides keep and make_experience, and keep is not called by its own "
+                    "make_experience; override experience instead, which gets what was kept"
+                )
             return left
         if "prompts" not in cls.inputs:
             return sorted([*left, "make_experience"])
@@ -95,10 +112,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         *,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        environment: EnvironmentMaker | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, model=model, **kwargs)
         config = self.config
+        self.environment = None if environment is None else check_maker(environment)
+        self._check_environment()
         if self.online and config.rollout.temperature == 0:
             raise ConfigError(
                 "rollout.temperature is 0: greedy responses have no distribution to learn on. Give a temperature > 0; "
@@ -119,11 +139,47 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 f"a model of type {self.model_config.model_type!r} is an encoder-decoder, and {config.method.name!r} "
                 "trains none; give a model that reads prompt and response as one text"
             )
+        refills = type(config.rollout).model_fields["max_refills"].default
+        if config.rollout.max_refills != refills and not self._keeps:
+            raise ConfigError(
+                f"rollout.max_refills is {config.rollout.max_refills}, and {config.method.name!r} trains on everything "
+                "that it samples; remove it"
+            )
         self.limit = self._length_limit()
         budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
         self.encode = PromptEncoder(self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.apart)
+        if self.environment is not None and self.apart:
+            raise ConfigError(
+                f"a model of type {self.model_config.model_type!r} is an encoder-decoder, which reads one prompt and "
+                "writes one output; environments of several turns need a model that reads all of it as one text"
+            )
 
     # ------------------------------------------------------------------------------------------------ construction
+
+    @property
+    def missing_rewards(self) -> list[str]:
+        """What is missing for rewards, among reward_fn and environment."""
+        if "environment" in self.inputs:
+            return ["environment"] if self.environment is None else []
+        return [] if self.environment is not None else super().missing_rewards
+
+    def _check_environment(self) -> None:
+        """Raise a `ConfigError` if settings of environments have no effect, or the algorithm uses no environment."""
+        name, config = self.config.method.name, self.config
+        if self.environment is not None and not self.rewarded:
+            raise ConfigError(
+                f"{name!r} learns from {' and '.join(self.inputs)}, not from the rewards of an environment"
+            )
+        if self.environment is not None:
+            return
+        given = [
+            f"environment.{key}" for key, value in config.environment if value != getattr(EnvironmentConfig(), key)
+        ]
+        for key in ("max_turns", "max_episode_tokens"):
+            if getattr(config.rollout, key) != type(config.rollout).model_fields[key].default:
+                given.append(f"rollout.{key}")
+        if given:
+            raise ConfigError(f"{', '.join(given)} is set, and there is no environment; give one, or remove it")
 
     def _length_limit(self) -> int | None:
         """Return the largest number of tokens of prompt and response together, or of each if they are read separately.
@@ -222,12 +278,43 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     # -------------------------------------------------------------------------------------------------------- data
 
+    def read_prompts(self, prompts: Prompts) -> list[Row]:
+        """Return checked rows of ``prompts``; with an environment, they need not have prompts."""
+        return self.fit_prompts(prompt_rows(prompts, needed=self.environment is None))
+
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
-        """Return the prompts, as text, that leave room for a response."""
-        return self.encode.fit(written_prompts(rows, self.tokenizer))
+        """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
+        if self.environment is None:
+            return self.encode.fit(written_prompts(rows, self.tokenizer))
+        self._check_templates(rows)
+        known = [index for index, row in enumerate(rows) if row.get("prompt") is not None]
+        texts = written_prompts([rows[index] for index in known], self.tokenizer)
+        kept = (
+            self.encode.fit([{**row, "index": index} for row, index in zip(texts, known, strict=True)]) if known else []
+        )
+        fitting = {row["index"] for row in kept} | {*range(len(rows))} - {*known}
+        return [row for index, row in enumerate(rows) if index in fitting]
+
+    def _check_templates(self, rows: list[Row]) -> None:
+        """Check that the chat template keeps earlier messages as they are, for each kind of conversation."""
+        proven = set()
+        for index, row in enumerate(rows):
+            if not is_conversation(prompt := row.get("prompt")):
+                continue
+            kind = repr(
+                ([message.get("role") for message in prompt], row.get("tools"), row.get("chat_template_kwargs"))
+            )
+            if kind not in proven:
+                check_template(self.tokenizer, [dict(message) for message in prompt], row, f"prompt {index}")
+                proven.add(kind)
 
     def default_prompts(self) -> list[Any]:
-        """Return the tokenizer's beginning token for each rollout; every response then starts from it."""
+        """Return the tokenizer's beginning token for each rollout; every response then starts from it.
+
+        With an environment, return empty rows: the environment gives the prompts.
+        """
+        if self.environment is not None:
+            return [{} for _ in range(self.config.rollout.num_rollouts // self.samples_per_prompt)]
         bos = self.tokenizer.bos_token
         if bos is None:
             raise DataError(
@@ -239,11 +326,13 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
         """Return samples as rows; each is encoded once to check that it can be."""
-        if self.sample_format == "preference":
+        if "pairs" in self.inputs:
             rows = preference_rows(samples, self.tokenizer, first=first)
             cut = sum(cut for _, _, cut in self._encode_pairs(rows, first))
         else:
-            rows = sample_rows(samples, rewards, self.tokenizer, rated="rewards" in self.inputs, first=first)
+            rated = bool({"rewards", "labels"} & {*self.inputs})
+            rows = sample_rows(samples, rewards, self.tokenizer, rated=rated, first=first)
+            rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = 0
             for index, row in enumerate(rows, first):
                 cut += self._encode_sample(row, f"sample {index}")[2]
@@ -259,7 +348,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Set the prompts of evaluations, after checking that they leave room for responses."""
         self._check_generates("eval_prompts")
         super().add_eval_pipeline(prompts)
-        longest = max(len(self.encode(row["prompt"])) for row in self.eval_rows)
+        longest = max(len(ids) for ids in self._queries(self.eval_rows))
         for _, overrides in sweep(self.config.rollout.eval_kwargs):
             room = self.settings(**overrides).max_new_tokens
             if not self.fits(longest, room):
@@ -271,7 +360,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     # ----------------------------------------------------------------------------------------- for the algorithm
 
     def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
-        """Sample one response per row for training, at the rollout's settings with ``overrides``.
+        """Sample one response per row for training, at the rollout's settings with ``overrides``; or play an episode.
 
         The random numbers of a response follow from the run's seed, the row's position in the stream of prompts and
         the number of the response among those to this row in the collection (`trainkit.seeding.response_seeds`).
@@ -282,6 +371,16 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """
         rollouts = self._sample(rows, self.settings(**overrides), "train", self._seeds(rows, "train", self._seen))
         self._rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
+        if rollouts.turns is not None and rollouts.failed is not None:
+            turns = torch.tensor([float(len(turns)) for turns in rollouts.turns])
+            seconds = torch.tensor(self.player.seconds, dtype=torch.float64)
+            self.record(
+                {
+                    "environment/turns": m.Mean.of(turns),
+                    "environment/failures": m.Mean.of(rollouts.failed),
+                    "time/environment": m.Mean.of(seconds),
+                }
+            )
         return rollouts
 
     def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
@@ -293,29 +392,70 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """
         return logits
 
+    @property
+    def scores_samples(self) -> bool:
+        """Whether what is sampled can be scored: there is a reward function or an environment."""
+        return self.reward_fn is not None or self.environment is not None
+
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the reward function's scores [B], or [B, T] if it gives rewards per token."""
-        assert self.reward_fn is not None, "train() and learn() ensure that an online trainer has a reward_fn"
-        return score(self.reward_fn, rollouts, self.tokenizer).to(self.accelerator.device)
+        """Return the scores of the reward function [B], or [B, T] if it gives rewards per token.
+
+        With an environment, its rewards [B, T], each at the last token of the output that it rewards, plus the scores.
+        An algorithm that learns from prompts alone gets scores of 0.
+        """
+        device = self.accelerator.device
+        if self.reward_fn is None and rollouts.rewards is not None:
+            return rollouts.rewards.to(device)
+        if self.reward_fn is None:
+            assert not self.rewarded, "train() and learn() ensure that there is a reward_fn or an environment"
+            return torch.zeros(len(rollouts), device=device)
+        scores = score(self.reward_fn, rollouts, self.tokenizer).to(device)
+        if rollouts.rewards is None:
+            return scores
+        return rollouts.rewards.to(device) + place_scores(scores, rollouts.sequences.response_mask)
 
     def make_experience(self, rows: list[Row]) -> Batch:
         """Sample responses, score them and make experience, as online algorithms do. Offline ones override this."""
         rollouts = self.sample(rows)
-        return self._experience(rollouts, self.score(rollouts))
+        scores = self.score(rollouts)
+        self._record_scored(rollouts, scores)
+        return self._experience(rollouts, scores)
+
+    def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
+        """Return which responses to train on, bool [B]; a group is kept whole or not at all.
+
+        If an algorithm overrides it, the loop samples further prompts until the collection is full of responses that
+        are kept, or `rollout.max_refills` is reached. It is called before any experience is made, and runs no model.
+
+        Args:
+            rollouts: responses, those to one prompt adjacent.
+            scores: their scores [B], or [B, T] for rewards per token.
+        """
+        return torch.ones(len(rollouts), dtype=torch.bool, device=self.accelerator.device)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the algorithm chooses what it trains on."""
+        return getattr(self.keep, "__func__", None) is not AccelerateRLTrainer.keep
+
+    def collect_experience(self) -> int:
+        """Push the experience of one collection to the store; return the number of this process's prompts."""
+        return dynamic.collect(self) if self._keeps else super().collect_experience()
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
-        whole = per_response(scores)
-        self.record(
-            {
-                "reward/mean": m.Mean.of(whole),
-                "reward/std": m.Std.of(whole),
-                "rollout/length": m.Mean.of(rollouts.sequences.response_mask.sum(1)),
-                "rollout/terminated": m.Mean.of(rollouts.terminated),
-            }
-        )
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
         return self.experience(rollouts, scores)
+
+    def _record_scored(self, rollouts: Rollouts, scores: Tensor) -> None:
+        found: m.Metrics = {
+            "rollout/length": m.Mean.of(rollouts.sequences.response_mask.sum(1)),
+            "rollout/terminated": m.Mean.of(rollouts.terminated),
+        }
+        if self.rewarded:
+            whole = per_response(scores)
+            found |= {"reward/mean": m.Mean.of(whole), "reward/std": m.Std.of(whole)}
+        self.record(found)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -403,7 +543,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             run.begin(self)  # the random numbers follow from the progress of the resumed run
         rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
         self.progress.generated += len(rows)
-        rollouts = self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
+        seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
+        rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
     def _check_generates(self, given: str) -> None:
@@ -418,13 +559,73 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
         return self.generate(prompts, **{**first, **overrides})
 
+    def play(self, prompts: Any = None, **overrides: Any) -> Rollouts:
+        """Play an episode with the environment for each prompt, and return the episodes; training is not affected.
+
+        Args:
+            prompts: one prompt or several, as for `generate`; rows without a prompt if the environment gives it. None:
+                the evaluation prompts.
+            **overrides: sampling settings over those of ``config.rollout``.
+
+        Raises:
+            ConfigError: there is no environment, or a setting does not exist or its value is not allowed.
+            EpisodeError: the environment failed, or returned something invalid.
+        """
+        if self.environment is None:
+            raise ConfigError("play() needs an environment; give environment= to trainkit.train or to the trainer")
+        given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None)
+        rows, settings = self.read_prompts(given), self.settings(**overrides)
+        if self.config.train.resume:
+            run.begin(self)  # as in `generate`
+        rows = placed(rows, self.progress.generated)
+        self.progress.generated += len(rows)
+        return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
+
+    @cached_property
+    def player(self) -> Player:
+        """What plays episodes with the environment."""
+        assert self.environment is not None, "only with an environment"
+        rollout = self.config.rollout
+        limits = [limit for limit in (self.limit, rollout.max_episode_tokens) if limit is not None]
+        return Player(
+            self.environment,
+            self.tokenizer,
+            self.encode,
+            self.config.environment,
+            max_turns=rollout.max_turns,
+            max_tokens=min(limits, default=None),
+            skip_special_tokens=rollout.skip_special_tokens,
+        )
+
+    def _queries(self, rows: list[Row]) -> list[list[int]]:
+        """Return the prompts' token ids; none for a row whose environment gives the prompt."""
+        known = [row for row in rows if row.get("prompt") is not None]
+        ids = iter([self.encode(row["prompt"]) for row in written_prompts(known, self.tokenizer)])
+        return [[] if row.get("prompt") is None else next(ids) for row in rows]
+
     def _seeds(self, rows: list[Row], purpose: Purpose, seen: Seen | None = None) -> list[int]:
-        queries = [self.encode(row["prompt"]) for row in rows]
-        return response_seeds(self.config.train.seed, purpose, rows, queries, seen)
+        return response_seeds(self.config.train.seed, purpose, rows, self._queries(rows), seen)
 
     def _sample(self, rows: list[Row], settings: SamplingConfig, purpose: Purpose, seeds: Sequence[int]) -> Rollouts:
-        """Sample rollouts for ``purpose``; ``seeds`` are those of the responses."""
-        queries = [self.encode(row["prompt"]) for row in rows]
+        """Sample a response to each row, or play an episode, for ``purpose``; ``seeds`` are those of the responses."""
+        if self.environment is None:
+            return self._respond(rows, self._queries(rows), settings, purpose, [turn_seed(seed, 0) for seed in seeds])
+
+        def sample(rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: list[int]) -> Rollouts:
+            return self._respond(rows, queries, settings, purpose, seeds)
+
+        eos = eos_ids(self.unwrapped.model, self.tokenizer)
+        return self.player(rows, settings, seeds, sample, eos).to(self.accelerator.device)
+
+    def _respond(
+        self,
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        purpose: Purpose,
+        seeds: list[int],
+    ) -> Rollouts:
+        """Sample a response to each of ``queries`` with the run's sampler; ``seeds`` are those of the turn."""
         longest = max(len(query) for query in queries)
         if not self.fits(longest, settings.max_new_tokens):
             raise DataError(
@@ -435,7 +636,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         sampler = self.sampler
         self.unwrapped.eval()
         with self.accelerator.autocast():
-            rollouts = sampler(rows, queries, settings, [turn_seed(seed, 0) for seed in seeds], purpose)
+            rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)
 
     def decode(
@@ -458,22 +659,43 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
 
     # ------------------------------------------------------------------------------------- the loop, by the user
 
-    def step(self, queries: Sequence[Any], responses: Sequence[Any], scores: Any) -> dict[str, float]:
+    @overload
+    def step(self, rollouts: Rollouts, scores: Any, /) -> dict[str, float]: ...
+    @overload
+    def step(
+        self,
+        queries: Sequence[Any],
+        responses: Sequence[Any],
+        scores: Any,
+        /,
+        response_masks: Sequence[Any] | None = None,
+    ) -> dict[str, float]: ...
+    def step(self, *arguments: Any, response_masks: Sequence[Any] | None = None) -> dict[str, float]:
         """Learn from responses that you scored yourself: one collection with all its passes and optimizer steps.
 
+        ``step(rollouts, scores)`` takes what `generate` or `play` returned, with the sampler's log-probabilities.
+        ``step(queries, responses, scores, response_masks=None)`` takes token ids, as TRL's trainer did.
+
         Args:
-            queries: prompts, as text or token ids, one per response.
-            responses: the sampled token ids, 1-D tensors, as `generate` gave them; never text, which need not
-                encode to the ids that were sampled (S-09).
-            scores: a number per response, or a list of numbers per response for rewards per token.
+            *arguments: ``rollouts``: as `generate` returned them.
+
+                ``queries``: prompts, as text or token ids, one per response.
+
+                ``responses``: the token ids after the prompts, 1-D tensors; never text, which need not encode to the
+                ids that were sampled (S-09).
+
+                ``scores``: a number per response, or a list of numbers per response for rewards per token.
+            response_masks: which ids of each response were sampled, 1-D bool tensors; the others, e.g. those of a tool,
+                are attended to and not trained on. None: all of them.
 
         Returns:
             The metrics of this step, averaged over its optimizer steps.
 
         Raises:
             DataError, RewardError: queries, responses and scores do not fit together.
+            TypeError: the number of arguments is that of neither form.
         """
-        rollouts = generation.given_rollouts(self, queries, responses)
+        rollouts, scores = generation.step_arguments(self, arguments, response_masks)
         checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
         run.begin(self)
         self.store.clear()
@@ -482,6 +704,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.progress.prompts = len(rollouts) // self.samples_per_prompt
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
+            self._record_scored(rollouts, checked)
             self.store.push(self._experience(rollouts, checked))
             self.store.experience = self.prepare_experience(self.store.experience)
         self.progress.samples += len(self.store) * self.accelerator.num_processes

@@ -44,8 +44,10 @@ class BaseRLTrainer(ABC, Generic[M]):
     method_class: ClassVar[type[MethodConfig]]
     """The class of the section ``method``, taken from the type argument."""
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    """The arguments of `trainkit.train` that the algorithm learns from: ``("samples",)``, ``("samples", "rewards")``
-    or ``("reward_fn", "prompts")``."""
+    """What the algorithm learns from. Online: ``("reward_fn", "prompts")``, where an environment may take the place of
+    the reward function; ``("environment", "prompts")``; or ``("prompts",)``, without rewards. Offline:
+    ``("samples",)``; ``("samples", "rewards")``, a number per sample; ``("samples", "labels")``, true or false per
+    sample; or ``("samples", "pairs")``, samples that are pairs of ``chosen`` and ``rejected``."""
 
     group: ClassVar[str] = ""
     """Name of the method's setting for the number of responses to each prompt in a collection; empty: one response."""
@@ -107,6 +109,11 @@ class BaseRLTrainer(ABC, Generic[M]):
     def online(self) -> bool:
         """Whether experience comes from sampling the policy."""
         return "prompts" in self.inputs
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether it learns from the rewards of what it samples, by a reward function or an environment."""
+        return bool({"reward_fn", "environment"} & {*self.inputs})
 
     @property
     def passes(self) -> int | None:

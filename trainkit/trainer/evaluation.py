@@ -12,7 +12,7 @@ from trainkit.config import sweep
 from trainkit.data import Batch, RolloutStore
 from trainkit.errors import DataError
 from trainkit.functional import per_response
-from trainkit.rollouts import Record, means, measure, score
+from trainkit.rollouts import Record, means, measure
 from trainkit.runs import run
 from trainkit.seeding import placed
 
@@ -109,6 +109,10 @@ def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], li
     """Return the metrics of the rollouts as a whole, and one record per response."""
     known: dict[str, list[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
     known["length"] = [float(len(response)) for response in rollouts.responses]
-    if trainer.reward_fn is not None:
-        known["reward"] = per_response(score(trainer.reward_fn, rollouts, trainer.tokenizer)).tolist()
+    if trainer.scores_samples:
+        known["reward"] = per_response(trainer.score(rollouts)).tolist()
+    if rollouts.turns is not None and rollouts.failed is not None:
+        known["turns"] = [float(len(turns)) for turns in rollouts.turns]
+        known["failed"] = rollouts.failed.float().tolist()
+        known["episode"] = rollouts.turns
     return measure(trainer.metric_fn, rollouts, known)

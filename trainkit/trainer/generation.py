@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +124,41 @@ def _fault(rollouts: Any, queries: list[list[int]]) -> str:
     return ""
 
 
-def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], responses: Sequence[Any]) -> Rollouts:
-    """Return rollouts of prompts and responses that the user gives.
+STEP_FORMS = "step(rollouts, scores) or step(queries, responses, scores, response_masks=None)"
+
+
+def step_arguments(
+    trainer: AccelerateRLTrainer[Any], arguments: tuple[Any, ...], response_masks: Sequence[Any] | None
+) -> tuple[Rollouts, Any]:
+    """Return the rollouts and scores that were given to ``trainer.step`` in one of its two forms.
+
+    Raises:
+        TypeError: the number of arguments is that of neither form.
+        DataError: what is given cannot be trained on.
+    """
+    given = bool(arguments) and isinstance(arguments[0], Rollouts)
+    masks = [] if response_masks is None else [response_masks]
+    if len(arguments) + len(masks) not in ((2,) if given else (3, 4)) or (given and masks):
+        first = f"of which the first is {describe(arguments[0])}" if arguments else "and needs two at least"
+        raise TypeError(f"step() got {len(arguments) + len(masks)} arguments, {first}; call {STEP_FORMS}")
+    if not given:
+        queries, responses, scores, mask = (*arguments, *masks, None)[:4]
+        return given_rollouts(trainer, queries, responses, mask), scores
+    rollouts, scores = arguments
+    if not len(rollouts):
+        raise DataError("there are no rollouts; give at least one")
+    prompts = [query.tolist() for query in rollouts.queries]
+    _check_groups(trainer, prompts)
+    return rollouts.to(trainer.accelerator.device), scores
+
+
+def given_rollouts(
+    trainer: AccelerateRLTrainer[Any],
+    queries: Sequence[Any],
+    responses: Sequence[Any],
+    masks: Sequence[Any] | None = None,
+) -> Rollouts:
+    """Return rollouts of prompts and responses that the user gives; ``masks`` are those of ``step``.
 
     Raises:
         DataError: there is not one response per query, a group holds responses to different prompts, or a response is
@@ -134,11 +167,6 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
     if len(queries) != len(responses) or not len(queries):
         raise DataError(
             f"step() takes one response per query; given {len(queries)} queries, {len(responses)} responses"
-        )
-    if len(queries) % trainer.samples_per_prompt:
-        raise DataError(
-            f"{type(trainer).__name__} compares {trainer.samples_per_prompt} responses of each prompt, one after the "
-            f"other; given {len(queries)} in all"
         )
     for index, response in enumerate(responses):
         if isinstance(response, str) or not len(response):
@@ -149,6 +177,7 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
     prompts = [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)]
     _check_groups(trainer, prompts)
     check_ids(trainer, prompts, ids)
+    sampled = None if masks is None else [_mask(mask, row, index) for index, (mask, row) in _paired(masks, ids)]
     stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
     eos, texts = eos_ids(trainer.unwrapped.model, trainer.tokenizer), decode(trainer.tokenizer, ids, skip)
     ended = [row[-1] in eos or any(stop in text for stop in stops) for row, text in zip(ids, texts, strict=True)]
@@ -157,6 +186,7 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
         [{"prompt": query} for query in queries],
         prompts,
         ids,
+        sampled=sampled,
         terminated=torch.tensor(ended, device=trainer.accelerator.device),
         logprobs=None,
         stops=stops,
@@ -164,8 +194,32 @@ def given_rollouts(trainer: AccelerateRLTrainer[Any], queries: Sequence[Any], re
     )
 
 
+def _paired(masks: Sequence[Any], ids: list[list[int]]) -> Iterator[tuple[int, tuple[Any, list[int]]]]:
+    if len(masks) != len(ids):
+        raise DataError(
+            f"there are {len(ids)} responses and {len(masks)} response_masks; give a mask for each response"
+        )
+    return enumerate(zip(masks, ids, strict=True))
+
+
+def _mask(mask: Any, ids: list[int], index: int) -> list[bool]:
+    """Return a response mask as a list; at least one token was sampled."""
+    found = mask.tolist() if isinstance(mask, Tensor) else list(mask)
+    if len(found) != len(ids) or not all(value in (0, 1) for value in found) or not any(found):
+        raise DataError(
+            f"response mask {index} is {describe(mask)} for a response of {len(ids)} tokens; give True or False for "
+            "each, True for at least one"
+        )
+    return [bool(value) for value in found]
+
+
 def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -> None:
     k = trainer.samples_per_prompt
+    if len(prompts) % k:
+        raise DataError(
+            f"{type(trainer).__name__} compares {k} responses of each prompt, one after the other; given "
+            f"{len(prompts)} in all"
+        )
     for index, prompt in enumerate(prompts):
         if prompt != prompts[first := index - index % k]:
             raise DataError(

@@ -126,6 +126,13 @@ class TrainerInputs(PreparedTrainer[M]):
         return None if self.epochs is None else math.ceil(self.epochs * len(self.pipeline) / self.collection_rows)
 
     @property
+    def rows_to_use(self) -> int | None:
+        """Rows of the stream that the run's epochs have; None: as many as `total_steps` needs."""
+        if not isinstance(self.pipeline, Pipeline) or (self.epochs is None and not self.collects_once):
+            return None
+        return self.collection_rows if self.collects_once else (self.epochs or 1) * len(self.pipeline)
+
+    @property
     def collection_rows(self) -> int:
         """Rows of the dataset that one collection uses, over all processes."""
         if not self.collects_once:

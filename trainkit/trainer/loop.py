@@ -60,8 +60,8 @@ class AcceleratedLoop(TrainerInputs[M]):
     @property
     def done(self) -> bool:
         """Whether the run's steps are made or its epochs are used up; with early stopping, epochs have fewer steps."""
-        at, collections = self.progress, self.collections
-        used_up = collections is not None and at.collection + self._collection_used >= collections
+        at, rows = self.progress, self.rows_to_use
+        used_up = rows is not None and at.cursor + (at.taken if self._collection_used else 0) >= rows
         return used_up or at.step >= self.total_steps
 
     @property
@@ -79,7 +79,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             SystemExit: 143, after SIGTERM and a checkpoint.
         """
         missing = [] if self.pipeline is not None else [self.inputs[-1]]
-        missing += ["reward_fn"] if self.online and self.reward_fn is None else []
+        missing += self.missing_rewards
         if missing:
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
@@ -99,6 +99,11 @@ class AcceleratedLoop(TrainerInputs[M]):
                     run.stop(self)
             run.export(self)
 
+    @property
+    def missing_rewards(self) -> list[str]:
+        """What is missing for rewards, among reward_fn and environment."""
+        return ["reward_fn"] if self.rewarded and self.reward_fn is None else []
+
     def begin(self) -> None:
         """Make the run directory or resume from a checkpoint, as `learn` does first; later calls have no effect."""
         run.begin(self)
@@ -111,7 +116,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 self.collect()
             while not self._collection_used:
                 yield from self._one_pass()
-            at.cursor += self.collection_rows
+            at.cursor += at.taken
             self._next_collection()
 
     def _next_collection(self) -> None:
@@ -161,22 +166,27 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
-        assert self.pipeline is not None
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
-        rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self._rollouts, self._seen = [], Counter()
-        size = self.config.rollout.batch_size
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
-            for start in range(0, len(rows), size):
-                if run.asked_to_stop(self):  # the collection is made again when the run is resumed
-                    self.store.clear()
-                    run.stop(self)
-                self.store.push(self.make_experience(rows[start : start + size]))
+            self.progress.prompts = self.collect_experience()
             self.store.experience = self.prepare_experience(self.store.experience)
-        self.progress.prompts = len(taken)
-        self.progress.samples += len(self.store) * world
+        self.progress.samples += len(self.store) * self.accelerator.num_processes
+
+    def collect_experience(self) -> int:
+        """Push the experience of one collection to the store; return the number of this process's prompts."""
+        assert self.pipeline is not None
+        at, rank, world = self.progress, self.accelerator.process_index, self.accelerator.num_processes
+        taken = self.pipeline.take(at.cursor, self.collection_rows, rank=rank, world=world)
+        at.taken = self.collection_rows
+        rows = [row for row in taken for _ in range(self.samples_per_prompt)]
+        size = self.config.rollout.batch_size
+        for start in range(0, len(rows), size):
+            if run.asked_to_stop(self):  # the collection is made again when the run is resumed
+                self.store.clear()
+                run.stop(self)
+            self.store.push(self.make_experience(rows[start : start + size]))
+        return len(taken)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()

@@ -22,6 +22,8 @@ class Progress:
     """Minibatches made in the current pass."""
     stopped: bool = False
     """Whether `judge` has skipped the rest of the current collection."""
+    taken: int = 0
+    """Rows of the dataset that the current collection uses, over all processes."""
     prompts: int = 0
     """Prompts, or samples, of the current collection in one process."""
     generated: int = 0

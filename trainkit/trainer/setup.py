@@ -79,7 +79,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
         self._check_split()
-        if config.train.save_best and not self.online:
+        if config.train.save_best and not self.rewarded:
             raise ConfigError(
                 f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
             )

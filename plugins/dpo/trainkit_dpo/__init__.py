@@ -264,8 +264,7 @@ class PairTrainer(AccelerateRLTrainer[C]):
 class DPOTrainer(PairTrainer[DPOConfig]):
     """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    sample_format = "preference"
+    inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Return the pairs as token sequences [B, T], with log π_ref of both sides [B]."""

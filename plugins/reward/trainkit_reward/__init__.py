@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
 class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     """Trainer of reward models: loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("samples",)
-    sample_format: ClassVar[Literal["completion", "preference"]] = "preference"
+    inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
     generates: ClassVar[bool] = False
     encoder_decoders: ClassVar[bool] = False
 

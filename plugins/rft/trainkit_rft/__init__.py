@@ -66,6 +66,13 @@ def share(kept: list[tuple[str, str]], rank: int, world: int) -> list[tuple[str,
     return filled[rank::world]
 
 
+def written(sequences: Sequences) -> list[list[int]]:
+    """Return the ids after each prompt; those of an environment, which are not trained on, as the negative ~id."""
+    after = sequences.attention_mask & ~sequences.prompt_mask
+    signed = torch.where(sequences.response_mask, sequences.input_ids, ~sequences.input_ids)
+    return [ids[keep].tolist() for ids, keep in zip(signed, after, strict=True)]
+
+
 def place(row: Row) -> int:
     """Return a row's position in the stream of prompts; 0 for one that is not of the stream."""
     return row[PLACE].position if PLACE in row else 0
@@ -111,7 +118,7 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def prepare_experience(self, experience: RFTRows) -> Sequences:
         """Add new responses to the pools, and return this process's share of those that reach the thresholds [B, T]."""
         x = experience
-        ids = ([str(part.tolist()) for part in parts] for parts in (x.sequences.queries, x.sequences.responses))
+        ids = [str(query.tolist()) for query in x.sequences.queries], [str(part) for part in written(x.sequences)]
         found = self.gather(list(zip(x.positions.tolist(), *ids, x.scores.tolist(), strict=True)))
         found.sort(key=lambda item: item[0])  # an order that does not depend on the number of processes
         for _, query, response, score in found:
@@ -120,7 +127,11 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
         kept = self.improve(list(dict.fromkeys(query for _, query, *_ in found)))
         mine = share(kept, self.accelerator.process_index, self.accelerator.num_processes)
-        return Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
+        queries, responses = [json.loads(query) for query, _ in mine], [json.loads(response) for _, response in mine]
+        return Sequences.from_rows(
+            [query + [max(i, ~i) for i in response] for query, response in zip(queries, responses, strict=True)],
+            [[False] * len(q) + [i >= 0 for i in response] for q, response in zip(queries, responses, strict=True)],
+        )
 
     def improve(self, queries: list[str]) -> list[tuple[str, str]]:
         """Visit the prompts, and return the (prompt, response) pairs of their pools that reach the thresholds."""

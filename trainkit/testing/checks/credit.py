@@ -435,7 +435,7 @@ def learns(bench: Bench) -> None:
     subject = bench.subject
     if subject.samples_text:
         _finds_rewards(bench)
-    elif subject.language and subject.trainer_class.sample_format == "preference":
+    elif subject.language and "pairs" in subject.trainer_class.inputs:
         _prefers_the_chosen(bench)
     elif not subject.writes_text:
         _improves(bench)

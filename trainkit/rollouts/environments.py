@@ -1,0 +1,312 @@
+"""Environments: tasks of several turns, and the concurrent calls of their methods."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from trainkit.config import EnvironmentConfig
+from trainkit.data import Row, finite, is_conversation
+from trainkit.data.formats import plain
+from trainkit.errors import ConfigError, EpisodeError, describe
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, or a list of messages."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The environment's answer to an output of the model."""
+
+    observation: Prompt = ""
+    """What the model reads next: text, or messages if the prompt is messages. Ignored if ``done``."""
+    reward: float = 0.0
+    """The reward of the output."""
+    done: bool = False
+    """Whether the episode has ended."""
+
+
+class Environment(Protocol):
+    """A task that the model works on in turns: the prompt, an output, an observation, an output, and so on.
+
+    An environment is made for every episode, by calling ``environment(row)``: a class whose constructor takes a row of
+    the prompts, or a function. Besides its columns the row has ``episode_seed``, an integer below 2⁶³, from which all
+    randomness of the episode should follow. Both methods may be coroutines (``async def``). The methods of several
+    episodes run at the same time in threads, so environments must not share state without a lock.
+    """
+
+    def reset(self) -> Prompt | None:
+        """Return the prompt of the episode; None, or leaving out the method, means the row's own."""
+        return None
+
+    def step(self, output: str) -> Turn:
+        """Return the answer to the model's output, without special tokens and stop strings."""
+        ...
+
+
+EnvironmentMaker = Callable[[Row], Environment]
+"""Makes the environment of one episode from a row."""
+
+
+def check_maker(maker: Any) -> EnvironmentMaker:
+    """Return ``environment`` if it can make environments.
+
+    Raises:
+        ConfigError: it cannot be called, or is a class without a method `step`.
+    """
+    if not callable(maker) or (hasattr(maker, "step") and not inspect.isclass(maker)):
+        raise ConfigError(
+            f"environment should be a class or function that is called with a row; given {describe(maker)}. Give the "
+            "class itself, not an instance of it"
+        )
+    if inspect.isclass(maker) and not callable(getattr(maker, "step", None)):
+        raise ConfigError(
+            f"the environment {maker.__qualname__} has no method step; write step(output) -> Turn(observation, reward, "
+            "done)"
+        )
+    made: EnvironmentMaker = maker
+    return made
+
+
+@dataclass
+class Episode:
+    """An episode while it is played."""
+
+    row: Row
+    index: int
+    """The number of its row in the batch, for error messages."""
+    name: str
+    """The environment's class, for error messages."""
+    environment: Any = None
+    turns: int = 0
+    """Outputs so far."""
+    failed: bool = False
+    """Whether the environment has failed, with ``on_error: fail_episode``."""
+
+    def fault(self, what: str) -> EpisodeError:
+        """Return the error that ``what`` happened in this episode."""
+        prompt = describe(self.row.get("prompt"), 40) if self.row.get("prompt") is not None else "no prompt"
+        return EpisodeError(
+            f"{self.name}, row {self.index} ({prompt}, episode_seed {self.row.get('episode_seed')}), "
+            f"turn {self.turns}: {what}"
+        )
+
+
+def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig) -> tuple[list[Episode], list[Any]]:
+    """Make an environment for each row, and return the episodes with the prompts of `reset`; None: the row's own.
+
+    Raises:
+        EpisodeError: an environment cannot be made or reset, or returned no prompt; names it and the row.
+    """
+    name = getattr(maker, "__qualname__", type(maker).__qualname__)
+    episodes = [Episode(row, index, name) for index, row in enumerate(rows)]
+    made = call_all([lambda row=row: maker(dict(row)) for row in rows], config)  # type: ignore[misc]
+    for episode, result in zip(episodes, made, strict=True):
+        episode.environment = _value(episode, result, f"{name}(row)")
+        if not callable(getattr(episode.environment, "step", None)):
+            raise episode.fault(
+                f"the environment {describe(episode.environment)} has no method step; write step(output) -> "
+                "Turn(observation, reward, done)"
+            )
+    resets = [getattr(episode.environment, "reset", lambda: None) for episode in episodes]
+    prompts = [
+        _value(episode, result, "reset()") for episode, result in zip(episodes, call_all(resets, config), strict=True)
+    ]
+    for episode, prompt in zip(episodes, prompts, strict=True):
+        if isinstance(prompt, Turn):
+            raise episode.fault("reset() returned a Turn; an episode cannot be done at reset. Return the prompt")
+        if prompt is not None and not (isinstance(prompt, str) and prompt) and not is_conversation(prompt):
+            raise episode.fault(f"reset() returned {describe(prompt)}; return text or messages, which are not empty")
+    return episodes, prompts
+
+
+def step(episodes: Sequence[Episode], outputs: Sequence[str], config: EnvironmentConfig) -> list[Turn]:
+    """Give each episode its output, and return the answers. An episode that fails ends, with ``fail_reward``.
+
+    Raises:
+        EpisodeError: an environment raised an exception, took too long or returned something else than a `Turn`,
+            unless ``on_error`` is ``fail_episode``.
+    """
+    calls = [
+        lambda e=episode, text=output: e.environment.step(text)
+        for episode, output in zip(episodes, outputs, strict=True)
+    ]
+    turns = []
+    for episode, result in zip(episodes, call_all(calls, config), strict=True):
+        try:
+            turns.append(_turn(episode, _value(episode, result, "step(output)")))
+        except EpisodeError:
+            if config.on_error == "raise":
+                raise
+            episode.failed = True
+            turns.append(Turn("", config.fail_reward, done=True))
+        episode.turns += 1
+    return turns
+
+
+def _value(episode: Episode, result: Result, what: str) -> Any:
+    """Return the result of a call; raise an `EpisodeError` if it failed."""
+    if result.error is None:
+        return result.value
+    told = (
+        f"{what} took longer than environment.timeout, {result.error}; it is not waited for"
+        if isinstance(result.error, TimeoutError) and result.given_up
+        else f"{what} raised {type(result.error).__name__}: {result.error}"
+    )
+    raise episode.fault(told) from result.error
+
+
+def _turn(episode: Episode, value: Any) -> Turn:
+    """Return a checked copy of a turn, with plain numbers.
+
+    Raises:
+        EpisodeError: it is no `Turn`, or one of its fields has a wrong type or value.
+    """
+    if not isinstance(value, Turn):
+        raise episode.fault(f"step(output) returned {describe(value)}; return Turn(observation, reward, done)")
+    reward, done = finite(plain(value.reward)), plain(value.done)
+    if reward is None:
+        raise episode.fault(f"the reward of its Turn is {describe(value.reward)}; it should be a finite number")
+    if not isinstance(done, bool):
+        raise episode.fault(f"done of its Turn is {describe(value.done)}; it should be True or False")
+    seen = value.observation
+    if not done and not (isinstance(seen, str) and seen) and not is_conversation(seen):
+        raise episode.fault(
+            f"the observation of its Turn is {describe(seen)}; it should be text or messages, not empty, unless the "
+            "episode is done"
+        )
+    return Turn(seen, reward, done)
+
+
+# ------------------------------------------------------------------------------------------------ concurrent calls
+
+
+@dataclass
+class Result:
+    """The result of a call: a value, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+    given_up: bool = False
+    """Whether the call had not ended when its time was up."""
+
+
+def call_all(calls: Sequence[Callable[[], Any]], config: EnvironmentConfig) -> list[Result]:
+    """Call all functions, up to ``config.workers`` at a time, and return their results in order.
+
+    Coroutines that they return are awaited, and cancelled when their time is up. A plain function cannot be cancelled:
+    its thread is left behind, and its result is discarded. Threads are daemons, so the process can exit.
+    """
+    pool = _Threads(calls, config)
+    results = pool.run()
+    waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result.value)]
+    for index, result in zip(waiting, _await_all([results[i].value for i in waiting], config), strict=True):
+        results[index] = result
+    return results
+
+
+@dataclass
+class _Threads:
+    """Threads that make calls; one that has to be left behind is replaced."""
+
+    calls: Sequence[Callable[[], Any]]
+    config: EnvironmentConfig
+    results: dict[int, Result] = field(default_factory=dict)
+    started: dict[int, float] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    next: int = 0
+
+    def run(self) -> list[Result]:
+        """Make the calls, and return their results."""
+        with self.changed:
+            for _ in range(min(self.config.workers, len(self.calls))):
+                self._spawn()
+            while len(self.results) < len(self.calls):
+                self.changed.wait(self._patience())
+                self._give_up_late_ones()
+            return [self.results[index] for index in range(len(self.calls))]
+
+    def _spawn(self) -> None:
+        threading.Thread(target=self._work, daemon=True, name="trainkit-environment").start()
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                if self.next >= len(self.calls):
+                    return
+                index, self.next = self.next, self.next + 1
+                self.started[index] = time.monotonic()
+                self.changed.notify()
+            result = Result()
+            try:
+                result.value = self.calls[index]()
+            except BaseException as error:  # whatever user code raises, SystemExit too, is told to the main thread
+                result.error = error
+            with self.changed:
+                if index in self.results:  # given up: this thread has been replaced
+                    return
+                self.results[index] = result
+                self.changed.notify()
+
+    def _running(self) -> list[int]:
+        return [index for index in self.started if index not in self.results]
+
+    def _patience(self) -> float | None:
+        """Return the seconds until the next running call is late; None if none is running yet."""
+        ends = [self.started[index] + self.config.timeout - time.monotonic() for index in self._running()]
+        return max(min(ends), 0) + 1e-3 if ends else None
+
+    def _give_up_late_ones(self) -> None:
+        for index in self._running():
+            if time.monotonic() - self.started[index] >= self.config.timeout:
+                self.results[index] = Result(error=_late(self.config), given_up=True)
+                self._spawn()
+
+
+def _late(config: EnvironmentConfig) -> TimeoutError:
+    return TimeoutError(f"{config.timeout:g} s")
+
+
+def _await_all(waiting: Sequence[Coroutine[Any, Any, Any]], config: EnvironmentConfig) -> list[Result]:
+    """Await coroutines, up to ``config.workers`` at a time, in an event loop in a thread of its own."""
+    if not waiting:
+        return []
+    found: dict[int, Result] = {}
+    ended = threading.Event()
+
+    async def one(index: int, places: asyncio.Semaphore) -> None:
+        async with places:
+            task = asyncio.ensure_future(waiting[index])
+            done, _ = await asyncio.wait([task], timeout=config.timeout)
+            if not done:
+                task.cancel()
+                found[index] = Result(error=_late(config), given_up=True)
+            elif task.cancelled():
+                found[index] = Result(error=asyncio.CancelledError())
+            elif (error := task.exception()) is not None:
+                found[index] = Result(error=error)
+            else:
+                found[index] = Result(task.result())
+
+    async def every() -> None:
+        places = asyncio.Semaphore(config.workers)
+        await asyncio.gather(*(one(index, places) for index in range(len(waiting))))
+
+    def run() -> None:
+        try:
+            asyncio.run(every())
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True, name="trainkit-environment-loop").start()
+    # a coroutine that blocks the loop cannot be cancelled: wait for as long as all may take one after the other
+    rounds = -(-len(waiting) // config.workers)
+    ended.wait(config.timeout * (rounds + 1))
+    return [found.get(index) or Result(error=_late(config), given_up=True) for index in range(len(waiting))]

@@ -1,0 +1,149 @@
+"""Dynamic sampling: a collection is filled with the groups that the algorithm keeps (DAPO, Yu et al. 2025)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainkit import metrics as m
+from trainkit.data import Rollouts, Row
+from trainkit.errors import DataError, PluginError, describe
+from trainkit.functional import place_scores
+from trainkit.runs import run
+from trainkit.seeding import PLACE
+
+if TYPE_CHECKING:
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+    Trainer = AccelerateRLTrainer[Any]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt, and their scores [k] or [k, T]."""
+
+    position: int
+    rollouts: Rollouts
+    scores: Tensor
+
+
+def collect(trainer: Trainer) -> int:
+    """Sample until the collection is full of kept groups, and push their experience; return this process's prompts.
+
+    Every round samples as many prompts as groups are missing, in the order of the stream. Therefore the groups of a
+    collection do not depend on the number of processes.
+
+    Raises:
+        DataError: no group was kept in any round.
+        PluginError: `keep` returned something else than a bool per response, or cut a group.
+    """
+    at, need, found = trainer.progress, trainer.collection_rows, list[Group]()
+    at.taken, total = 0, 0
+    for _ in range(trainer.config.rollout.max_refills + 1):
+        count = need - total
+        found += _kept_of(trainer, at.cursor + at.taken, count)
+        at.taken += count
+        total = sum(trainer.gather([len(found)]))
+        if total == need:
+            break
+    mine = _dealt(trainer, found)
+    if total < need and trainer.accelerator.is_main_process:
+        log.warning(
+            "step %d: keep() kept %d of %d prompts within rollout.max_refills %d, and %d were wanted; training goes on "
+            "with %d",
+            at.step,
+            total,
+            at.taken,
+            trainer.config.rollout.max_refills,
+            need,
+            total - total % trainer.accelerator.num_processes,
+        )
+    trainer._rollouts = []
+    per_part = max(trainer.config.rollout.batch_size // trainer.samples_per_prompt, 1)
+    for start in range(0, len(mine), per_part):
+        rollouts, scores = _joined(mine[start : start + per_part])
+        trainer._rollouts.append(replace(rollouts, hidden=None))
+        trainer.store.push(trainer._experience(rollouts, scores))
+    return len(mine)
+
+
+def _kept_of(trainer: Trainer, start: int, count: int) -> list[Group]:
+    """Sample and score responses to ``count`` prompts of the stream, and return this process's groups that are kept."""
+    assert trainer.pipeline is not None
+    world, k = trainer.accelerator.num_processes, trainer.samples_per_prompt
+    taken = trainer.pipeline.take(start, count, rank=trainer.accelerator.process_index, world=world)
+    per_part = max(trainer.config.rollout.batch_size // k, 1)
+    found: list[Group] = []
+    for part in range(math.ceil(math.ceil(count / world) / per_part)):  # equally many on all processes
+        if run.asked_to_stop(trainer):  # the collection is made again when the run is resumed
+            trainer.store.clear()
+            run.stop(trainer)
+        prompts = taken[part * per_part : (part + 1) * per_part]
+        found += _kept(trainer, [row for row in prompts for _ in range(k)]) if prompts else []
+    return found
+
+
+def _kept(trainer: Trainer, rows: list[Row]) -> list[Group]:
+    k, rollouts = trainer.samples_per_prompt, trainer.sample(rows)
+    scores = trainer.score(rollouts)
+    trainer._record_scored(rollouts, scores)
+    kept = _checked(trainer, trainer.keep(rollouts, scores), len(rollouts))
+    trainer.record({"rollout/kept": m.Mean.of(kept)})
+    starts = [start for start in range(0, len(rows), k) if kept[start]]
+    return [
+        Group(rows[start][PLACE].position, rollouts.select(range(start, start + k)), scores[start : start + k])
+        for start in starts
+    ]
+
+
+def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
+    name, k = type(trainer).__qualname__, trainer.samples_per_prompt
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (count,):
+        given = f"a {kept.dtype} tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else describe(kept)
+        raise PluginError(f"{name}.keep returned {given}; return a bool tensor of shape ({count},), one per response")
+    groups = kept.view(-1, k)
+    if bool((groups.any(1) != groups.all(1)).any()):
+        raise PluginError(
+            f"{name}.keep kept some of the {k} responses to a prompt and not the others; keep a group whole or not at "
+            "all"
+        )
+    return kept
+
+
+def _dealt(trainer: Trainer, found: list[Group]) -> list[Group]:
+    """Deal the groups out so that process r of W has groups r, r + W, ... in the order of the stream.
+
+    If their number is not a multiple of W, the last ones are dropped.
+    """
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    order = sorted(trainer.gather([group.position for group in found]))
+    if len(order) < world:
+        raise DataError(
+            f"keep() kept {len(order)} of {trainer.progress.taken} prompts in {trainer.config.rollout.max_refills + 1} "
+            f"rounds, which leaves nothing to train on{'' if world == 1 else f' for {world} processes'}; raise "
+            "rollout.max_refills, or look at the rewards: all responses to a prompt may be equally good"
+        )
+    owner = {position: index % world for index, position in enumerate(order[: len(order) - len(order) % world])}
+    moved = [group for group in found if owner.get(group.position, rank) != rank]
+    arrived = [group for group in trainer.gather(moved) if owner[group.position] == rank] if world > 1 else []
+    device = trainer.accelerator.device
+    arrived = [Group(g.position, g.rollouts.to(device), g.scores.to(device)) for g in arrived]
+    mine = [group for group in found if owner.get(group.position) == rank]
+    return sorted([*mine, *arrived], key=lambda group: group.position)
+
+
+def _joined(groups: list[Group]) -> tuple[Rollouts, Tensor]:
+    rollouts = Rollouts.cat([group.rollouts for group in groups])
+    if all(group.scores.dim() == 1 for group in groups):
+        return rollouts, torch.cat([group.scores for group in groups])
+    width = rollouts.sequences.response_mask.size(1)
+    dense = [place_scores(group.scores, group.rollouts.sequences.response_mask) for group in groups]
+    return rollouts, torch.cat([F.pad(scores, (0, width - scores.size(1))) for scores in dense])
