@@ -35,7 +35,7 @@ def character_tokenizer(characters: str, **special: str | None) -> PreTrainedTok
     names: dict[str, str] = {k: v for k, v in {"eos_token": EOS, "pad_token": PAD, **special}.items() if v is not None}
     vocab = {token: i for i, token in enumerate(dict.fromkeys([*characters, EOS, PAD, *names.values()]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 

@@ -1,0 +1,587 @@
+"""Environments: episodes of several turns, whose observations are attended to and never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit
+from trainkit.config import EnvironmentConfig, SamplingConfig
+from trainkit.data import PLAIN_TEMPLATE
+from trainkit.errors import ConfigError, DataError, EpisodeError
+from trainkit.functional import gae
+from trainkit.rollouts import Environment, Turn
+from trainkit.rollouts.environments import call_all
+from trainkit.testing import EOS, character_tokenizer
+from trainkit.testing.trainers import LETTERS, Letters, tiny_trainer
+
+ONLINE = ["ppo", "rloo", "rft", "online_dpo", "best_of_k"]
+every_online = pytest.mark.parametrize("name", ONLINE)
+
+
+def player(place: Path, environment: Any = Letters, name: str = "ppo", **changes: Any) -> Any:
+    arguments = {"environment": environment, "reward_fn": None, **changes.pop("arguments", {})}
+    return tiny_trainer(name, place, arguments=arguments, **changes)
+
+
+def fixed(*answers: Any, prompt: Any = None) -> Any:
+    """An environment that gives these answers, and is done after the last."""
+
+    class Fixed:
+        def __init__(self, row: Any) -> None:
+            self.left = list(answers)
+
+        def reset(self) -> Any:
+            return prompt
+
+        def step(self, output: str) -> Any:
+            answer = self.left.pop(0)
+            return answer(output) if callable(answer) else answer
+
+    return Fixed
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+
+
+def test_observations_are_appended_as_ids_and_only_outputs_are_in_the_response_mask(tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(Turn("hg", 0.5), Turn("f", 1.0), Turn(reward=2.0, done=True)))
+    found = trainer.play(["ab", "c"])
+    for row in range(2):
+        mask, ids = found.sequences.response_mask[row], found.sequences.input_ids[row]
+        ids = ids[found.sequences.attention_mask[row]]
+        turns = found.turns[row]
+        outputs, seen = [turn["output"] for turn in turns], [turn["observation"] for turn in turns]
+        assert seen == ["hg", "f", ""]
+        text = trainer.tokenizer.decode(ids, skip_special_tokens=True)
+        assert text == found.samples[row] == ["ab", "c"][row] + outputs[0] + "hg" + outputs[1] + "f" + outputs[2]
+        assert trainer.tokenizer.decode(ids[mask[: len(ids)]], skip_special_tokens=True) == "".join(outputs)
+        assert found.queries[row].tolist() == trainer.encode(["ab", "c"][row])
+        paid = found.rewards[row]
+        ends = (mask & ~torch.cat([mask[1:], torch.zeros(1, dtype=torch.bool)])).nonzero().flatten()
+        assert paid[ends].tolist() == [0.5, 1.0, 2.0], "each at the last token of the output that it rewards"
+        assert float(paid.sum()) == 3.5
+    assert found.terminated.tolist() == [True, True]
+
+
+def test_what_the_sampler_says_of_an_episode_is_what_the_policy_says(tmp_path: Path) -> None:
+    trainer = player(tmp_path, rollout__temperature=0.7)
+    found = trainer.play(["ab", "c", "def"])
+    with torch.no_grad():
+        whole = trainer.unwrapped(found.sequences, entropy=True)
+    torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, whole.entropy, rtol=0, atol=1e-5)
+    values = trainer.unwrapped.value_head(found.hidden[found.sequences.response_mask])
+    torch.testing.assert_close(found.sequences.place(values), whole.values, rtol=0, atol=1e-5)
+
+
+@every_online
+def test_every_online_algorithm_learns_from_episodes_and_resumes_exactly(name: str, tmp_path: Path) -> None:
+    changes = {"train__save_interval": 1, "train__batch_size": 4}
+    straight = player(tmp_path / "a", name=name, **changes)
+    straight.learn()
+    player(tmp_path / "b", name=name, **changes, train__total_steps=3).learn()
+    resumed = player(tmp_path / "b", name=name, **changes, train__resume="auto")
+    resumed.learn()
+    start = player(tmp_path / "c", name=name).unwrapped.state_dict()
+    for key, tensor in straight.unwrapped.state_dict().items():
+        assert torch.equal(tensor, resumed.unwrapped.state_dict()[key]), key
+    assert any(not torch.equal(tensor, start[key]) for key, tensor in straight.unwrapped.state_dict().items())
+
+
+def test_the_pool_of_rft_keeps_which_tokens_were_the_environments(tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(Turn("hg"), Turn(reward=1.0, done=True)), name="rft")
+    trainer.collect()
+    kept = trainer.store.experience
+    holes = kept.attention_mask & ~kept.response_mask & ~kept.prompt_mask
+    assert holes.sum(1).tolist() == [2] * len(kept)
+    assert kept.input_ids[holes].tolist() == trainer.tokenizer("hg")["input_ids"] * len(kept)
+
+
+def test_advantages_credit_turns_as_if_the_observations_were_not_there() -> None:
+    """The mask law on rows with holes, in float64: GAE of the response tokens alone, with rewards at ends of turns."""
+    draws = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1, 1, 0]]).bool()
+    values, rewards = (torch.randn(1, 10, generator=draws, dtype=torch.float64) for _ in range(2))
+    both = gae(values, rewards, mask, gamma=0.9, lam=0.8)
+    alone = gae(values[mask][None], rewards[mask][None], torch.ones(1, 5, dtype=torch.bool), gamma=0.9, lam=0.8)
+    for found, expected in zip(both, alone, strict=True):
+        torch.testing.assert_close(found[mask], expected[0], rtol=0, atol=1e-12)
+
+
+def test_ppo_gives_a_turn_its_reward_and_later_turns_none_of_it(tmp_path: Path) -> None:
+    """With γ = λ = 1, values 0 and no KL penalty, the return at a token is the sum of the rewards from its turn on."""
+    trainer = player(
+        tmp_path, fixed(Turn("h", 0.5), Turn("g", 0.25), Turn(reward=2.0, done=True)), method__init_kl_coef=0.0,
+        method__lam=1.0, method__gamma=1.0, method__cliprange_reward=None,
+    )  # fmt: skip
+    trainer.collect()
+    x = trainer.store.experience
+    for row in range(len(x)):
+        returns = x.returns[row][x.sequences.response_mask[row]]
+        assert sorted(set(returns.tolist()), reverse=True) == [2.75, 2.25, 2.0]
+        assert returns.tolist() == sorted(returns.tolist(), reverse=True)
+
+
+@every_online
+def test_reward_functions_add_to_what_the_environment_pays_and_see_the_turns(name: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reward(outputs: list[str], turns: list[Any], **_: Any) -> list[float]:
+        seen.extend(turns)
+        return [10.0] * len(outputs)
+
+    trainer = player(tmp_path, name=name, arguments={"reward_fn": reward})
+    found = trainer.play(["ab", "c"])
+    scores = trainer.score(found)
+    assert seen == found.turns
+    paid = torch.tensor([sum(turn["reward"] for turn in turns) for turns in found.turns])
+    torch.testing.assert_close(scores.sum(1), paid + 10)
+    trainer.learn()
+
+
+# --------------------------------------------------------------------------------------------------------- episodes
+
+
+def test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it(tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(*[Turn("h", 1.0)] * 9), rollout__max_turns=3)
+    found = trainer.play(["ab"])
+    assert [turn["observation"] for turn in found.turns[0]] == ["h", "h", "h"]
+    assert found.terminated.tolist() == [False]
+    assert float(found.rewards.sum()) == 3.0
+    last = found.sequences.attention_mask[0].nonzero()[-1]
+    assert bool(found.sequences.response_mask[0, last]), "the last observation is not read, and is not there"
+
+
+@pytest.mark.parametrize("limit", ["rollout__max_episode_tokens", "train__seq_length"])
+def test_an_episode_is_truncated_at_the_limit_of_tokens(limit: str, tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(*[Turn("hhh")] * 99), rollout__max_turns=99, **{limit: 17})
+    found = trainer.play(["ab", "defg"])
+    assert not found.terminated.any()
+    lengths = found.sequences.attention_mask.sum(1)
+    assert bool((lengths <= 17).all())
+    assert bool((lengths >= 17 - 3).all()), "it goes on as long as an observation and an output fit"
+
+
+def test_the_environment_may_give_the_prompt_and_then_rows_need_none(tmp_path: Path) -> None:
+    class Told:
+        def __init__(self, row: Any) -> None:
+            self.word = row.get("word", "a")
+
+        def reset(self) -> str:
+            return self.word
+
+        def step(self, output: str) -> Turn:
+            return Turn(reward=float(len(output)), done=True)
+
+    trainer = player(tmp_path, Told)
+    trainer.add_prompt_pipeline([{"word": "bc"}, {"word": "d"}, {}])
+    trainer.add_eval_pipeline([{"word": "bc"}])
+    trainer.learn()
+    assert {row["prompt"] for rollouts in trainer._rollouts for row in rollouts.rows} == {"bc", "d", "a"}
+    assert trainer.default_prompts() == [{}] * 16
+
+
+def test_an_environment_without_reset_begins_with_the_prompt_of_the_row(tmp_path: Path) -> None:
+    class Short(Environment):
+        def __init__(self, row: Any) -> None: ...
+
+        def step(self, output: str) -> Turn:
+            return Turn(done=True)
+
+    assert player(tmp_path, Short).play(["ab"]).prompts == ["ab"]
+    assert player(tmp_path, lambda row: Short(row)).play(["ab"]).prompts == ["ab"]
+
+
+def test_every_episode_has_a_seed_of_its_own_and_can_be_replayed(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    class Seeded(Letters):
+        def __init__(self, row: Any) -> None:
+            super().__init__(row)
+            seeds.append(row["episode_seed"])
+
+    runs = []
+    for size in (8, 3):
+        trainer = player(tmp_path / str(size), Seeded, name="rloo", rollout__batch_size=size)
+        trainer.collect()
+        runs.append([turns for rollouts in trainer._rollouts for turns in rollouts.turns])
+    assert runs[0] == runs[1], "whatever else is played at the same time"
+    assert len(set(seeds)) == 16
+    rows = [{"prompt": "ab", "seed": 3}]
+    again = [player(tmp_path / "x", Seeded).play(rows).turns for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_the_speed_of_environments_decides_nothing(tmp_path: Path) -> None:
+    class Slow(Letters):
+        def step(self, output: str) -> Turn:
+            time.sleep(random.random() / 50)
+            return super().step(output)
+
+    found = [player(tmp_path, kind).play(list("abcdefgh")).turns for kind in (Letters, Slow, Slow)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_coroutines_run_at_the_same_time(tmp_path: Path) -> None:
+    running, most = 0, [0]
+
+    class Remote:
+        def __init__(self, row: Any) -> None: ...
+
+        async def reset(self) -> str:
+            await asyncio.sleep(0)
+            return "ab"
+
+        async def step(self, output: str) -> Turn:
+            nonlocal running
+            running += 1
+            most[0] = max(most[0], running)
+            await asyncio.sleep(0.05)
+            running -= 1
+            return Turn(reward=1.0, done=True)
+
+    found = player(tmp_path, Remote, environment__workers=3).play([{}] * 7)
+    assert float(found.rewards.sum()) == 7.0
+    assert most == [3], "as many as environment.workers"
+
+    async def within_a_loop() -> Any:
+        return player(tmp_path, Remote).play([{}])
+
+    assert asyncio.run(within_a_loop()).prompts == ["ab"], "as in a notebook"
+
+
+# ------------------------------------------------------------------------------------------------------ conversations
+
+
+def chatty(place: Path, environment: Any, template: str = PLAIN_TEMPLATE, **changes: Any) -> Any:
+    letters = "abcdefghijklmnopqrstuvwxyz #\n!<>/"
+    tokenizer = character_tokenizer(letters)
+    tokenizer.chat_template = template
+    prompts = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "be"}, {"role": "user", "content": "a"}],
+    ]
+    arguments = {"environment": environment, "reward_fn": None, "tokenizer": tokenizer, "prompts": prompts}
+    model = {
+        "model_type": "gpt2",
+        "vocab_size": len(tokenizer),
+        "n_positions": 256,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    return tiny_trainer("ppo", place, model=model, arguments=arguments, **changes)
+
+
+def test_a_conversation_has_the_templates_text_between_turns_and_the_sampled_ids_as_they_were(tmp_path: Path) -> None:
+    answers = [Turn([{"role": "tool", "content": "it is b"}]), Turn("go on"), Turn(done=True)]
+    trainer = chatty(tmp_path, fixed(*answers))
+    found = trainer.play(trainer.pipeline.rows)
+    for row, prompt in enumerate(found.prompts):
+        sequences, mask = found.sequences, found.sequences.response_mask[row]
+        ids = sequences.input_ids[row][sequences.attention_mask[row]].tolist()
+        outputs = [turn["output"] for turn in found.turns[row]]
+        drawn = found.responses[row].tolist()
+        text = trainer.tokenizer.decode(ids)
+        assert text.startswith(prompt)
+        ended = [f"{output}{EOS}" for output in outputs]
+        between = f"\n\n### tool\nit is b\n\n### assistant\n{ended[1]}\n\n### user\ngo on\n\n### assistant\n"
+        assert text.startswith(f"{prompt}{ended[0]}{between}{outputs[2]}")
+        assert trainer.tokenizer.decode([i for i, keep in zip(ids, mask.tolist(), strict=False) if keep]) == (
+            trainer.tokenizer.decode(drawn)
+        )
+        assert text.count(EOS) in (2, 3), "one for each turn: sampled, or the template's own after a truncated one"
+
+
+REWRITING = PLAIN_TEMPLATE.replace(
+    "{{ message['content'] }}{{ eos_token }}",
+    "{{ message['content'].split('</think>')[-1] if not loop.last else message['content'] }}{{ eos_token }}",
+)
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"prompt 0, message 1 \(the assistant's .*think.*renders what came before it diff"
+    ):
+        chatty(tmp_path, Letters, REWRITING)
+
+
+def test_messages_after_a_prompt_of_text_are_refused(tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(Turn([{"role": "user", "content": "a"}])))
+    with pytest.raises(EpisodeError, match="its observation is messages, and its prompt is text"):
+        trainer.play(["ab"])
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def raising(_: str) -> Any:
+    raise OSError("no server")
+
+
+FAULTS = {
+    "raises": (
+        fixed(raising),
+        r"Fixed, row 1 \('c' \(str\), episode_seed \d+\), turn 0: step\(output\) raised OSError",
+    ),
+    "no turn": (fixed("text"), r"step\(output\) returned 'text' \(str\); return Turn\(observation, reward, done\)"),
+    "a reward of text": (fixed(Turn("a", "1")), r"the reward of its Turn is '1' \(str\); it should be a finite number"),  # type: ignore[arg-type]
+    "a reward that is not finite": (fixed(Turn("a", float("nan"))), r"the reward of its Turn is nan"),
+    "done that is no bool": (fixed(Turn("a", 0.0, "no")), r"done of its Turn is 'no' \(str\)"),  # type: ignore[arg-type]
+    "an empty observation": (fixed(Turn("")), r"the observation of its Turn is '' \(str\); it should be text or mess"),
+    "a long observation": (
+        fixed(Turn("a" * 90)),
+        r"its observation has 90 tokens, and an episode may have 64; shorten",
+    ),
+    "turn 1": (fixed(Turn("a"), raising), r"turn 1: step\(output\) raised OSError: no server"),
+    "a turn at reset": (
+        fixed(prompt=Turn(done=True)),
+        r"reset\(\) returned a Turn; an episode cannot be done at reset",
+    ),
+    "no text at reset": (fixed(prompt=5), r"reset\(\) returned 5 \(int\); return text or messages"),
+    "nothing with step": (lambda row: object(), r"<lambda>, row 0 .*has no method step; write step\(output\) -> Turn"),
+}
+
+
+@pytest.mark.parametrize(("environment", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path: Path) -> None:
+    good = Letters
+
+    def one_is_bad(row: Any) -> Any:
+        return environment(row) if row.get("prompt") != "ab" or "row 1" not in said else good(row)
+
+    one_is_bad.__qualname__ = getattr(environment, "__qualname__", "x").rpartition(".")[2]
+    trainer = player(tmp_path, one_is_bad if "row 1" in said else environment, train__seq_length=64)
+    before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
+    with pytest.raises(EpisodeError, match=said):
+        trainer.play(["ab", "c"])
+    trainer.add_prompt_pipeline(["ab", "c"])
+    with pytest.raises(EpisodeError):
+        trainer.learn()
+    assert all(torch.equal(value, before[key]) for key, value in trainer.unwrapped.state_dict().items())
+
+
+def test_a_row_without_a_prompt_needs_an_environment_that_gives_one(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match=r"row 0 \(no prompt.*reset\(\) returned no prompt, and the row has none"):
+        player(tmp_path).play([{"number": 3}])
+
+
+def test_an_episode_that_fails_can_end_with_a_reward_and_is_counted(tmp_path: Path) -> None:
+    class Flaky(Letters):
+        def __init__(self, row: Any) -> None:
+            super().__init__(row)
+            self.bad = row["prompt"] == "ab"
+
+        def step(self, output: str) -> Turn:
+            return raising(output) if self.bad and self.turn == 1 else super().step(output)
+
+    changes = {"environment__on_error": "fail_episode", "environment__fail_reward": -1.0}
+    trainer = player(tmp_path, Flaky, **changes)
+    found = trainer.play(["ab", "c"])
+    assert found.failed.tolist() == [True, False]
+    assert found.terminated.tolist() == [False, True]
+    assert found.turns[0][-1]["reward"] == -1.0
+    trainer.add_prompt_pipeline(["ab", "c"])
+    trainer.add_eval_pipeline(["ab", "c"])
+    trainer.learn()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    collected = [line for line in lines if "environment/failures" in line]
+    assert {line["environment/failures"] for line in collected} == {0.5}
+    assert all(line["environment/turns"] == 2 and line["time/environment"] >= 0 for line in collected)
+    assert trainer.evaluate()["eval/failed"] == 0.5
+
+
+def test_calls_that_take_too_long_are_given_up_and_never_repeated() -> None:
+    go_on, calls = threading.Event(), []
+
+    def stuck() -> int:
+        calls.append("stuck")
+        go_on.wait(20)
+        return 1
+
+    started = time.monotonic()
+    config = EnvironmentConfig(workers=2, timeout=0.3)
+    found = call_all([stuck, lambda: 2, lambda: 3, stuck, lambda: 5], config)
+    go_on.set()
+    assert time.monotonic() - started < 5, "the others did not wait for those that are stuck"
+    assert [result.value for result in found] == [None, 2, 3, None, 5]
+    assert [result.given_up for result in found] == [True, False, False, True, False]
+    assert calls == ["stuck", "stuck"]
+
+
+def test_coroutines_that_take_too_long_are_cancelled() -> None:
+    cancelled: list[bool] = []
+
+    async def slow() -> int:
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return 1
+
+    async def quick() -> int:
+        return 2
+
+    found = call_all([slow, quick], EnvironmentConfig(timeout=0.2))
+    assert [result.given_up for result in found] == [True, False]
+    assert found[1].value == 2
+    assert cancelled == [True]
+
+
+def test_a_timeout_says_so(tmp_path: Path) -> None:
+    class Stuck(Letters):
+        def step(self, output: str) -> Turn:
+            time.sleep(1)
+            return super().step(output)
+
+    trainer = player(tmp_path, Stuck, environment__timeout=0.1)
+    with pytest.raises(EpisodeError, match=r"step\(output\) took longer than environment.timeout, 0.1 s"):
+        trainer.play(["ab"])
+
+
+@pytest.mark.slow
+def test_a_process_can_exit_with_a_call_that_never_returns(tmp_path: Path) -> None:
+    script = """
+import threading, sys
+from trainkit.config import EnvironmentConfig
+from trainkit.rollouts.environments import call_all
+found = call_all([threading.Event().wait], EnvironmentConfig(timeout=0.2))
+print(found[0].given_up)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_train_takes_an_environment_alone(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path / "x")
+    config = trainer.config.update({"train.run_dir": str(tmp_path / "run"), "train.eval_interval": 3})
+    trained = trainkit.train(
+        tokenizer=trainer.tokenizer, environment=Letters, prompts=["ab", "c"], config=config, method="ppo"
+    )
+    assert trained.progress.step == 6
+    records = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert all([set(turn) for turn in record["episode"]] for record in records)
+    assert {record["kind"] for record in records} == {"evaluation", "rollout"}
+    assert trained.evaluate()["eval/turns"] == 2
+
+
+def test_an_instance_or_a_class_without_step_is_refused(tmp_path: Path) -> None:
+    class Nothing: ...
+
+    with pytest.raises(ConfigError, match=r"the environment .*Nothing has no method step; write step"):
+        player(tmp_path, Nothing)
+    with pytest.raises(ConfigError, match="environment should be a class or function that is called with a row"):
+        player(tmp_path, Letters({"episode_seed": 1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rollout__max_turns": 3}, "rollout.max_turns"),
+        ({"environment__timeout": 3.0}, "environment.timeout"),
+        ({"rollout__max_episode_tokens": 30}, "rollout.max_episode_tokens"),
+    ],
+)
+def test_settings_of_environments_need_one(changes: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{named} is set, and there is no environment; give one, or remove it"):
+        tiny_trainer("ppo", tmp_path, **changes)
+
+
+def test_fail_reward_needs_fail_episode(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fail_reward has an effect only if on_error is 'fail_episode'"):
+        player(tmp_path, environment__fail_reward=1.0)
+
+
+def test_play_needs_an_environment(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"play\(\) needs an environment"):
+        tiny_trainer("ppo", tmp_path).play(["a"])
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    from trainkit.testing import tiny_t5
+
+    with pytest.raises(ConfigError, match="is an encoder-decoder, which reads one prompt and writes one output"):
+        player(tmp_path, model=tiny_t5(10))
+
+
+def test_an_offline_algorithm_has_no_use_for_an_environment(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path)
+    with pytest.raises(ConfigError, match="'sft' learns from samples, not from the rewards of an environment"):
+        type(trainer)(trainer.config, tokenizer=trainer.tokenizer, environment=Letters)
+
+
+def test_generate_answers_once_and_plays_nothing(tmp_path: Path) -> None:
+    found = player(tmp_path).generate(["ab"])
+    assert found.turns is None
+    assert found.rewards is None
+
+
+# ------------------------------------------------------------------------------------------------------------- step
+
+
+def test_step_takes_episodes_with_the_samplers_numbers(tmp_path: Path) -> None:
+    trainer = player(tmp_path, name="rloo")
+    found = trainer.play([prompt for prompt in ("ab", "c") for _ in range(4)])
+    before = trainer.unwrapped.state_dict()["model.transformer.h.0.mlp.c_fc.bias"].clone()
+    metrics = trainer.step(found, [1.0, 0.0, 2.0, 0.5] * 2)
+    assert metrics["reward/mean"] == pytest.approx(0.875)
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert not torch.equal(trainer.unwrapped.state_dict()["model.transformer.h.0.mlp.c_fc.bias"], before)
+
+
+def test_step_takes_ids_with_masks_as_trl_did(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    responses = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6])]
+    masks = [torch.tensor([True, False, False, True]), torch.tensor([1, 1])]
+    seen: list[Any] = []
+    honest = trainer.experience
+    trainer.experience = lambda rollouts, scores: (seen.append(rollouts), honest(rollouts, scores))[1]
+    trainer.step(["ab", "c"], responses, [1.0, 0.0], response_masks=masks)
+    (rollouts,) = seen
+    assert [r.tolist() for r in rollouts.responses] == [[1, 4], [5, 6]]
+    assert rollouts.sequences.attention_mask.sum(1).tolist() == [6, 3]
+    trainer.step(["ab", "c"], responses, [1.0, 0.0], masks)
+    for wrong, said in (
+        (masks[:1], "there are 2 responses and 1 response_masks"),
+        ([masks[0][:2], masks[1]], "response mask 0 is .* for a response of 4 tokens"),
+        ([masks[0] & False, masks[1]], "True for at least one"),
+    ):
+        with pytest.raises(DataError, match=said):
+            trainer.step(["ab", "c"], responses, [1.0, 0.0], response_masks=wrong)
+
+
+def test_step_with_another_number_of_arguments_shows_both_forms(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path)
+    rollouts = trainer.generate(["ab"])
+    forms = r"call step\(rollouts, scores\) or step\(queries, responses, scores, response_masks=None\)"
+    for arguments in ((), (rollouts,), (rollouts, [1.0], [2.0]), (["ab"], [[1]]), (["ab"], [[1]], [1.0], None, None)):
+        with pytest.raises(TypeError, match=forms):
+            trainer.step(*arguments)
+
+
+def test_temperatures_and_stop_strings_apply_to_every_turn(tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(Turn("h"), Turn("g"), Turn(done=True)), rollout__stop_sequences=["b"])
+    found = trainer.play(["ab", "cd", "e", "fg"] * 4)
+    for turns in found.turns:
+        assert all("b" not in turn["output"] for turn in turns)
+    stop = trainer.tokenizer.convert_tokens_to_ids("b")
+    assert any(stop in ids.tolist() for ids in found.responses), "it is among the tokens"
+    greedy = [trainer.play(["ab"], temperature=0).turns for _ in range(2)]
+    assert greedy[0] == greedy[1]
+    assert SamplingConfig().max_new_tokens == 40
+    assert len(LETTERS) == 8
