@@ -364,6 +364,10 @@ def check_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm or another plugin.")],
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the checks that apply, without running them.")] = False,
+    expect_failure: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK=WHY", help="A check that is expected to fail, with the reason; repeatable."),
+    ] = None,
 ) -> None:
     """Check a plugin in short training runs of tiny models: an algorithm, hooks, or a sampler.
 
@@ -384,11 +388,22 @@ def check_plugin(
         typer.echo(f"{mark} {result.check.name:<{width}}  {result.seconds:5.1f} s  {result.check.proves}")
 
     try:
-        report = run(name, only=only or None, tell=tell)
+        report = run(name, only=only or None, expected_failures=_expected_failures(expect_failure or []), tell=tell)
     except ConformanceError as error:
         typer.echo(f"\n{error}")
         raise typer.Exit(1) from None
     typer.echo(f"\n{report}")
+
+
+def _expected_failures(given: list[str]) -> dict[str, str]:
+    """Return the checks of ``--expect-failure`` with their reasons."""
+    found = {}
+    for text in given:
+        check, _, why = text.partition("=")
+        if not check or not why.strip():
+            raise ConfigError(f"--expect-failure is {text!r}; give CHECK=WHY, the check's name and why it fails")
+        found[check] = why
+    return found
 
 
 def _mark(good: bool) -> str:

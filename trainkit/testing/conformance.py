@@ -98,6 +98,21 @@ class Subject:
         return "prompts" in self.trainer_class.inputs
 
     @property
+    def rewarded(self) -> bool:
+        """Whether the trainer learns from the rewards of what it samples."""
+        return bool({"reward_fn", "environment"} & {*self.trainer_class.inputs})
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the trainer chooses what it trains on, with a method `keep`."""
+        return self.language and self.trainer_class.keep is not AccelerateRLTrainer.keep
+
+    @property
+    def plays(self) -> bool:
+        """Whether the trainer can learn from environments: its model reads an episode as one text."""
+        return self.causal and self.samples_text and self.rewarded
+
+    @property
     def language(self) -> bool:
         """Whether the trainer trains language models."""
         return issubclass(self.trainer_class, AccelerateRLTrainer)
@@ -137,11 +152,21 @@ class Subject:
 
 
 class Bench:
-    """What a check works with: tiny real trainers of the subject, each with its own run directory."""
+    """What a check works with: tiny real trainers of the subject, each with its own run directory.
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
-        self.subject, self.folder = subject, folder
+    Args:
+        subject: the plugin.
+        folder: where the run directories are.
+        **usual: changes of `tiny_trainer` that all trainers have, unless a check gives others.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, **usual: Any) -> None:
+        self.subject, self.folder, self.usual = subject, folder, usual
         self._places = count()
+
+    def under(self, **usual: Any) -> Bench:
+        """Return a bench whose trainers have further changes; checks can be run on it under another condition."""
+        return Bench(self.subject, self.place(), **{**self.usual, **usual})
 
     def place(self) -> Path:
         """Return the path of a new directory, which does not exist yet."""
@@ -151,7 +176,9 @@ class Bench:
         """Return a tiny trainer of the subject with its hooks; ``changes`` are those of `tiny_trainer`."""
         name = self.subject.trainer_name
         hooked: dict[str, Any] = {} if name == self.subject.name else {"plugins": [self.subject.name]}
-        return tiny_trainer(name, run_dir or self.place(), **hooked, **changes)
+        arguments = {**self.usual.get("arguments", {}), **changes.get("arguments", {})}
+        merged = {**hooked, **self.usual, **changes, **({"arguments": arguments} if arguments else {})}
+        return tiny_trainer(name, run_dir or self.place(), **merged)
 
     def collected(self, **changes: Any) -> Any:
         """Return a tiny trainer that has made one collection of experience and no step."""

@@ -1,5 +1,16 @@
 """The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
-from trainkit.testing.checks import credit, door, exactness, observing, policy, resume, rows, runs, samplers
+from trainkit.testing.checks import (
+    credit,
+    door,
+    episodes,
+    exactness,
+    observing,
+    policy,
+    resume,
+    rows,
+    runs,
+    samplers,
+)
 
-__all__ = ["credit", "door", "exactness", "observing", "policy", "resume", "rows", "runs", "samplers"]
+__all__ = ["credit", "door", "episodes", "exactness", "observing", "policy", "resume", "rows", "runs", "samplers"]

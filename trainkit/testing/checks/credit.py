@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from trainkit.data import Batch, Sequences
+from trainkit.data import Batch, Rollouts, Sequences
 from trainkit.plugins import hookimpl
+from trainkit.rollouts import decode
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.checks.fields import contexts
 from trainkit.testing.checks.policy import LORA, SHARP, VOCABULARY, compares, samples_text
 from trainkit.testing.checks.tools import (
     Ids,
+    Logged,
     credits_of,
     for_loss,
     gradient,
+    hashed,
     ids_of,
     push_away,
     require_close,
@@ -38,11 +41,16 @@ from trainkit.trainer.base import BaseRLTrainer
 
 def rated(subject: Subject) -> bool:
     """Return whether the subject learns from scores of responses or rewards of samples."""
-    return subject.online or "rewards" in subject.trainer_class.inputs
+    return subject.rewarded or "rewards" in subject.trainer_class.inputs
+
+
+def credited(subject: Subject) -> bool:
+    """Return whether the subject learns from scores of text that it samples."""
+    return subject.samples_text and subject.rewarded
 
 
 def scored(bench: Bench, scores: Sequence[Any]) -> Any:
-    """Return a trainer with one collection, whose responses or samples have ``scores``, repeated as needed."""
+    """Return a trainer with one collection, whose responses or samples have some of ``scores``."""
     if bench.subject.online:
         return bench.collected(arguments={"reward_fn": rewarding(scores)})
     samples = bench.subject.trainer_class.tiny_arguments().get("samples", SAMPLES)
@@ -52,7 +60,7 @@ def scored(bench: Bench, scores: Sequence[Any]) -> Any:
 # -------------------------------------------------------------------------------------------------- where scores go
 
 
-@check(where=samples_text)
+@check(where=credited)
 def credit_of_scores(bench: Bench) -> None:
     """Check that a higher score of a response gives its last token more credit, at any position in its group.
 
@@ -61,40 +69,47 @@ def credit_of_scores(bench: Bench) -> None:
     S-27, S-52, S-58, S-66).
     """
     sampled = _sampled(bench)
-    base = _fractions(len(sampled))
+    texts = _texts(bench, sampled)
     for index in _chosen(bench, sampled):
         credits_: list[float] = []
         for score in (0.05, 0.95):
-            trainer = scored(bench, [*base[:index], score, *base[index + 1 :]])
+            trainer = bench.collected(arguments={"reward_fn": _fractions({texts[index]: score})})
             found = credits_of(trainer, trainer.store.experience)
             credits_.append(float(found[sampled[index]][-1]) if sampled[index] in found else 0.0)
         _require_rise(credits_, "last", index, sampled[index])
 
 
-@check(where=samples_text)
+@check(where=credited)
 def credit_of_dense_rewards(bench: Bench) -> None:
     """Check that a score is the same as a reward of the last token, and a token's reward raises its credit.
 
     A reward function may return a list of numbers per response. An algorithm that does not expect this takes rewards of
     tokens for scores of responses (S-15).
     """
-    sampled = _sampled(bench)
-    base = _fractions(len(sampled))
+    sampled, usual = _sampled(bench), _fractions({})
+    texts = _texts(bench, sampled)
+    tokens = {text: len(ids[1]) for text, ids in zip(texts, sampled, strict=True)}
 
-    def dense(extra: dict[int, float]) -> list[list[float]]:
-        rows = [[0.0] * (len(response) - 1) + [score] for (_, response), score in zip(sampled, base, strict=True)]
-        for index, reward in extra.items():
-            rows[index][0] += reward
-        return rows
+    def dense(extra: dict[tuple[str, str], float]) -> Callable[..., list[list[float]]]:
+        def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[list[float]]:
+            rows = []
+            for text, score in zip(zip(prompts, outputs, strict=True), usual(prompts, outputs), strict=True):
+                row = [0.0] * (tokens.get(text, 2) - 1) + [score]
+                rows.append([row[0] + extra.get(text, 0.0), *row[1:]])
+            return rows
 
-    one, other = (scored(bench, scores).store.experience.flatten() for scores in (base, dense({})))
+        return reward
+
+    one, other = (
+        bench.collected(arguments={"reward_fn": reward}).store.experience.flatten() for reward in (usual, dense({}))
+    )
     require(one.keys() == other.keys(), "scores and rewards per token make experience with other fields")
     for name, tensor in one.items():
         require_close(tensor.float(), other[name].float(), f"{name} of scores and of equal rewards for the last tokens")
     for index in [index for index in _chosen(bench, sampled) if len(sampled[index][1]) > 1]:
         credits_: list[float] = []
         for reward in (-1.0, 1.0):
-            trainer = scored(bench, dense({index: reward}))
+            trainer = bench.collected(arguments={"reward_fn": dense({texts[index]: reward})})
             found = credits_of(trainer, trainer.store.experience)
             credits_.append(float(found[sampled[index]][0]) if sampled[index] in found else 0.0)
         _require_rise(credits_, "first", index, sampled[index])
@@ -111,20 +126,19 @@ class _Made:
         self.experience = experience
 
 
-@check(where=samples_text)
+@check(where=credited)
 def given_responses(bench: Bench) -> None:
     """Check that `step` makes the same experience from given responses and scores as a run, and learns from it.
 
     The probabilities with which given responses were sampled are unknown: ``rollouts.logprobs`` and
     ``rollouts.entropy`` are None, and `behaviour` computes them with the policy.
     """
-    base = _fractions(len(_sampled(bench)))
-    made = _Made()
-    usual, trainer = scored(bench, base), bench.trainer(callbacks=[made])
-    rollouts = Sequences.cat([part.sequences for part in usual._rollouts])
+    made, reward = _Made(), _fractions({})
+    usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
+    rollouts = Rollouts.cat(usual._rollouts)
     trainer.policy  # noqa: B018  (made before its weights are copied)
     before = weights(trainer)
-    trainer.step(rollouts.queries, rollouts.responses, base)
+    trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
     what = "experience of responses in a run and of the same responses given to step()"
     require_same_experience(usual.store.experience, made.experience, what)
     after = weights(trainer)
@@ -132,19 +146,35 @@ def given_responses(bench: Bench) -> None:
 
 
 def _sampled(bench: Bench) -> list[Ids]:
-    """Return the responses of the first collection, which do not depend on their scores."""
-    return [ids for rollouts in bench.collected()._rollouts for ids in ids_of(rollouts.sequences)]
+    """Return the responses of the first collection, with the scores of `_fractions`."""
+    trainer = bench.collected(arguments={"reward_fn": _fractions({})})
+    return [ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)]
 
 
-def _fractions(count: int) -> list[float]:
-    """Return scores between 0.1 and 0.9, of which no two neighbours are equal."""
-    return [0.1 + 0.8 * (7 * index % 16) / 15 for index in range(count)]
+def _texts(bench: Bench, sampled: list[Ids]) -> list[tuple[str, str]]:
+    """Return the prompts and responses as the reward function gets them."""
+    tokenizer = bench.trainer().tokenizer
+    queries, responses = (decode(tokenizer, [list(ids[part]) for ids in sampled], True) for part in (0, 1))
+    return list(zip(queries, responses, strict=True))
+
+
+def _fractions(others: dict[tuple[str, str], float]) -> Callable[..., list[float]]:
+    """Return a reward function with scores between 0.1 and 0.9 that follow from the text, or those of ``others``."""
+
+    def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
+        return [
+            others.get((prompt, output), 0.1 + 0.8 * hashed(prompt, output) / (1 << 32))
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    return reward
 
 
 def _chosen(bench: Bench, sampled: list[Ids]) -> list[int]:
     """Return indices of responses with unique ids: one per position in a group, the shortest and the longest."""
     size = bench.trainer().samples_per_prompt
-    alone = [index for index, ids in enumerate(sampled) if sampled.count(ids) == 1]
+    texts = _texts(bench, sampled)  # responses of other ids may have the same text
+    alone = [index for index, text in enumerate(texts) if texts.count(text) == 1]
     by_length = sorted(alone, key=lambda index: len(sampled[index][1]))
     places = [next((index for index in alone if index % size == place), None) for place in range(size)]
     require(None not in places, f"too few of the {len(sampled)} responses to {len(PROMPTS)} prompts differ")
@@ -183,8 +213,8 @@ def integer_scores(bench: Bench) -> None:
 
 
 def draws_and_compares(subject: Subject) -> bool:
-    """Return whether the subject samples text and uses a reference."""
-    return samples_text(subject) and compares(subject)
+    """Return whether the subject samples text and uses a reference; one that keeps nothing of equal scores does not."""
+    return samples_text(subject) and compares(subject) and not subject.keeps
 
 
 @check(where=draws_and_compares)
@@ -376,8 +406,9 @@ def finite_at_extremes(bench: Bench) -> None:
 
 def _extremes(bench: Bench) -> Iterator[tuple[str, Any]]:
     subject = bench.subject
-    if rated(subject):
+    if rated(subject) and not subject.keeps:
         yield "equal scores", scored(bench, [1.0])
+    if rated(subject):
         yield "scores of ±1e6", scored(bench, [1e6, -1e6, -1e6])
     if subject.online:
         few = {"rollout__num_rollouts": bench.trainer().samples_per_prompt}
@@ -433,8 +464,10 @@ def learns(bench: Bench) -> None:
     comparison with the wrong row.
     """
     subject = bench.subject
-    if subject.samples_text:
+    if credited(subject):
         _finds_rewards(bench)
+    elif subject.samples_text:
+        _loss_falls(bench)
     elif subject.language and "pairs" in subject.trainer_class.inputs:
         _prefers_the_chosen(bench)
     elif not subject.writes_text:
@@ -535,3 +568,12 @@ def _improves(bench: Bench) -> None:
     after = trainer.evaluate()[measure]
     better = after > before if bench.subject.online else after < before
     require(better, f"{measure} goes from {before:.4g} to {after:.4g}")
+
+
+def _loss_falls(bench: Bench) -> None:
+    """Fail unless the loss of an algorithm without rewards is lower at the end of a run than at its beginning."""
+    told = Logged()
+    bench.trainer(callbacks=[told], optimizer__lr=1e-2, train__total_steps=40).learn()
+    losses = [metrics["loss/total"] for metrics in told.steps.values() if "loss/total" in metrics]
+    before, after = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
+    require(after < before, f"the loss goes from {before:.4g} in the first five steps to {after:.4g} in the last five")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -359,12 +359,18 @@ class Logged:
         self.steps.setdefault(step, {}).update(metrics)
 
 
-def rewarding(values: Iterable[Any]) -> Callable[..., list[Any]]:
-    """Return a reward function that gives ``values`` to the responses in order, starting again after the last."""
-    left = cycle(values)
+def hashed(prompt: str, output: Any) -> int:
+    """Return a number below 2³² that follows from a prompt and a response, text or an image."""
+    content = output.encode() if isinstance(output, str) else output.cpu().numpy().tobytes()
+    return crc32(prompt.encode() + b"|" + content)
 
-    def reward(prompts: list[Any], **_: Any) -> list[Any]:
-        return [next(left) for _ in prompts]
+
+def rewarding(values: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return a reward function that gives each response one of ``values``, by its text, not by the order of calls."""
+
+    def reward(prompts: list[str], outputs: Any = None, images: Any = None, **_: Any) -> list[Any]:
+        responses = images if outputs is None else outputs
+        return [values[hashed(*each) % len(values)] for each in zip(prompts, responses, strict=True)]
 
     return reward
 
