@@ -95,7 +95,7 @@ def turn_rewards(bench: Bench) -> None:
         assert at is not None, "just required"
         ids, place = ids_of(rollouts.sequences)[at], _last_of_turn(rollouts, at, number)
         found: list[float] = []
-        for reward in (0.0, 1.0):
+        for reward in (-5.0, 5.0):
             trainer = playing(bench, paying({(firsts[at], number + 1): reward})).collected()
             credits_ = credits_of(trainer, trainer.store.experience)
             found.append(float(credits_[ids][place]) if ids in credits_ else 0.0)
