@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -31,12 +31,29 @@ from trainkit.data import (
 from trainkit.data.pipeline import EncodedSide, encode_apart, encode_pair, encode_pair_apart, encode_sample, one_output
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.functional import per_response
-from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
+from trainkit.models import (
+    Frozen,
+    Policy,
+    Reference,
+    TokenOutputs,
+    context_length,
+    load_model,
+    load_tokenizer,
+    make_policy,
+)
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
-from trainkit.models.loading import check_trainable, load_model_config, name_eos, pad_id
+from trainkit.models.loading import (
+    check_frozen,
+    check_trainable,
+    load_frozen,
+    load_frozen_config,
+    load_model_config,
+    name_eos,
+    pad_id,
+)
 from trainkit.rollouts import Purpose, Sampler, check_scores, make_sampler, score
 from trainkit.runs import run
-from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
+from trainkit.seeding import PLACE, Seen, global_rng, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
@@ -57,6 +74,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
         tokenizer: a live tokenizer, instead of the one that the config names.
         **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
+            reference: a live model to compare with, instead of the trained model's start; it is frozen in place.
             reward_fn: scores samples; see `trainkit.rollouts.rewards.score`.
             metric_fn: measures samples at evaluation; see `trainkit.rollouts.rewards.metrics`.
             logit_mask: bool [V] or [V, V] (row: the previous token), True = allowed; applied when sampling, and when
@@ -122,6 +140,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.limit = self._length_limit()
         budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
         self.encode = PromptEncoder(self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.apart)
+        if (chosen := self.chosen_reference) is not None:
+            self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -190,6 +210,55 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def make_reference(self, model: Any) -> Reference:
         """Return a frozen copy of the policy as it is now; parameters that are not trained are shared with it."""
         return Reference(model)
+
+    def _load_reference(self) -> Frozen:
+        return self.frozen_models[0]
+
+    def frozen(self, path_or_model: Any) -> Frozen:
+        """Return a second model, frozen, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
+
+        It has the policy's temperature and logit mask, is in evaluation mode, and takes no part in training. Call this
+        in ``__init__``, or where the model is first needed. The weights are loaded with those of the policy, or when
+        they are first used if this is called later. Their fingerprint is part of the run's: a run that resumes with
+        other weights is refused.
+
+        Args:
+            path_or_model: a hub id, a local directory, or the fields of a model config, loaded in ``model.dtype`` with
+                ``model.kwargs``. Random weights are seeded by ``train.seed`` and the number of the call; an adapter is
+                merged. Or a live model or policy, with its adapter if it has one; it is frozen in place.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or does not fit the trained one: another vocabulary, a shorter
+                context, or only one of them is an encoder-decoder.
+        """
+        return self._freeze(path_or_model, "frozen()")
+
+    def _freeze(self, source: Any, key: str) -> Frozen:
+        """Check the second model that ``source`` is or names, and return it, to be loaded later."""
+        check_frozen(self.model_config, load_frozen_config(self.config.model, source, key), key, self.limit)
+        made = Frozen(partial(self._load_frozen, source, key, len(self.frozen_models)))
+        self.frozen_models.append(made)
+        return made
+
+    def _load_frozen(self, source: Any, key: str, index: int) -> Policy:
+        own, device = self.unwrapped, self.accelerator.device
+        with global_rng(self.config.train.seed, "frozen", index, device=device):
+            model = load_frozen(self.config.model, source, key)
+        trained = {id(parameter) for parameter in own.parameters() if parameter.requires_grad}
+        if any(id(parameter) in trained for parameter in model.parameters()):
+            raise ConfigError(
+                f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
+            )
+        model.to(device)
+        if not isinstance(source, str | Mapping):
+            self.make_equal(model)  # any other is equal on all processes
+        with torch.autocast(device.type, enabled=False):
+            if isinstance(own, Policy):
+                policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
+            else:  # of a model that scores text
+                policy = make_policy(model)
+        run.check_frozen(self, policy)
+        return policy
 
     @cached_property
     def sampler(self) -> Sampler:

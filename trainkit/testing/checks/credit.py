@@ -218,7 +218,7 @@ def reported_kl(bench: Bench) -> None:
     for changes in ({}, adapted):
         trainer, sequences = _moved(bench, by=0.3, **changes)
         with torch.no_grad():
-            exact = trainer.policy(sequences, reference=trainer.reference).kl
+            exact = trainer.policy(sequences, reference=trainer.reference).divergence
             _, found = trainer.loss(for_loss(trainer, trainer.store.experience))
         per_token = float(exact.sum() / sequences.response_mask.sum())
         require(per_token > 0, "the reference has moved with the policy")
@@ -252,7 +252,7 @@ def _require_no_step(trainer: Any, batch: Batch) -> None:
 
 def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
     trainer.optimizer.zero_grad()
-    trainer.policy(sequences, reference=trainer.reference).kl.sum().backward()
+    trainer.policy(sequences, reference=trainer.reference).divergence.sum().backward()
     return _taken(trainer)
 
 
