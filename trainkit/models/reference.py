@@ -75,8 +75,8 @@ class Reference:
 class Frozen:
     """A second model as a frozen policy, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
 
-    It is loaded when it is first used. It is always in evaluation mode and computes no gradients. It shares no layers
-    with the trained policy, so it does not use the output of that policy's frozen layers (`Sequences.trunk`).
+    It is loaded when ``policy`` is first read. It is always in evaluation mode and computes no gradients. It does not
+    start from the output of the trained policy's frozen layers (`Sequences.trunk`), because it has layers of its own.
 
     Args:
         load: loads the policy.

@@ -343,7 +343,7 @@ def load(trainer: Trainer, path: Path) -> None:
     path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
-    trainer.recorded_frozen = state["frozen"]
+    trainer._recorded_frozen = state["frozen"]
     trainer.store.clear()
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
@@ -412,7 +412,7 @@ def check_frozen(trainer: Trainer, policy: Policy) -> None:
     Raises:
         CheckpointError: the checkpoint is of a run with another frozen model instead.
     """
-    there = trainer.recorded_frozen
+    there = trainer._recorded_frozen
     if there is None:
         return
     known = [each.fingerprint for each in trainer.frozen_models if each.loaded]

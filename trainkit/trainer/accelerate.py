@@ -218,8 +218,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         """Return a second model, frozen, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
 
         It has the policy's temperature and logit mask, is in evaluation mode, and takes no part in training. Call this
-        in ``__init__``, or where the model is first needed. The weights are loaded with those of the policy, or when
-        they are first used if this is called later. Their fingerprint is part of the run's: a run that resumes with
+        in ``__init__``, or on every process where the model is first needed. The weights are loaded with those of the
+        policy, or now if those are loaded already. Their fingerprint is part of the run's: a run that resumes with
         other weights is refused.
 
         Args:
@@ -238,6 +238,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         check_frozen(self.model_config, load_frozen_config(self.config.model, source, key), key, self.limit)
         made = Frozen(partial(self._load_frozen, source, key, len(self.frozen_models)))
         self.frozen_models.append(made)
+        if "_prepared" in vars(self):
+            made.policy  # noqa: B018  (loads it, on all processes together)
         return made
 
     def _load_frozen(self, source: Any, key: str, index: int) -> Policy:
@@ -251,7 +253,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
         model.to(device)
         if not isinstance(source, str | Mapping):
-            self.make_equal(model)  # any other is equal on all processes
+            self._make_equal(model)  # any other is equal on all processes
         with torch.autocast(device.type, enabled=False):
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)

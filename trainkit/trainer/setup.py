@@ -91,7 +91,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The reference that the user chose, a model object or what names one; None: the model's start."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
-        self.recorded_frozen: list[str] | None = None
+        self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
         check_brought(self._plugin_names(), self.hooks)
@@ -185,14 +185,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = self.unwrapped.to(self.accelerator.device)
-        self.make_equal(model)  # as DDP will do, but before the reference is made
+        self._make_equal(model)  # as DDP will do, but before the reference is made
         reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
         for frozen in self.frozen_models:
             frozen.policy  # noqa: B018  (loads it)
         optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
         return (*self.accelerator.prepare(model, optimizer), reference)
 
-    def make_equal(self, model: nn.Module) -> None:
+    def _make_equal(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the main process's ``model`` to all other processes."""
         if self.accelerator.num_processes > 1:
             broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
