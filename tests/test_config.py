@@ -267,7 +267,8 @@ def test_a_config_for_one_method_takes_no_other():
 
 def test_one_wrong_model_path_is_one_fault():
     allowed = "should be a hub id or directory, the fields of a model config, or None"
-    assert fault(lambda: toy(model={"model_path": 3})) == f"model.model_path: {allowed} (given 3 (int))"
+    for field in ("model_path", "reference_path"):
+        assert fault(lambda: toy(model={field: 3})) == f"model.{field}: {allowed} (given 3 (int))"  # noqa: B023
 
 
 @pytest.mark.parametrize("key", [True, 7, None, "self"])
@@ -404,6 +405,8 @@ def test_fields_of_a_model_merge_and_another_architecture_replaces_them():
     llama = {"model_type": "llama", "hidden_size": 8}
     assert tiny.evolve(model={"model_path": llama}).model.model_path == llama
     assert tiny.evolve(model={"model_path": "gpt2"}).model.model_path == "gpt2"
+    compared = toy(model={"reference_path": {"model_type": "gpt2", "n_layer": 2}})
+    assert compared.evolve(model={"reference_path": llama}).model.reference_path == llama
 
 
 def test_a_section_given_as_a_model_replaces_the_section():

@@ -23,6 +23,7 @@ LONG = "abcdefgh" * 8
 SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     # field: (another value, what else must hold for it to matter)
     "model.model_path": (tiny_gpt2(10, n_embd=16), {}),
+    "model.reference_path": (tiny_gpt2(10, n_embd=16), {}),
     "model.dtype": ("bfloat16", {}),
     "model.num_layers_unfrozen": (1, {}),
     "model.peft_config": ({"r": 4, "target_modules": "all-linear"}, {}),

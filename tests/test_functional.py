@@ -18,7 +18,9 @@ from trainkit.functional import (
     clipped_value_loss,
     entropy_from_logits,
     gae,
+    jensen_shannon,
     kl_exact,
+    kl_forward,
     kl_k1,
     kl_k2,
     kl_k3,
@@ -279,19 +281,95 @@ def test_exact_kl_of_the_known_distributions():
     close(kl_exact(POLICY.log(), REFERENCE.log()), [KL])
 
 
-def test_exact_kl_ignores_tokens_that_neither_may_choose():
+@given(logits_of(count=2))
+def test_forward_kl_is_the_sum_over_the_vocabulary_with_the_distributions_exchanged(case):
+    p, q = log_softmax(case[0]), log_softmax(case[1])
+    expected = [
+        math.fsum(math.exp(b) * (b - a) for a, b in zip(x, y, strict=True))
+        for x, y in zip(p.tolist(), q.tolist(), strict=True)
+    ]
+    close(kl_forward(torch.from_numpy(case[0]), torch.from_numpy(case[1])), expected)
+
+
+# KL(π_ref‖π) = .4 ln(4/7) + .4 ln 2 + .2 ln 2
+FORWARD = 0.4 * math.log(4 / 7) + 0.6 * math.log(2)
+# m = (π + π_ref) / 2 = (.55, .3, .15)
+JS = 0.5 * (0.7 * math.log(0.7 / 0.55) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.15)) + 0.5 * (
+    0.4 * math.log(0.4 / 0.55) + 0.4 * math.log(0.4 / 0.3) + 0.2 * math.log(0.2 / 0.15)
+)
+# m = .25 π_ref + .75 π = (.625, .25, .125), weighted .25 KL(π_ref‖m) + .75 KL(π‖m)
+JS_QUARTER = 0.75 * (0.7 * math.log(0.7 / 0.625) + 0.2 * math.log(0.2 / 0.25) + 0.1 * math.log(0.1 / 0.125)) + 0.25 * (
+    0.4 * math.log(0.4 / 0.625) + 0.4 * math.log(0.4 / 0.25) + 0.2 * math.log(0.2 / 0.125)
+)
+DIVERGENCES = [
+    pytest.param(kl_exact, KL, id="reverse"),
+    pytest.param(kl_forward, FORWARD, id="forward"),
+    pytest.param(jensen_shannon, JS, id="jensen-shannon"),
+    pytest.param(lambda p, q: jensen_shannon(p, q, beta=0.25), JS_QUARTER, id="jensen-shannon-.25"),
+]
+
+
+@pytest.mark.parametrize(("fn", "known"), DIVERGENCES)
+def test_divergences_of_the_known_distributions(fn, known):
+    close(fn(POLICY.log(), REFERENCE.log()), [known])
+
+
+@pytest.mark.parametrize(("fn", "known"), DIVERGENCES)
+def test_divergences_and_their_gradients_ignore_tokens_that_neither_may_choose(fn, known):
     forbidden = torch.full((1, 2), -math.inf, dtype=torch.float64)
     policy = torch.cat([POLICY.log(), forbidden], -1).requires_grad_()
-    kl = kl_exact(policy, torch.cat([REFERENCE.log(), forbidden], -1))
-    close(kl.detach(), [KL])
-    kl.sum().backward()
-    assert policy.grad.isfinite().all()
+    found = fn(policy, torch.cat([REFERENCE.log(), forbidden], -1))
+    close(found.detach(), [known])
+    found.sum().backward()
+    alone = POLICY.log().requires_grad_()
+    fn(alone, REFERENCE.log()).sum().backward()
+    close(policy.grad[:, :3], alone.grad)
+    exactly(policy.grad[:, 3:], torch.zeros(1, 2, dtype=torch.float64))
+
+
+def test_jensen_shannon_is_finite_where_only_one_of_the_two_may_choose():
+    """Of disjoint distributions it is the entropy of the weights; both Kullback-Leibler divergences are infinite."""
+    ours = torch.tensor([[0.0, -math.inf]], dtype=torch.float64, requires_grad=True)
+    theirs = torch.tensor([[-math.inf, 0.0]], dtype=torch.float64)
+    for beta in (0.5, 0.1):
+        found = jensen_shannon(ours, theirs, beta=beta)
+        close(found.detach(), [-beta * math.log(beta) - (1 - beta) * math.log(1 - beta)])
+        ours.grad = None
+        found.sum().backward()
+        assert ours.grad.isfinite().all()
+    assert kl_exact(ours, theirs).item() == kl_forward(ours, theirs).item() == math.inf
+
+
+@given(logits_of(count=2), st.floats(0.01, 0.99))
+def test_jensen_shannon_is_bounded_and_symmetric_in_distributions_and_weights(case, beta):
+    p, q = (torch.from_numpy(z) for z in case)
+    found = jensen_shannon(p, q, beta=beta)
+    assert (found > -1e-12).all()
+    assert (found < -beta * math.log(beta) - (1 - beta) * math.log(1 - beta) + 1e-12).all()
+    close(found, jensen_shannon(q, p, beta=1 - beta))
+
+
+@given(logits_of(count=2))
+def test_jensen_shannon_per_weight_approaches_forward_and_reverse_kl(case):
+    p, q = (torch.from_numpy(z) for z in case)
+    tiny = 1e-7
+    close(jensen_shannon(p, q, beta=tiny) / tiny, kl_forward(p, q), rtol=0, atol=1e-2)
+    close(jensen_shannon(p, q, beta=1 - tiny) / tiny, kl_exact(p, q), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.5, math.nan])
+def test_a_weight_of_jensen_shannon_outside_of_zero_and_one_is_refused(beta):
+    with pytest.raises(ValueError, match=r"beta is .*give a weight between 0 and 1, or use kl_forward or kl_exact"):
+        jensen_shannon(POLICY, REFERENCE, beta=beta)
 
 
 @given(logits_of())
 def test_every_kl_of_a_policy_with_itself_is_exactly_zero(case):
     logits = torch.from_numpy(case[0])
-    exactly(kl_exact(logits, logits), torch.zeros(len(logits), dtype=torch.float64))
+    zero = torch.zeros(len(logits), dtype=torch.float64)
+    exactly(kl_exact(logits, logits), zero)
+    exactly(kl_forward(logits, logits), zero)
+    close(jensen_shannon(logits, logits), zero)  # the logarithm of the mixture is rounded
     for estimator in (kl_k1, kl_k2, kl_k3):
         exactly(estimator(logits, logits), torch.zeros_like(logits))
 
@@ -544,6 +622,8 @@ NEAR, OLD, TARGET = double(0.1, 0.9, -0.8, 0.9), double(0.0, 0.0, 0.0, 0.0), dou
         pytest.param(entropy_from_logits, (double(*LOGITS),), id="entropy_from_logits"),
         pytest.param(kl_k3, (double(*LOGITS), double(*OTHERS)), id="kl_k3"),
         pytest.param(kl_exact, (double(*LOGITS), double(*OTHERS)), id="kl_exact"),
+        pytest.param(kl_forward, (double(*LOGITS), double(*OTHERS)), id="kl_forward"),
+        pytest.param(jensen_shannon, (double(*LOGITS), double(*OTHERS)), id="jensen_shannon"),
         pytest.param(lambda r, a: clipped_surrogate(r, a, cliprange=0.2), (RATIOS, SIGNED), id="clipped_surrogate"),
         pytest.param(lambda *v: clipped_value_loss(*v, cliprange=0.2), (NEAR, OLD, TARGET), id="clipped_value_loss"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from researchers import dr_grpo, kto, remax
+from researchers import distillation, dr_grpo, guess, kto, remax
 from test_dynamic import Dapo
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, RegistryError
@@ -20,12 +20,16 @@ ALGORITHMS = {
     "test_remax": remax.ReMaxTrainer,
     "test_kto": kto.KTOTrainer,
     "test_dapo": Dapo,
+    "test_distillation": distillation.DistillationTrainer,
+    "test_turns": guess.TurnsTrainer,
 }
 EXPECTED: dict[str, dict[str, str]] = {
     "test_remax": {
         "given_responses": "responses given to step() have no greedy response to compare with",
         "first_update": "REINFORCE has no importance ratio",
     },
+    "test_distillation": {"first_update": "its loss is not a ratio, and it has no reference to start from"},
+    "test_turns": {"first_update": "REINFORCE has no importance ratio"},
     "test_dapo": {"docstrings": "it is a test", "fields_have_effects": "its only setting is the size of its groups"},
 }
 QUICK = {"credit_of_scores", "turn_rewards", "episodes_are_whole", "keep_chooses", "micro_batches", "learns"}
@@ -41,6 +45,31 @@ def test_it_passes_the_whole_kit(name: str) -> None:
 def test_it_passes_the_checks_of_what_is_new(name: str) -> None:
     applying = {each.name for subject in subjects_of(name) for each in checks_for(subject)}
     check_plugin(name, only=sorted(QUICK & applying))
+
+
+def test_the_game_is_learnt(tmp_path: Path) -> None:
+    """Guessing at random among eight letters wins with probability 1/8 a turn, by halves within three turns always."""
+    arguments = {"environment": guess.Guess, "prompts": list("abcdefgh")}
+    trainer = tiny_trainer(
+        "test_turns", tmp_path, arguments=arguments, optimizer__lr=3e-3, rollout__max_new_tokens=1,
+        rollout__max_turns=3, rollout__num_rollouts=128, rollout__batch_size=128, train__batch_size=128,
+        train__total_steps=60,
+    )  # fmt: skip
+    won = [float(trainer.play(list("abcdefgh") * 16).terminated.float().mean())]
+    trainer.learn()
+    won.append(float(trainer.play(list("abcdefgh") * 16).terminated.float().mean()))
+    assert won[1] > won[0] + 0.15, won
+
+
+def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
+    trainer = tiny_trainer("test_distillation", tmp_path, optimizer__lr=1e-2, train__total_steps=40)
+    batch, found = trainer.sample(trainer.pipeline.take(0, 8)).sequences, []
+    for stage in range(2):
+        with torch.no_grad():
+            found.append(float(trainer.loss(batch)[0]))
+        if not stage:
+            trainer.learn()
+    assert found[1] < 0.7 * found[0], found
 
 
 def test_labels_are_true_or_false(tmp_path: Path) -> None:
@@ -83,17 +112,17 @@ def test_train_follows_the_declaration(tmp_path: Path, monkeypatch: pytest.Monke
     given: dict[str, Any] = {"tokenizer": tiny.tokenizer, "config": tiny.config}
     prompts: list[Row | str] = ["ab", "c"]
     with pytest.raises(
-        ConfigError, match="'test_dr_grpo' learns from reward_fn and prompts; given prompts. Add reward"
+        ConfigError, match=r"'test_dr_grpo' learns from reward_fn and prompts; given prompts. Add reward"
     ):
         trainkit.train(prompts=prompts, **given)
     needing("test_dr_grpo", ("prompts",), monkeypatch)
     trained = trainkit.train(prompts=prompts, **given)
     assert trained.progress.step == 6
     assert torch.equal(trained.score(trained._rollouts[0]).cpu(), torch.zeros(len(trained._rollouts[0])))
-    with pytest.raises(ConfigError, match="learns from prompts; given reward_fn and prompts. Remove reward_fn"):
+    with pytest.raises(ConfigError, match=r"learns from prompts; given reward_fn and prompts. Remove reward_fn"):
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
     needing("test_dr_grpo", ("environment", "prompts"), monkeypatch)
     with pytest.raises(
-        ConfigError, match="learns from environment and prompts; given reward_fn and prompts. Add envir"
+        ConfigError, match=r"learns from environment and prompts; given reward_fn and prompts. Add envir"
     ):
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)

@@ -355,12 +355,12 @@ def test_the_reference_shares_what_is_frozen_and_stays_when_the_rest_moves(
     assert (known.trunk is not None) == (unfrozen >= 0)
     before = reference(known).logprobs
     with torch.no_grad():  # with a gradient, T5's attention runs in another kernel, which rounds otherwise
-        assert torch.equal(policy(known, reference=reference).kl, torch.zeros_like(before))
+        assert torch.equal(policy(known, reference=reference).divergence, torch.zeros_like(before))
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.5)
     policy(known).logprobs.sum().backward()
     optimizer.step()
     assert torch.equal(reference(known).logprobs, before)
-    kl = policy(known, reference=reference).kl
+    kl = policy(known, reference=reference).divergence
     assert (kl[sequences.response_mask] > 0).all()
 
 

@@ -152,11 +152,11 @@ def test_divergences_of_the_whole_vocabulary_come_from_the_same_pass() -> None:
     """KL(π‖π_ref) by hand from both models' logits, and its gradient."""
     policy, sequences = CausalPolicy(make("llama"), temperature=0.7), some_sequences()
     reference, mask = Reference(policy), sequences.response_mask
-    assert policy(sequences, reference=reference).kl.abs().max() == 0
+    assert policy(sequences, reference=reference).divergence.abs().max() == 0
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    said = policy(sequences, reference=reference).kl
+    said = policy(sequences, reference=reference).divergence
     logits = [
         m.model(sequences.input_ids, attention_mask=sequences.attention_mask).logits[:, :-1][mask[:, 1:]].double() / 0.7
         for m in (policy, reference.policy)

@@ -40,6 +40,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase | None = None,
     eval_samples: Iterable[Any] | None = None,
     formatting_func: Callable[[Any], Any] | None = None,
+    reference: str | Mapping[str, Any] | PreTrainedConfig | PreTrainedModel | None = None,
     allow_drift: bool = False,
     environment: EnvironmentMaker | None = None,
 ) -> AccelerateRLTrainer[Any]:
@@ -89,6 +90,8 @@ def train(
         environment: called with a row of ``prompts``, makes the environment of an episode
             (`trainkit.rollouts.Environment`), which answers the model's outputs and pays rewards; those of
             ``reward_fn`` are added. Without ``prompts`` the environment gives the prompts too.
+        reference: the model that an algorithm with a reference compares with, instead of the model before the first
+            update: as ``model_path``; a live model is frozen in place. Overrides ``config.model.reference_path``.
         allow_drift: with ``train.resume``, resume even if settings have changed that affect the course of training.
             The new settings apply from then on, and the changes are logged.
 
@@ -121,7 +124,8 @@ def train(
         raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
-    settled = _settle_config(config, method, model_path, lambda: _usual_method(present, samples))
+    models = {"model_path": model_path, "reference_path": reference}
+    settled = _settle_config(config, method, models, lambda: _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
     _check_inputs(settled.method.name, trainer_class.inputs, present, samples)
     # trainers of other models than language models take neither
@@ -130,6 +134,7 @@ def train(
     trainer = trainer_class(
         settled,
         model=model_path if _is_model(model_path) else None,
+        reference=reference if _is_model(reference) else None,
         **extra,
         reward_fn=reward_fn,
         metric_fn=metric_fn,
@@ -206,10 +211,13 @@ def _check_combination(present: list[str]) -> None:
 def _settle_config(
     config: TRLConfig[Any] | Mapping[str, Any] | str | Path | None,
     method: str | None,
-    model_path: Any,
+    models: Mapping[str, Any],
     usual: Callable[[], str],
 ) -> TRLConfig[Any]:
-    """Return the configuration with the method and model that the arguments name; ``usual()`` is the default method."""
+    """Return the configuration with the method and models that the arguments name; ``usual()`` is the default method.
+
+    ``models`` holds what is given for ``model.model_path`` and ``model.reference_path``.
+    """
     fields = _config_sections(config)
     section = fields.get("method")
     named = section if isinstance(section, str) else _as_dict(section).get("name")
@@ -221,14 +229,14 @@ def _settle_config(
     name = method or named or usual()
     get_trainer(name)  # raises at once if the algorithm is not installed
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
-    model = _as_dict(fields.get("model"))
-    if _is_model(model_path) and model.get("model_path") is not None:
-        raise ConfigError(
-            f"a live model is given, and model.model_path is {model['model_path']!r}; give one of the two"
-        )
-    if model_path is not None and not _is_model(model_path):
-        path = model_path if isinstance(model_path, str) else _config_fields(model_path)
-        fields["model"] = {**model, "model_path": path}
+    for key, given in models.items():
+        model = _as_dict(fields.get("model"))
+        if _is_model(given) and model.get(key) is not None:
+            what = "model" if key == "model_path" else "reference"
+            raise ConfigError(f"a live {what} is given, and model.{key} is {model[key]!r}; give one of the two")
+        if given is not None and not _is_model(given):
+            path = given if isinstance(given, str) else _config_fields(given, key)
+            fields["model"] = {**model, key: path}
     return TRLConfig.from_dict(fields)
 
 
@@ -271,17 +279,18 @@ def _as_dict(section: Any) -> dict[str, Any]:
     raise ConfigError(f"a section of the config is a mapping; given {describe(section)}")
 
 
-def _config_fields(model_path: Any) -> dict[str, Any]:
-    """Return the fields of a transformers config as plain data."""
-    if isinstance(model_path, Mapping):
-        return dict(model_path)
-    if hasattr(model_path, "to_diff_dict"):
-        fields: dict[str, Any] = model_path.to_diff_dict()
+def _config_fields(given: Any, key: str) -> dict[str, Any]:
+    """Return the fields of a transformers config as plain data; ``key`` is the setting that it is for."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if hasattr(given, "to_diff_dict"):
+        fields: dict[str, Any] = given.to_diff_dict()
         fields.pop("transformers_version", None)
-        return {**fields, "model_type": model_path.model_type}
+        return {**fields, "model_type": given.model_type}
+    argument = "model_path" if key == "model_path" else "reference"
     raise ConfigError(
-        f"model_path should be a hub id, a directory, a PreTrainedConfig, its fields, or a PreTrainedModel; "
-        f"given {describe(model_path)}"
+        f"{argument} should be a hub id, a directory, a PreTrainedConfig, its fields, or a PreTrainedModel; "
+        f"given {describe(given)}"
     )
 
 

@@ -93,6 +93,10 @@ class ModelConfig(Section):
     model_path: str | Plain | None = None
     """A hub id, a local directory, or the fields of a model config with its `model_type` (random weights). None: a
     live model is passed to `train`."""
+    reference_path: str | Plain | None = None
+    """The model that an algorithm with a reference compares with: a hub id, a local directory, or the fields of a model
+    config (random weights), with the vocabulary of the trained model. None: the trained model as it is before the first
+    update."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of the weights. For mixed precision keep float32 here and set `train.mixed_precision`."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
@@ -101,7 +105,7 @@ class ModelConfig(Section):
     the encoder is frozen. -1: train everything."""
     peft_config: Plain | None = None
     """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA by default), or a
-    peft config object. The reference is the model without the adapter."""
+    peft config object. Unless `reference_path` is set, the reference is the model without the adapter."""
     disable_dropout: bool = True
     """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
     never has dropout."""
@@ -129,7 +133,7 @@ class ModelConfig(Section):
             )
         return self
 
-    @field_validator("model_path", mode="before")
+    @field_validator("model_path", "reference_path", mode="before")
     @classmethod
     def _path_or_fields(cls, value: Any) -> Any:
         if value is not None and not isinstance(value, str | Mapping):
@@ -522,7 +526,7 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
 
 def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether merging ``new`` into ``old`` would mix two algorithms or two model architectures."""
-    tag = {"method": "name", "model_path": "model_type"}.get(key)
+    tag = {"method": "name", "model_path": "model_type", "reference_path": "model_type"}.get(key)
     return tag is not None and tag in old and tag in new and str(new[tag]).lower() != str(old[tag]).lower()
 
 

@@ -95,8 +95,38 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_exact(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Return KL(π‖π_ref) = Σ_v p_v (log p_v − log q_v), 0 where p_v = 0. [N, V], [N, V] -> [N]."""
+    """Return KL(π‖π_ref) = Σ_v p_v (log p_v − log q_v), 0 where p_v = 0: the reverse KL. [N, V], [N, V] -> [N]."""
+    return _kl(logits.log_softmax(-1), ref_logits.log_softmax(-1))
+
+
+def kl_forward(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Return KL(π_ref‖π) = Σ_v q_v (log q_v − log p_v), 0 where q_v = 0. [N, V], [N, V] -> [N]."""
+    return _kl(ref_logits.log_softmax(-1), logits.log_softmax(-1))
+
+
+def jensen_shannon(logits: Tensor, ref_logits: Tensor, *, beta: float = 0.5) -> Tensor:
+    """Return β KL(π_ref‖m) + (1−β) KL(π‖m), with the mixture m = β π_ref + (1−β) π. [N, V], [N, V] -> [N].
+
+    β is in (0, 1); ½ gives the Jensen-Shannon divergence, which is at most log 2. Divided by β, the result approaches
+    the forward KL as β → 0; divided by 1 − β, it approaches the reverse KL as β → 1. A token that neither
+    distribution allows (−inf) contributes 0. Source: the generalised Jensen-Shannon divergence of Agarwal et al. 2023
+    (*GKD*), D_JSD(β)(π_ref‖π).
+
+    Raises:
+        ValueError: ``beta`` is not in (0, 1).
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"beta is {beta}; give a weight between 0 and 1, or use kl_forward or kl_exact")
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    allowed = (p > -torch.inf) | (q > -torch.inf)  # elsewhere, the gradient of logaddexp would be NaN
+    mixture = torch.logaddexp(
+        torch.where(allowed, q, 0.0) + math.log(beta), torch.where(allowed, p, 0.0) + math.log1p(-beta)
+    )
+    return beta * _kl(q, mixture) + (1 - beta) * _kl(p, mixture)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return Σ_v exp(p_v) (p_v − q_v) of log-probabilities, 0 where p_v = −inf. [N, V], [N, V] -> [N]."""
     return (p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1)
 
 

@@ -45,7 +45,7 @@ class KTOBatch(TokenBatch):
 
 @register_trainer("test_kto")
 class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
-    """Trainer of KTO: λ(1 − σ(±β(r − z))), r = log π − log π_ref, z the batch mean of r, at least 0, without gradient."""
+    """Trainer of KTO: λ(1 − σ(±β(r − z))), r = log π − log π_ref; z is the step's mean of r, at least 0."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "labels")
     needs_reference: ClassVar[bool] = True

@@ -105,9 +105,9 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True) -> list[Row]:
     rows = []
     for index, prompt in enumerate(prompts):
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-        if row.get("prompt") is None and needed:
+        if "prompt" not in row and needed:
             raise _wrong(row, "prompt", f"prompt {index}")
-        if row.get("prompt") is not None and not is_conversation(row["prompt"]):
+        if (needed or row.get("prompt") is not None) and not is_conversation(row["prompt"]):
             check_text(row["prompt"], f"prompt {index}")
         if taken := [name for name in row if name in GIVEN]:
             raise DataError(

@@ -11,8 +11,8 @@ from trainkit.models.loading import (
 )
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
-from trainkit.models.policy import CausalPolicy, Policy, TokenOutputs, in_chunks, load_heads
-from trainkit.models.reference import Reference, create_reference_model
+from trainkit.models.policy import CausalPolicy, Divergence, Policy, TokenOutputs, in_chunks, load_heads
+from trainkit.models.reference import Frozen, Reference, create_reference_model
 from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.value_head import ValueHead, state_width
@@ -27,6 +27,8 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
     "CausalPolicy",
+    "Divergence",
+    "Frozen",
     "Policy",
     "PreTrainedModelWrapper",
     "Reference",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from trainkit.config import ModelConfig, TRLConfig
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
     HEADS,
@@ -30,6 +31,7 @@ from trainkit.models.adapters import (
     bare,
     find_base,
     hub_arguments,
+    language_model,
     make_peft_config,
     merge_adapter,
 )
@@ -63,6 +65,79 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     return model
 
 
+def load_frozen(config: ModelConfig, source: Any, key: str) -> PreTrainedModel:
+    """Load a second model, without an adapter that ``config`` adds to the trained one.
+
+    Args:
+        config: the settings of the trained model, of which ``dtype`` and ``kwargs`` apply.
+        source: a hub id, a directory, or the fields of a model config (random weights from torch's global generator);
+            an adapter is merged. Or a live model, a live wrapper or a policy, whose model is returned as it is.
+        key: the name of the setting or argument, for error messages.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+    if isinstance(source, str | Mapping):
+        return _load(_of_second(config, source), key)
+    return bare(source.model if isinstance(source, Policy) else source)
+
+
+def load_frozen_config(config: ModelConfig, source: Any, key: str) -> PreTrainedConfig:
+    """Load the transformers config of what `load_frozen` loads, without its weights.
+
+    Raises:
+        ConfigError: it cannot be loaded, or ``source`` is no model and names none.
+    """
+    if isinstance(source, str | Mapping):
+        return load_model_config(_of_second(config, source), key)
+    found = language_model(source.model if isinstance(source, Policy) else source)
+    if not isinstance(found, PreTrainedModel):
+        raise ConfigError(
+            f"{key} should be a hub id, a directory, the fields of a model config, or a language model; "
+            f"given {describe(source)}"
+        )
+    return found.config
+
+
+def _of_second(config: ModelConfig, source: str | Mapping[str, Any]) -> ModelConfig:
+    """Return the settings for a second model; ``revision`` and the like refer to the repository of the first."""
+    own = ("revision", "subfolder") if isinstance(source, str) else HUB
+    kwargs = {name: value for name, value in config.kwargs.items() if name not in own}
+    return ModelConfig(model_path=source, dtype=config.dtype, kwargs=kwargs)
+
+
+def check_frozen(own: PreTrainedConfig, other: PreTrainedConfig, key: str, limit: int | None) -> None:
+    """Check that a second model can read the sequences of the trained one and has the same vocabulary.
+
+    Args:
+        own: the config of the trained model.
+        other: the config of the second model.
+        key: the name of the setting or argument, for error messages.
+        limit: the largest number of tokens of a sequence of the run; None if unlimited.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    sizes = [config.get_text_config().vocab_size for config in (own, other)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the model of {key} has a vocabulary of {sizes[1]} tokens and the trained model one of {sizes[0]}; give a "
+            "model with the same tokenizer"
+        )
+    if bool(own.is_encoder_decoder) != bool(other.is_encoder_decoder):
+        kinds = ("reads prompt and response as one text", "is an encoder-decoder")
+        raise ConfigError(
+            f"the model of {key} {kinds[bool(other.is_encoder_decoder)]} and the trained model "
+            f"{kinds[bool(own.is_encoder_decoder)]}; give two of one kind"
+        )
+    context = context_length(other)
+    if context is not None and (limit is None or limit > context):
+        raise ConfigError(
+            f"the model of {key} attends to at most {context} tokens, and the run's sequences may have "
+            f"{limit or 'any number'}; set train.seq_length to {context} or less"
+        )
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' ``AutoModelFor...`` class for the kind of model that the config describes."""
     if is_classifier(config):
@@ -88,9 +163,9 @@ def make_policy(
     return kind(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
 
 
-def _load(config: ModelConfig) -> PreTrainedModel:
+def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel:
     arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
-    model_config = load_model_config(config)
+    model_config = load_model_config(config, key)
     if not isinstance(config.model_path, str):
         return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
     try:
@@ -98,7 +173,7 @@ def _load(config: ModelConfig) -> PreTrainedModel:
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(_cannot_load("model", "model.model_path", config.model_path, error)) from error
+        raise ConfigError(_cannot_load("model", key, config.model_path, error)) from error
     if base is None:
         return cast(PreTrainedModel, model)
     return merge_adapter(model, config.model_path, **hub_arguments(config.kwargs))
@@ -206,8 +281,8 @@ def check_adapter_dropout(config: ModelConfig) -> None:
         )
 
 
-def load_model_config(config: ModelConfig) -> PreTrainedConfig:
-    """Load the transformers config of the model, without its weights.
+def load_model_config(config: ModelConfig, key: str = "model.model_path") -> PreTrainedConfig:
+    """Load the transformers config of the model, without its weights; ``key`` names the setting in error messages.
 
     Raises:
         ConfigError: no model is given, or its config cannot be loaded.
@@ -226,7 +301,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         _fuse_activation(model_config)
         return model_config
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(_cannot_load("model", "model.model_path", path, error)) from error
+        raise ConfigError(_cannot_load("model", key, path, error)) from error
 
 
 def _fuse_activation(config: PreTrainedConfig) -> list[str]:

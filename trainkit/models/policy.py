@@ -18,8 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
-from trainkit.errors import ConfigError
-from trainkit.functional import allow_logits, entropy_from_logits, kl_exact, token_logprobs
+from trainkit.errors import ConfigError, PluginError, describe
+from trainkit.functional import (
+    allow_logits,
+    entropy_from_logits,
+    jensen_shannon,
+    kl_exact,
+    kl_forward,
+    token_logprobs,
+)
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.value_head import ValueHead, saved_heads, saved_modules, state_width, under
@@ -50,17 +57,43 @@ class TokenOutputs(NamedTuple):
     """Value of the state in which each token was chosen; None without a value head."""
     entropy: Tensor = None  # type: ignore[assignment]
     """Entropy of the distribution from which each token was chosen; None unless requested."""
-    kl: Tensor = None  # type: ignore[assignment]
-    """KL(π‖π_ref) of that distribution from the reference's, over the whole vocabulary; None without a reference."""
+    divergence: Tensor = None  # type: ignore[assignment]
+    """Divergence of that distribution from the reference's, over the whole vocabulary; None without a reference."""
     head: Mapping[str, Tensor] = {}
     """Outputs of the policy's additional head, by name."""
 
 
-class FrozenPolicy(Protocol):
-    """The interface of a reference that `Policy.forward` needs to compute divergences."""
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function ``(logits, other_logits, tokens) -> divergences``: [N, V], [N, V], [N] -> [N].
 
-    policy: Policy
-    """The frozen policy, of the same architecture."""
+It is called with the logits of the policy and of the frozen model in which N response tokens were chosen, at the
+temperature and with the logit mask of the policy. It may be called several times for the same tokens, so it should be
+a function of its arguments alone."""
+
+DIVERGENCES: Mapping[str, Divergence] = {
+    "reverse": lambda logits, other_logits, _: kl_exact(logits, other_logits),
+    "forward": lambda logits, other_logits, _: kl_forward(logits, other_logits),
+    "jensen_shannon": lambda logits, other_logits, _: jensen_shannon(logits, other_logits),
+}
+"""The divergences that `Policy.forward` knows by name: KL(π‖other), KL(other‖π), and Jensen-Shannon with β = ½."""
+
+
+class FrozenPolicy(Protocol):
+    """The interface of a frozen model that `Policy.forward` needs to compute divergences."""
+
+    @property
+    def policy(self) -> Policy:
+        """The frozen policy; it has the vocabulary and the kind of architecture of the trained one."""
+
+    def states(self, sequences: Sequences) -> Tensor:
+        """Return the inputs of its output head for the response tokens, without gradient. -> [N, D] or [N, V]."""
+
+
+class _Comparison(NamedTuple):
+    """A frozen model, and the divergence from it that is to be computed."""
+
+    reference: FrozenPolicy
+    measure: Divergence
 
 
 class Policy(nn.Module, ABC):
@@ -137,7 +170,11 @@ class Policy(nn.Module, ABC):
         """Return the frozen lower layers. Dropout would change their output at each pass."""
 
     def forward(
-        self, sequences: Sequences, entropy: bool = False, reference: FrozenPolicy | None = None
+        self,
+        sequences: Sequences,
+        entropy: bool = False,
+        reference: FrozenPolicy | None = None,
+        divergence: str | Divergence | None = None,
     ) -> TokenOutputs:
         """Return log-probabilities and values of the response tokens, and on request entropies and divergences.
 
@@ -146,32 +183,36 @@ class Policy(nn.Module, ABC):
         Args:
             sequences: B rows of T tokens.
             entropy: whether to compute ``entropy``.
-            reference: the reference for ``kl``; without it ``kl`` is None.
+            reference: a frozen model for ``divergence``, such as ``trainer.reference`` or the result of
+                ``trainer.frozen(...)``; without it ``divergence`` is None. The gradient is that of the policy alone.
+            divergence: ``"reverse"``, KL(π‖reference), the default; ``"forward"``, KL(reference‖π);
+                ``"jensen_shannon"``, with β = ½; or a `Divergence`.
+
+        Raises:
+            PluginError: the divergence is unknown, is given without a reference, or does not return [N].
         """
+        against = _comparison(reference, divergence)
         buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
         if len(buckets) == 1:
-            return self._read(sequences, entropy, reference)
-        parts = [self._read(sequences.select(rows), entropy, reference) for rows in buckets]
+            return self._read(sequences, entropy, against)
+        parts = [self._read(sequences.select(rows), entropy, against) for rows in buckets]
         known = {name: value for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)}
         found = {name: sequences.reunite(buckets, [getattr(part, name) for part in parts]) for name in known}
         head = {name: sequences.reunite(buckets, [part.head[name] for part in parts]) for name in parts[0].head}
         return TokenOutputs(**found, head=head)
 
-    def _read(self, sequences: Sequences, entropy: bool, reference: FrozenPolicy | None) -> TokenOutputs:
+    def _read(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
         states, hidden, previous = self._states(sequences)
-        others = None
-        if reference is not None:
-            with torch.no_grad():
-                others, *_ = reference.policy._states(sequences)
+        others = None if against is None else against.reference.states(sequences)
         tokens = sequences.input_ids[sequences.response_mask]
         inputs = (states, tokens, previous, others)
-        logprobs, entropies, divergences = self._read_states(inputs, entropy, reference)
+        logprobs, entropies, divergences = self._read_states(inputs, entropy, against)
         head = {} if self.head is None else self.head(hidden, tokens)
         return TokenOutputs(
             logprobs=sequences.place(logprobs),
             **({} if self.value_head is None else {"values": sequences.place(self.value_head(hidden))}),
             **({"entropy": sequences.place(entropies)} if entropy else {}),
-            **({"kl": sequences.place(divergences)} if reference is not None else {}),
+            **({} if against is None else {"divergence": sequences.place(divergences)}),
             head={name: sequences.place(answer) for name, answer in head.items()},
         )
 
@@ -185,10 +226,10 @@ class Policy(nn.Module, ABC):
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
 
     def _read_states(
-        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, reference: FrozenPolicy | None
+        self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, against: _Comparison | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities [N] of tokens, and on request entropies and divergences [N], in chunks."""
-        read = partial(self._read_chunk, entropy=entropy, reference=reference)
+        read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
 
@@ -199,14 +240,14 @@ class Policy(nn.Module, ABC):
         previous: Tensor,
         others: Tensor | None,
         entropy: bool,
-        reference: FrozenPolicy | None,
+        against: _Comparison | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits, none = self._logits(states, previous), states.new_empty(0)
         divergence = none
-        if reference is not None and others is not None:
+        if against is not None and others is not None:
             with torch.no_grad():
-                against = reference.policy._logits(others, previous)
-            divergence = kl_exact(logits, against)
+                other_logits = against.reference.policy._logits(others, previous)
+            divergence = _per_token(against.measure(logits, other_logits, tokens), tokens)
         return token_logprobs(logits, tokens), entropy_from_logits(logits) if entropy else none, divergence
 
     def _logits(self, states: Tensor, previous: Tensor) -> Tensor:
@@ -252,6 +293,31 @@ class CausalPolicy(Policy):
                 return hidden, hidden, previous
             logits, hidden = logits_and_hidden(self.model, **_inputs(sequences))
             return logits[:, :-1][chosen], hidden[:, :-1][chosen], previous
+
+
+def _comparison(reference: FrozenPolicy | None, divergence: str | Divergence | None) -> _Comparison | None:
+    """Return what to compare with, and how; None without a reference."""
+    if reference is None:
+        if divergence is not None:
+            raise PluginError(f"the divergence {divergence!r} is given without a reference to compare with; give one")
+        return None
+    if callable(divergence):
+        return _Comparison(reference, divergence)
+    name = "reverse" if divergence is None else divergence
+    if name not in DIVERGENCES:
+        raise PluginError(
+            f"the divergence is {describe(divergence)}; give {', '.join(DIVERGENCES)}, or a function "
+            "(logits, other_logits, tokens) -> [N]"
+        )
+    return _Comparison(reference, DIVERGENCES[name])
+
+
+def _per_token(found: Any, tokens: Tensor) -> Tensor:
+    """Return the result of a divergence, checked to be one number per token."""
+    if not isinstance(found, Tensor) or found.shape != tokens.shape:
+        given = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else describe(found)
+        raise PluginError(f"the divergence returned {given} for {len(tokens)} tokens; return ({len(tokens)},)")
+    return found
 
 
 def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns: Tensor | None) -> tuple[Tensor, ...]:

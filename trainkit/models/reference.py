@@ -1,10 +1,12 @@
-"""The reference policy, from which the divergence of the trained policy is measured."""
+"""Frozen models, with which the trained policy is compared: its start, and further ones such as a teacher."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +65,51 @@ class Reference:
         """Return the log-probabilities of the response tokens under the reference."""
         outputs: TokenOutputs = self.policy(sequences)
         return outputs
+
+    @torch.no_grad()
+    def states(self, sequences: Sequences) -> Tensor:
+        """Return the inputs of the output head for the N response tokens. -> [N, D], or full logits [N, V]."""
+        return self.policy._states(sequences)[0]
+
+
+class Frozen:
+    """A second model as a frozen policy, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
+
+    It is loaded when ``policy`` is first read. It is always in evaluation mode and computes no gradients. It does not
+    start from the output of the trained policy's frozen layers (`Sequences.trunk`), because it has layers of its own.
+
+    Args:
+        load: loads the policy.
+    """
+
+    def __init__(self, load: Callable[[], Policy]) -> None:
+        self._load = load
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The frozen policy; it is loaded now if it has not been used before."""
+        return self._load().eval().requires_grad_(False)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the policy has been loaded."""
+        return "policy" in vars(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of its weights."""
+        return fingerprint(self.policy.state_dict())
+
+    @torch.no_grad()
+    def __call__(self, sequences: Sequences) -> TokenOutputs:
+        """Return the log-probabilities of the response tokens under the frozen model."""
+        outputs: TokenOutputs = self.policy(replace(sequences, trunk=None))
+        return outputs
+
+    @torch.no_grad()
+    def states(self, sequences: Sequences) -> Tensor:
+        """Return the inputs of the output head for the N response tokens. -> [N, D], or full logits [N, V]."""
+        return self.policy._states(replace(sequences, trunk=None))[0]
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:

@@ -34,6 +34,7 @@ from torch import Tensor
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
+from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
 from trainkit.runs.lock import RunLock
@@ -281,6 +282,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     return {
         "config": trainer.config.to_dict(),
         "reference": trainer.start,
+        "frozen": [each.fingerprint for each in trainer.frozen_models],
         "processes": trainer.accelerator.num_processes,
         "makers": trainer.makers,
     }
@@ -289,9 +291,9 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
 def fingerprint_start(trainer: Trainer) -> str | None:
     """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
 
-    They are the reference's, or without a reference the frozen ones.
+    They are the reference's if it is the model's start, otherwise the frozen ones.
     """
-    if trainer.needs_reference:
+    if trainer.needs_reference and trainer.chosen_reference is None:
         return fingerprint(trainer.reference.policy.state_dict())
     trained = _trained(trainer)
     frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in trained}
@@ -341,6 +343,7 @@ def load(trainer: Trainer, path: Path) -> None:
     path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
+    trainer._recorded_frozen = state["frozen"]
     trainer.store.clear()
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
@@ -391,12 +394,43 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
         raise CheckpointError(
             f"{path} was made with another method or optimizer: {'; '.join(never)}. Set it back, or start a new run"
         )
+    weights = []
     if state["reference"] != now["reference"]:
-        line = f"initial model: {state['reference']} there, {now['reference']} here"
-        if not trainer.allow_drift:
-            raise CheckpointError(f"{path} belongs to a run with another {line}")
-        fixed.append(line)
-    return fixed
+        weights.append(f"initial model: {state['reference']} there, {now['reference']} here")
+    if _differ(state["frozen"], now["frozen"]):
+        weights.append(_frozen_line(state["frozen"], now["frozen"]))
+    if weights and not trainer.allow_drift:
+        raise CheckpointError(f"{path} belongs to a run with another {'; another '.join(weights)}")
+    return [*fixed, *weights]
+
+
+def check_frozen(trainer: Trainer, policy: Policy) -> None:
+    """Check that a model which is frozen after a run has resumed is one that the run was made with.
+
+    A checkpoint does not know models that the run first used later.
+
+    Raises:
+        CheckpointError: the checkpoint is of a run with another frozen model instead.
+    """
+    there = trainer._recorded_frozen
+    if there is None:
+        return
+    known = [each.fingerprint for each in trainer.frozen_models if each.loaded]
+    here = [*known, fingerprint(policy.state_dict())]
+    if not _differ(there, here):
+        return
+    if not trainer.allow_drift:
+        raise CheckpointError(f"the run has resumed from that of another {_frozen_line(there, here)}")
+    log.warning("the run has resumed from that of another %s", _frozen_line(there, here))
+
+
+def _differ(there: list[str], here: list[str]) -> bool:
+    """Return whether each of the two has a model that the other has not; if only one has more, it uses more."""
+    return bool(set(there) - set(here)) and bool(set(here) - set(there))
+
+
+def _frozen_line(there: list[str], here: list[str]) -> str:
+    return f"frozen model: {', '.join(there)} there, {', '.join(here)} here"
 
 
 # ------------------------------------------------------------------------------------------------------- exports

@@ -150,6 +150,11 @@ class Subject:
         """Whether the trainer uses a reference at its default settings."""
         return bool(tiny_trainer(self.name, Path("unused")).needs_reference)
 
+    @cached_property
+    def chooses_reference(self) -> bool:
+        """Whether its settings name another reference than the model before the first update."""
+        return tiny_trainer(self.name, Path("unused")).chosen_reference is not None
+
 
 class Bench:
     """What a check works with: tiny real trainers of the subject, each with its own run directory.

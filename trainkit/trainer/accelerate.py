@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -34,9 +34,27 @@ from trainkit.data import (
 from trainkit.data.pipeline import EncodedSide, encode_apart, encode_pair, encode_pair_apart, encode_sample, one_output
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
 from trainkit.functional import per_response, place_scores
-from trainkit.models import Policy, Reference, TokenOutputs, context_length, load_model, load_tokenizer, make_policy
+from trainkit.models import (
+    Frozen,
+    Policy,
+    Reference,
+    TokenOutputs,
+    context_length,
+    load_model,
+    load_tokenizer,
+    make_policy,
+)
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
-from trainkit.models.loading import check_trainable, eos_ids, load_model_config, name_eos, pad_id
+from trainkit.models.loading import (
+    check_frozen,
+    check_trainable,
+    eos_ids,
+    load_frozen,
+    load_frozen_config,
+    load_model_config,
+    name_eos,
+    pad_id,
+)
 from trainkit.rollouts import (
     EnvironmentMaker,
     Player,
@@ -49,7 +67,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.runs import run
-from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
+from trainkit.seeding import PLACE, Seen, global_rng, placed, response_seeds, turn_seed
 from trainkit.trainer import dynamic, generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
@@ -70,6 +88,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         model: a live model, instead of ``config.model.model_path``; it is trained in place.
         tokenizer: a live tokenizer, instead of the one that the config names.
         **kwargs: those of `AcceleratedLoop` and `BaseRLTrainer`:
+            reference: a live model to compare with, instead of the trained model's start; it is frozen in place.
             reward_fn: scores samples; see `trainkit.rollouts.rewards.score`.
             environment: makes the environment of an episode from a row; see `trainkit.rollouts.Environment`.
             metric_fn: measures samples at evaluation; see `trainkit.rollouts.rewards.metrics`.
@@ -153,6 +172,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
                 f"a model of type {self.model_config.model_type!r} is an encoder-decoder, which reads one prompt and "
                 "writes one output; environments of several turns need a model that reads all of it as one text"
             )
+        if (chosen := self.chosen_reference) is not None:
+            self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -246,6 +267,57 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def make_reference(self, model: Any) -> Reference:
         """Return a frozen copy of the policy as it is now; parameters that are not trained are shared with it."""
         return Reference(model)
+
+    def _load_reference(self) -> Frozen:
+        return self.frozen_models[0]
+
+    def frozen(self, path_or_model: Any) -> Frozen:
+        """Return a second model, frozen, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
+
+        It has the policy's temperature and logit mask, is in evaluation mode, and takes no part in training. Call this
+        in ``__init__``, or on every process where the model is first needed. The weights are loaded with those of the
+        policy, or now if those are loaded already. Their fingerprint is part of the run's: a run that resumes with
+        other weights is refused.
+
+        Args:
+            path_or_model: a hub id, a local directory, or the fields of a model config, loaded in ``model.dtype`` with
+                ``model.kwargs``. Random weights are seeded by ``train.seed`` and the number of the call; an adapter is
+                merged. Or a live model or policy, with its adapter if it has one; it is frozen in place.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or does not fit the trained one: another vocabulary, a shorter
+                context, or only one of them is an encoder-decoder.
+        """
+        return self._freeze(path_or_model, "frozen()")
+
+    def _freeze(self, source: Any, key: str) -> Frozen:
+        """Check the second model that ``source`` is or names, and return it, to be loaded later."""
+        check_frozen(self.model_config, load_frozen_config(self.config.model, source, key), key, self.limit)
+        made = Frozen(partial(self._load_frozen, source, key, len(self.frozen_models)))
+        self.frozen_models.append(made)
+        if "_prepared" in vars(self):
+            made.policy  # noqa: B018  (loads it, on all processes together)
+        return made
+
+    def _load_frozen(self, source: Any, key: str, index: int) -> Policy:
+        own, device = self.unwrapped, self.accelerator.device
+        with global_rng(self.config.train.seed, "frozen", index, device=device):
+            model = load_frozen(self.config.model, source, key)
+        trained = {id(parameter) for parameter in own.parameters() if parameter.requires_grad}
+        if any(id(parameter) in trained for parameter in model.parameters()):
+            raise ConfigError(
+                f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
+            )
+        model.to(device)
+        if not isinstance(source, str | Mapping):
+            self._make_equal(model)  # any other is equal on all processes
+        with torch.autocast(device.type, enabled=False):
+            if isinstance(own, Policy):
+                policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
+            else:  # of a model that scores text
+                policy = make_policy(model)
+        run.check_frozen(self, policy)
+        return policy
 
     @cached_property
     def sampler(self) -> Sampler:

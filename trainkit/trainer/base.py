@@ -153,7 +153,10 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
-        """Return the loss [], a mean over the units that ``batch.weight`` counts, and metrics. Runs no other model."""
+        """Return the loss [], a mean over the units that ``batch.weight`` counts, and metrics.
+
+        It runs no model but the policy, which may compute its divergence from a frozen one.
+        """
 
     # ------------------------------------------------------------------------------------------------ optional methods
 

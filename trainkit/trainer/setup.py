@@ -23,6 +23,7 @@ from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError
 from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.models.reference import Frozen
 from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import is_installed, without_disabled
 from trainkit.plugins.registry import check_brought
@@ -69,6 +70,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         config: TRLConfig[M],
         *,
         model: Any = None,
+        reference: Any = None,
         callbacks: Iterable[object] = (),
         allow_drift: bool = False,
         **kwargs: Any,
@@ -85,6 +87,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
             )
         optim.check(config)
         self.live_model = model
+        self.chosen_reference: Any = self._choose_reference(reference)
+        """The reference that the user chose, a model object or what names one; None: the model's start."""
+        self.frozen_models: list[Frozen] = []
+        """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
+        self._recorded_frozen: list[str] | None = None
+        """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
         check_brought(self._plugin_names(), self.hooks)
         self.progress = Progress()
@@ -109,10 +117,32 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm compares with a frozen copy of the model as it was before the first update."""
+        """Whether the algorithm compares with a reference.
+
+        It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
         return False
 
     # ------------------------------------------------------------------------------------------------ construction
+
+    def _choose_reference(self, live: Any) -> Any:
+        """Return the live reference, or what the configuration names as the reference; None if neither is given.
+
+        Raises:
+            ConfigError: both are given, or one, and the algorithm has no reference that can be chosen.
+        """
+        path, name = self.config.model.reference_path, self.config.method.name
+        if live is not None and path is not None:
+            raise ConfigError(f"a reference is given, and model.reference_path is {path!r}; give one of the two")
+        chosen = path if live is None else live
+        if chosen is None:
+            return None
+        given = f"{'model.reference_path' if live is None else 'reference'} is given"
+        if not self.needs_reference:
+            raise ConfigError(f"{given}, and {name!r} with these settings compares with no reference; remove it")
+        if type(self)._load_reference is PreparedTrainer._load_reference:
+            raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
+        return chosen
 
     def _check_split(self) -> None:
         world, config = self.accelerator.num_processes, self.config
@@ -155,11 +185,24 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = self.unwrapped.to(self.accelerator.device)
-        if self.accelerator.num_processes > 1:  # as DDP will do, but before the reference is made
-            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-        reference = self.make_reference(model) if self.needs_reference else None  # before the weights can move
+        self._make_equal(model)  # as DDP will do, but before the reference is made
+        reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
+        for frozen in self.frozen_models:
+            frozen.policy  # noqa: B018  (loads it)
         optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
         return (*self.accelerator.prepare(model, optimizer), reference)
+
+    def _make_equal(self, model: nn.Module) -> None:
+        """Copy the weights and buffers of the main process's ``model`` to all other processes."""
+        if self.accelerator.num_processes > 1:
+            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+
+    def _make_reference(self, model: nn.Module) -> Any:
+        return self.make_reference(model) if self.chosen_reference is None else self._load_reference()
+
+    def _load_reference(self) -> Any:
+        """Return the reference that the user chose; trainers that do not override this refuse a chosen reference."""
+        raise NotImplementedError
 
     @property
     def policy(self) -> nn.Module:
@@ -177,7 +220,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     def reference(self) -> Any:
-        """The model as it was before the first update, frozen; for algorithms with ``needs_reference``."""
+        """The model as it was before the first update, or the one that the user chose; frozen.
+
+        For algorithms with ``needs_reference``.
+        """
         reference = self._prepared[2]
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")

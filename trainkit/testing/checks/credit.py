@@ -45,8 +45,8 @@ def rated(subject: Subject) -> bool:
 
 
 def credited(subject: Subject) -> bool:
-    """Return whether the subject learns from scores of text that it samples."""
-    return subject.samples_text and subject.rewarded
+    """Return whether the subject learns from scores that a reward function gives to text that it samples."""
+    return subject.samples_text and "reward_fn" in subject.trainer_class.inputs
 
 
 def scored(bench: Bench, scores: Sequence[Any]) -> Any:
@@ -248,7 +248,7 @@ def reported_kl(bench: Bench) -> None:
     for changes in ({}, adapted):
         trainer, sequences = _moved(bench, by=0.3, **changes)
         with torch.no_grad():
-            exact = trainer.policy(sequences, reference=trainer.reference).kl
+            exact = trainer.policy(sequences, reference=trainer.reference).divergence
             _, found = trainer.loss(for_loss(trainer, trainer.store.experience))
         per_token = float(exact.sum() / sequences.response_mask.sum())
         require(per_token > 0, "the reference has moved with the policy")
@@ -282,7 +282,7 @@ def _require_no_step(trainer: Any, batch: Batch) -> None:
 
 def _gradient_of_kl(trainer: Any, sequences: Sequences) -> Tensor:
     trainer.optimizer.zero_grad()
-    trainer.policy(sequences, reference=trainer.reference).kl.sum().backward()
+    trainer.policy(sequences, reference=trainer.reference).divergence.sum().backward()
     return _taken(trainer)
 
 
@@ -466,13 +466,15 @@ def learns(bench: Bench) -> None:
     subject = bench.subject
     if credited(subject):
         _finds_rewards(bench)
-    elif subject.samples_text:
+    elif subject.samples_text and not subject.rewarded:
         _loss_falls(bench)
+    elif subject.samples_text:
+        _improves(bench)
     elif subject.language and "pairs" in subject.trainer_class.inputs:
         _prefers_the_chosen(bench)
     elif not subject.writes_text:
         _improves(bench)
-    elif rated(subject):
+    elif {"rewards", "labels"} & {*subject.trainer_class.inputs}:
         _samples_the_better(bench)
     else:
         _imitates(bench)
@@ -488,7 +490,8 @@ RUN: dict[str, Any] = {
 
 def _finds_rewards(bench: Bench) -> None:
     bandit = Bandit()
-    changes = {**RUN, "rollout__max_new_tokens": 1, "train__total_steps": 60}
+    # an algorithm that keeps nothing of equally good responses ends where it has learnt the bandit
+    changes = {**RUN, "rollout__max_new_tokens": 1, "train__total_steps": 20 if bench.subject.keeps else 60}
     trainer = bench.trainer(arguments=bandit.arguments, **changes)
     before = _expected(bandit, trainer)
     trainer.learn()

@@ -1,0 +1,46 @@
+"""On-policy distillation: a divergence from a teacher on the student's own responses (Agarwal et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Sequences, TRLConfig, register_trainer
+from trainkit.functional import masked_mean
+from trainkit.metrics import Mean, Metrics
+from trainkit.testing import tiny_gpt2
+
+
+class DistillationConfig(MethodConfig):
+    """Settings of on-policy distillation."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-5}, "train": {"total_steps": 1000}}
+
+    name: str = "test_distillation"
+    """The registered name."""
+    teacher: str | dict[str, Any] = Field(default_factory=lambda: tiny_gpt2(10, initializer_range=0.5))
+    """The teacher: a hub id, a directory, or the fields of a model config."""
+    divergence: Literal["reverse", "forward", "jensen_shannon"] = "reverse"
+    """The divergence of the student from the teacher."""
+
+
+@register_trainer("test_distillation")
+class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
+    """Trainer of on-policy distillation: loss = mean D(π ‖ teacher) over the tokens of sampled responses."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("prompts",)
+
+    def __init__(self, config: TRLConfig[DistillationConfig], **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.teacher = self.frozen(self.method.teacher)
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> Sequences:
+        """Return the sampled responses [B, T]."""
+        return rollouts.sequences
+
+    def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
+        """Return the divergence from the teacher, a mean over response tokens. -> []."""
+        found = self.policy(batch, reference=self.teacher, divergence=self.method.divergence).divergence
+        return masked_mean(found, batch.response_mask), {"policy/divergence": Mean.of(found, batch.response_mask)}
