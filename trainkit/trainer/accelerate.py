@@ -40,6 +40,7 @@ from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.returns import checked_batch
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +316,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         )
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
-        return self.experience(rollouts, scores)
+        return checked_batch(self, "experience", self.experience(rollouts, scores))
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -483,7 +484,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
             self.store.push(self._experience(rollouts, checked))
-            self.store.experience = self.prepare_experience(self.store.experience)
+            self._prepare_store()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
         self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
         for _ in range(self.passes or 1):

@@ -24,6 +24,7 @@ from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.minibatches import Layout, minibatches
+from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
@@ -173,10 +174,15 @@ class AcceleratedLoop(TrainerInputs[M]):
                 if run.asked_to_stop(self):  # the collection is made again when the run is resumed
                     self.store.clear()
                     run.stop(self)
-                self.store.push(self.make_experience(rows[start : start + size]))
-            self.store.experience = self.prepare_experience(self.store.experience)
+                made = self.make_experience(rows[start : start + size])
+                self.store.push(checked_batch(self, "make_experience", made))
+            self._prepare_store()
         self.progress.prompts = len(taken)
         self.progress.samples += len(self.store) * world
+
+    def _prepare_store(self) -> None:
+        prepared = self.prepare_experience(self.store.experience)
+        self.store.experience = checked_batch(self, "prepare_experience", prepared)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()
@@ -236,7 +242,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         device, rank = self.accelerator.device, self.accelerator.process_index
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
-            micros = self.micro_batches(self.prepare_step(batch))
+            micros = self.micro_batches(checked_batch(self, "prepare_step", self.prepare_step(batch)))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         self.policy.train()
@@ -253,7 +259,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         if not self._judges:
             return Verdict.STEP
-        return self.judge(m.compute(found, self.reduce))
+        return checked_verdict(self, self.judge(m.compute(found, self.reduce)))
 
     @property
     def _judges(self) -> bool:
@@ -285,7 +291,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.accelerator.autocast():
-            loss, found = self.loss(micro)
+            loss, found = checked_loss(self, self.loss(micro))
         weight = exact(micro.weight.to(loss.device))
         return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
 
