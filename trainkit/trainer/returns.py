@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.errors import PluginError, describe
-from trainkit.metrics import Mean, Metrics, Std
+from trainkit.metrics import Metric, Metrics
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 
 Trainer = BaseRLTrainer[Any]
+Tensors = list[tuple[str, Tensor]]
+"""Tensors by dotted name."""
 
 
 def checked_loss(trainer: Trainer, given: Any) -> tuple[Tensor, Metrics]:
@@ -44,7 +46,7 @@ def checked_metrics(trainer: Trainer, method: str, given: Any) -> Metrics:
     if not isinstance(given, Mapping):
         _refuse(trainer, method, f"{_shown(given)} as the metrics", expected)
     for name, metric in given.items():
-        if not isinstance(name, str) or not isinstance(metric, Mean | Std):
+        if not isinstance(name, str) or not isinstance(metric, Metric):
             _refuse(trainer, method, f"{_shown(metric)} as the metric {name!r}", expected)
         for part in metric.tensors():
             if not isinstance(part, Tensor) or part.dim():
@@ -73,63 +75,53 @@ def checked_batch(trainer: Trainer, method: str, given: Any) -> Batch:
     """
     if not isinstance(given, Batch):
         _refuse(trainer, method, _shown(given), "a Batch, such as a dataclass derived from TokenBatch")
-    if fault := _fault(given):
-        _refuse(trainer, method, f"a {type(given).__name__} {fault[0]}", fault[1])
+
+    def refuse(field: str, value: Any, expected: str) -> NoReturn:
+        found = f"a {type(given).__name__} whose field {field!r} is {_shown(value)}"
+        _refuse(trainer, method, found, expected)
+
+    _check_fields(given, refuse)
     return given
 
 
-def _fault(batch: Batch) -> tuple[str, str] | None:
-    """Return what is wrong with the fields of ``batch``, and what they should be; None if nothing is wrong."""
-    return _wrong_rows(batch) or _wrong_columns(batch)
+def _check_fields(batch: Batch, refuse: Callable[[str, Any, str], NoReturn], prefix: str = "") -> Tensors:
+    """Check that the fields have the same first dimension, and return all tensors, also of batches within the batch.
 
-
-def _wrong_rows(batch: Batch) -> tuple[str, str] | None:
-    """Check the first dimensions; a class that overrides `take` selects its rows itself, whatever its fields are."""
-    parts = batch.parts()
-    for name, part in parts.items():
-        if not isinstance(part, Batch) and not (isinstance(part, Tensor) and part.dim()):
-            return f"whose field {name!r} is {_shown(part)}", "fields that are tensors [B, ...] or batches"
-        if isinstance(part, Batch) and (fault := _fault(part)):
-            return f"in whose field {name!r} is a {type(part).__name__} {fault[0]}", fault[1]
-    if not parts:
-        return "without fields", "at least one field"
-    first, rows = next(iter(parts)), len(batch)
-    if type(batch).take is Batch.take:
-        for name, part in parts.items():
-            if len(part) != rows:
-                counts = f"of {rows} rows whose field {name!r} is {_shown(part)}"
-                return counts, f"fields with the same first dimension, that of {first!r}"
-    return None
-
-
-def _wrong_columns(batch: Batch) -> tuple[str, str] | None:
-    """Check the second dimensions; a class that overrides `trim` removes its columns itself."""
-    if isinstance(batch, TokenBatch) and type(batch).trim is TokenBatch.trim:
-        sequences, least = batch.sequences, 2
-    elif isinstance(batch, Sequences) and type(batch).trim is Sequences.trim:
-        sequences, least = batch, 1
-    else:
-        return None
-    if not isinstance(sequences, Sequences):
-        return f"whose field 'sequences' is {_shown(sequences)}", "Sequences"
-    width = sequences.input_ids.shape[1:2]
-    for name, tensor in _tensors(batch):
-        if tensor.dim() >= least and (not width or tensor.shape[1:2] != width):
-            return (
-                f"whose field {name!r} is {_shown(tensor)}",
-                f"[B, T, ...] like its sequences, {tuple(sequences.input_ids.shape)}: column t belongs to token t, and "
-                "nothing is shifted by one",
-            )
-    return None
-
-
-def _tensors(batch: Batch, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a batch and the batches in it, by dotted name."""
+    A class that overrides `take` selects its rows itself, so its fields may have any; the same holds for `trim` and
+    columns.
+    """
+    cls, first, rows = type(batch), "", 0
+    tensors: Tensors = []
     for name, part in batch.parts().items():
+        field = prefix + name
         if isinstance(part, Batch):
-            yield from _tensors(part, f"{prefix}{name}.")
+            tensors += _check_fields(part, refuse, f"{field}.")
+            own = len(part)
+        elif isinstance(part, Tensor) and part.dim():
+            tensors.append((field, part))
+            own = part.size(0)
         else:
-            yield f"{prefix}{name}", part
+            refuse(field, part, "a tensor [B, ...] or a batch")
+        if not first:
+            first, rows = field, own
+        elif own != rows and cls.take is Batch.take:
+            refuse(field, part, f"{rows} rows, the first dimension of {first!r}")
+    if cls.trim is TokenBatch.trim or cls.trim is Sequences.trim:
+        _check_columns(batch, tensors, refuse)
+    return tensors
+
+
+def _check_columns(batch: Any, tensors: Tensors, refuse: Callable[[str, Any, str], NoReturn]) -> None:
+    """Check that tensors with two or more dimensions are [B, T, ...] like the sequences."""
+    alone = isinstance(batch, Sequences)
+    sequences = batch if alone else batch.sequences
+    if not isinstance(sequences, Sequences):
+        refuse("sequences", sequences, "Sequences")
+    ids = sequences.input_ids
+    for field, tensor in tensors:
+        if (tensor.size(1) != ids.size(-1)) if tensor.dim() > 1 else alone:
+            expected = f"[B, T, ...] like its sequences, {tuple(ids.shape)}: column t belongs to token t"
+            refuse(field, tensor, f"{expected}, and nothing is shifted by one")
 
 
 def _refuse(trainer: Trainer, method: str, given: str, expected: str) -> NoReturn:
