@@ -25,7 +25,7 @@ METHODS = (
 )  # fmt: skip
 """The methods and properties that a trainer class may define."""
 SHORTEST, EDITS = 8, 2
-"""Letters of a name, and edits to one of `METHODS`, from which and up to which the name counts as a misspelling."""
+"""A name with at least so many letters counts as a misspelling if it is at most so many edits from one of `METHODS`."""
 
 
 def fault(cls: type, settings: Mapping[str, Any]) -> str:
