@@ -16,7 +16,7 @@ class RegistryError(TrainkitError, LookupError):
 
 
 class PluginError(TrainkitError, ImportError):
-    """A requested plugin that could not be loaded, or whose hooks have an invalid name or signature."""
+    """A requested plugin that could not be loaded, has invalid hooks, or returned something invalid from a method."""
 
 
 class HookError(PluginError):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import pluggy
 
-from trainkit.errors import PluginError, RegistryError, suggest
+from trainkit.errors import PluginError, RegistryError
+from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
 
 if TYPE_CHECKING:
@@ -17,31 +18,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=type)
 
 _TRAINERS: dict[str, type] = {}
-
-ARROWS = {
-    "get_arch": "configuration → model",
-    "make_experience": "rows → experience",
-    "experience": "scored rollouts → experience",
-    "loss": "experience → loss and metrics",
-}
-"""The methods that an algorithm implements, and the input and output of each."""
-
-
-INPUTS = tuple(
-    map(
-        frozenset,
-        (
-            {"prompts"},
-            {"prompts", "reward_fn"},
-            {"prompts", "environment"},
-            {"samples"},
-            {"samples", "rewards"},
-            {"samples", "labels"},
-            {"samples", "pairs"},
-        ),
-    )
-)
-"""What an algorithm may declare as its `inputs`. An environment may take the place of a ``reward_fn``."""
 
 
 @overload
@@ -55,7 +31,8 @@ def register_trainer(name: str | C) -> Callable[[C], C] | C:
 
     Raises:
         RegistryError: the name belongs to another class or to an installed plugin; the class has no method config of
-            that name; or it lacks a method that an algorithm implements. Says which.
+            that name; it lacks a method that an algorithm implements, or has a misspelt one; or its `group` or
+            `remembers` is not valid. Says which.
     """
     if isinstance(name, str):
         return lambda cls: _register(cls, name.lower())
@@ -79,13 +56,8 @@ def _register(cls: C, name: str) -> C:
                 else f"a class derived from {method.__qualname__}, and make that method_class"
             )
         )
-    if missing := _missing(cls):
-        raise RegistryError(
-            f"{cls.__qualname__} cannot be registered as {name!r}: it does not define "
-            f"{' and '.join(f'{m} ({ARROWS[m]})' if m in ARROWS else m for m in missing)}; write it in the class"
-        )
-    if fault := _wrong_inputs(getattr(cls, "inputs", ())):
-        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
+    if told := fault(cls, method.model_fields):
+        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {told}")
     if owner := owner_of(name, cls.__module__):
         raise RegistryError(
             f"the trainer name {name!r} belongs to {owner}, whose module alone may register it; "
@@ -99,26 +71,6 @@ def _register(cls: C, name: str) -> C:
         )
     _TRAINERS[name] = cls
     return cls
-
-
-def _wrong_inputs(inputs: tuple[str, ...]) -> str:
-    """Return what is wrong with the declaration `inputs` of a trainer; empty if nothing is."""
-    known = sorted({name for form in INPUTS for name in form})
-    for name in inputs:
-        if name not in known:
-            return f"its inputs name {name!r}{suggest(str(name), known)}; known: {', '.join(known)}"
-    if frozenset(inputs) not in INPUTS:
-        forms = ", ".join(" + ".join(sorted(form)) for form in INPUTS)
-        return f"its inputs are {tuple(inputs)!r}, which is no combination that can be trained on; give one of: {forms}"
-    return ""
-
-
-def _missing(cls: type) -> list[str]:
-    """Return the methods and attributes that a trainer must define and this one does not."""
-    told = getattr(cls, "_unwritten", None)
-    if told is not None:
-        return list(told())
-    return [arrow for arrow in ("get_arch", "make_experience", "loss") if not callable(getattr(cls, arrow, None))]
 
 
 def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:

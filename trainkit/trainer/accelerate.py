@@ -71,6 +71,7 @@ from trainkit.seeding import PLACE, Seen, global_rng, placed, response_seeds, tu
 from trainkit.trainer import dynamic, generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.returns import checked_batch
 
 log = logging.getLogger(__name__)
 
@@ -517,7 +518,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
-        return self.experience(rollouts, scores)
+        return checked_batch(self, "experience", self.experience(rollouts, scores))
 
     def _record_scored(self, rollouts: Rollouts, scores: Tensor) -> None:
         found: m.Metrics = {
@@ -778,7 +779,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         with torch.no_grad(), self.accelerator.autocast():
             self._record_scored(rollouts, checked)
             self.store.push(self._experience(rollouts, checked))
-            self.store.experience = self.prepare_experience(self.store.experience)
+            self._prepare_store()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
         self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
         for _ in range(self.passes or 1):

@@ -15,6 +15,7 @@ from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure
 from trainkit.runs import run
 from trainkit.seeding import placed
+from trainkit.trainer.returns import checked_batch
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -69,7 +70,7 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     if trainer.held_out is None:
         trainer.held_out = _experience(trainer)
     with trainer.accelerator.autocast():
-        experience = trainer.prepare_step(trainer.held_out)
+        experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
     for micro in trainer.micro_batches(experience):
         found = m.merge(found, trainer.measure(micro.to(trainer.accelerator.device))[1])
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
@@ -82,7 +83,8 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     pending, store = trainer._pending, RolloutStore[Any]()  # metrics of making experience belong to training
     with accelerator.autocast():
         for start in range(0, len(rows), size):
-            store.push(trainer.make_experience(rows[start : start + size]))
+            made = trainer.make_experience(rows[start : start + size])
+            store.push(checked_batch(trainer, "make_experience", made))
     trainer._pending = pending
     return cast(Batch, store.experience)
 

@@ -24,6 +24,7 @@ from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.minibatches import Layout, minibatches
+from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
@@ -170,7 +171,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             self.progress.prompts = self.collect_experience()
-            self.store.experience = self.prepare_experience(self.store.experience)
+            self._prepare_store()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
 
     def collect_experience(self) -> int:
@@ -185,8 +186,13 @@ class AcceleratedLoop(TrainerInputs[M]):
             if run.asked_to_stop(self):  # the collection is made again when the run is resumed
                 self.store.clear()
                 run.stop(self)
-            self.store.push(self.make_experience(rows[start : start + size]))
+            made = self.make_experience(rows[start : start + size])
+            self.store.push(checked_batch(self, "make_experience", made))
         return len(taken)
+
+    def _prepare_store(self) -> None:
+        prepared = self.prepare_experience(self.store.experience)
+        self.store.experience = checked_batch(self, "prepare_experience", prepared)
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()
@@ -246,7 +252,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         device, rank = self.accelerator.device, self.accelerator.process_index
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():
-            micros = self.micro_batches(self.prepare_step(batch))
+            micros = self.micro_batches(checked_batch(self, "prepare_step", self.prepare_step(batch)))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         self.policy.train()
@@ -263,7 +269,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         if not self._judges:
             return Verdict.STEP
-        return self.judge(m.compute(found, self.reduce))
+        return checked_verdict(self, self.judge(m.compute(found, self.reduce)))
 
     @property
     def _judges(self) -> bool:
@@ -295,7 +301,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.accelerator.autocast():
-            loss, found = self.loss(micro)
+            loss, found = checked_loss(self, self.loss(micro))
         weight = exact(micro.weight.to(loss.device))
         return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
 

@@ -34,6 +34,7 @@ from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.returns import checked_metrics
 
 log = logging.getLogger(__name__)
 
@@ -269,8 +270,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
     # ----------------------------------------------------------------------------------------- numbers of all processes
 
     def record(self, metrics: m.Metrics) -> None:
-        """Add metrics to those that are logged with the next step."""
-        self._pending = m.merge(self._pending, metrics)
+        """Add metrics to those that are logged with the next step.
+
+        Raises:
+            PluginError: they are no dict of `Mean` and `Std` by name.
+        """
+        self._pending = m.merge(self._pending, checked_metrics(self, "record", metrics))
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return ``x`` summed over all processes, on the device it came from."""
