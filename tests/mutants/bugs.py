@@ -163,11 +163,11 @@ BUGS = (
         "rft",
         ("sampled_ids",),
         patch="""
--        return RFTRows(rollouts.sequences, per_response(scores))
+-        return RFTRows(rollouts.sequences, per_response(scores), positions)
 +        eos = self.tokenizer.eos_token_id
 +        ids = [[*self.tokenizer.encode(text), eos] for text in rollouts.outputs]
 +        prompts = [query.tolist() for query in rollouts.sequences.queries]
-+        return RFTRows(Sequences.from_lists(prompts, ids), per_response(scores))
++        return RFTRows(Sequences.from_lists(prompts, ids), per_response(scores), positions)
 """,
     ),
     # ---------------------------------------------------------------------------- divergence, ratios, advantages
