@@ -48,7 +48,7 @@ class Reader:
             self.change(self.home / file[1], block.text.splitlines())
         else:
             assert file is not None, f"line {block.line}: which file is that?"
-            assert (self.home / file[1]).exists(), file[1]  # all were there to be changed
+            assert (self.home / file[1]).parent.exists(), file[1]
             (self.home / file[1]).write_text(block.text, encoding="utf-8")
 
     def run(self, line: str, fails: bool) -> str:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from trainkit import AccelerateRLTrainer, Verdict
+from trainkit import AccelerateRLTrainer, Sequences, Verdict
+from trainkit.functional import at_last, per_response
 from trainkit.models import Reference
 from trainkit.seeding import generator
 from trainkit.trainer import optim
@@ -189,6 +191,34 @@ class ShuffledApart(Loop):
             if at.position * size >= len(self.store):
                 at.epoch, at.position = at.epoch + 1, 0
             yield batch
+
+
+class ObservationsDropped(Loop):
+    """Experience is made of prompts and outputs."""
+
+    def _experience(self, rollouts: Any, scores: Any) -> Any:
+        pairs = ([ids.tolist() for ids in side] for side in (rollouts.queries, rollouts.responses))
+        sequences = Sequences.from_lists(*pairs)
+        bare = replace(rollouts, sequences=sequences, logprobs=None, entropy=None, hidden=None)
+        return super()._experience(bare, per_response(scores))
+
+
+class ObservationsTrained(Loop):
+    """The response is everything after the prompt."""
+
+    def _experience(self, rollouts: Any, scores: Any) -> Any:
+        sequences = rollouts.sequences
+        whole = replace(sequences, response_mask=sequences.attention_mask & ~sequences.prompt_mask)
+        bare = replace(rollouts, sequences=whole, logprobs=None, entropy=None, hidden=None)
+        return super()._experience(bare, scores)
+
+
+class LastTurnPaid(Loop):
+    """The reward of an episode is that of its last turn."""
+
+    def score(self, rollouts: Any) -> Any:
+        scores = super().score(rollouts)
+        return scores if scores.dim() == 1 else at_last(scores, rollouts.sequences.response_mask)
 
 
 class StaleSampler(Loop):
