@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -936,6 +937,46 @@ def test_a_hooks_sampler_takes_the_place_of_the_cores_and_its_responses_are_trai
     assert {output for collection in watch.found for _, output in collection} == {"b"}
     assert trained == [ids_of("b", EOS)] * len(trained)
     assert len(trained) == 6 * 8
+
+
+def with_a_tool(trainer: Any) -> Any:
+    """A sampler that inserts two tokens of a tool into every response, and says how often it was used."""
+
+    def sampler(rows: Any, queries: Any, settings: SamplingConfig, seeds: Any, purpose: str) -> Rollouts:
+        return assemble(
+            trainer.tokenizer,
+            [{**row, "tool": 1.0, "asked_for": purpose} for row in rows],
+            queries,
+            [ids_of("b", "h", "h", "c", EOS)] * len(rows),
+            sampled=[[True, False, False, True, True]] * len(rows),
+            terminated=torch.ones(len(rows), dtype=torch.bool),
+            logprobs=None,
+            stops=settings.stop_sequences,
+            skip_special_tokens=True,
+        )
+
+    return sampler
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "rft"])
+def test_a_hooks_sampler_may_return_rows_with_holes_and_columns_of_its_own(name: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reward(outputs: list[str], tool: list[float], asked_for: list[str], **_: Any) -> list[float]:
+        seen.extend(zip(outputs, tool, asked_for, strict=True))
+        return [float(len(seen) % 3)] * len(outputs)
+
+    trainer = tiny_trainer(name, tmp_path, callbacks=[Provides(with_a_tool)], arguments={"reward_fn": reward})
+    trainer.collect()
+    for sequences in trainer._rollouts:
+        assert [r.tolist() for r in sequences.responses] == [ids_of("b", "c", EOS)] * len(sequences)
+    assert set(seen) == {("bhhc", 1.0, "train")}
+    trainer.store.clear()
+    trainer.learn()
+    found = trainer.evaluate()
+    assert found["eval/tool"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {line["asked_for"] for line in lines if line["kind"] == "evaluation"} == {"evaluate"}
 
 
 def spoiled(change: Any) -> Any:

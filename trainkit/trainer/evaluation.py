@@ -10,6 +10,7 @@ import torch
 from trainkit import metrics as m
 from trainkit.config import sweep
 from trainkit.data import Batch, RolloutStore
+from trainkit.data.batches import columns_of
 from trainkit.errors import DataError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure
@@ -18,7 +19,7 @@ from trainkit.seeding import placed
 from trainkit.trainer.returns import checked_batch
 
 if TYPE_CHECKING:
-    from trainkit.data import Rollouts
+    from trainkit.data import Rollouts, Row
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.loop import AcceleratedLoop
 
@@ -100,16 +101,18 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
     for start in range(0, len(mine), size):
         part = slice(start, start + size)
         rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
-        whole, each = _measure(trainer, rollouts)
+        whole, each = _measure(trainer, rollouts, mine[part])
         records += each
         aggregates.append((len(rollouts), whole))
     records = trainer.gather(records)
     return means(records, trainer.gather(aggregates)), records
 
 
-def _measure(trainer: Trainer, rollouts: Rollouts) -> tuple[dict[str, float], list[Record]]:
-    """Return the metrics of the rollouts as a whole, and one record per response."""
-    known: dict[str, list[Any]] = {"prompt": rollouts.prompts, "output": rollouts.outputs}
+def _measure(trainer: Trainer, rollouts: Rollouts, asked: list[Row]) -> tuple[dict[str, float], list[Record]]:
+    """Return the metrics of the rollouts as a whole, and one record per response, with columns added by the sampler."""
+    given = columns_of(asked)
+    known: dict[str, list[Any]] = {name: column for name, column in rollouts.columns.items() if name not in given}
+    known |= {"prompt": rollouts.prompts, "output": rollouts.outputs}
     known["length"] = [float(len(response)) for response in rollouts.responses]
     if trainer.scores_samples:
         known["reward"] = per_response(trainer.score(rollouts)).tolist()
