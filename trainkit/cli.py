@@ -137,10 +137,11 @@ def train(
     from trainkit.config import TRLConfig
     from trainkit.plugins import disabled
     from trainkit.plugins.discovery import unknown_disabled
+    from trainkit.plugins.hooks import name_of
 
     with disabled(no_plugin or [], NO_PLUGIN):
         settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
-        for by, message in unknown_disabled(settled.plugins):
+        for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
             if by == NO_PLUGIN:
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
         arguments = {} if task is None else _task_arguments(task, settled)

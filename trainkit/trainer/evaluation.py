@@ -32,8 +32,9 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "add_eval_pipeline(prompts)"
         )
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
-    found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
-    found |= held_out(trainer) if trainer.eval_samples else {}
+    with trainer.discarding_records():
+        found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
+        found |= held_out(trainer) if trainer.eval_samples else {}
     at, hook = trainer.progress, trainer.hooks.hook
     at.evaluated, at.evaluation = at.step, dict(found)
     if trainer.accelerator.is_main_process:
@@ -79,11 +80,10 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     """Return the experience of this process's part of the held-out samples."""
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
-    pending, store = trainer._pending, RolloutStore[Any]()  # metrics of making experience belong to training
+    store = RolloutStore[Any]()
     with accelerator.autocast():
         for start in range(0, len(rows), size):
             store.push(trainer.make_experience(rows[start : start + size]))
-    trainer._pending = pending
     return cast(Batch, store.experience)
 
 

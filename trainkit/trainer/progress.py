@@ -22,6 +22,8 @@ class Progress:
     """Minibatches made in the current pass."""
     stopped: bool = False
     """Whether `judge` has skipped the rest of the current collection."""
+    stop_reason: str = ""
+    """Why `trainer.stop` has ended the run; empty if it has not."""
     prompts: int = 0
     """Prompts, or samples, of the current collection in one process."""
     generated: int = 0
