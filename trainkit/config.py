@@ -385,8 +385,7 @@ class TRLConfig(BaseModel, Generic[M]):
     train: TrainConfig = TrainConfig()
     """The training loop."""
     plugins: Annotated[list[HooksEntry], AfterValidator(_named_once)] = []
-    """Installed plugins whose hooks are called in the run, besides those of the plugin of `method`: names, or mappings
-    with `name` and the settings of the plugin."""
+    """Installed plugins with hooks, besides that of `method`: names, or mappings with `name` and settings."""
 
     def __init__(self, /, **data: Any) -> None:
         context = {"sampling": _sampling_class(data.get("method"))}

@@ -153,7 +153,7 @@ def _load(key: str) -> None:
     """
     before = dict(_TRAINERS), dict(_HOOKS)
     try:
-        load_plugin(key, registered=before[0])
+        load_plugin(key, registered=[*_TRAINERS, *_HOOKS])
     except PluginError:
         _TRAINERS.clear()
         _TRAINERS.update(before[0])

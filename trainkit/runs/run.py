@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -105,7 +106,7 @@ def _log_errors(failures: list[HookError]) -> None:
 
 def asked_to_stop(trainer: Trainer) -> bool:
     """Return whether any of the processes has received SIGTERM."""
-    return trainer.any_process(trainer._stop.asked)
+    return anywhere(trainer, trainer._stop.asked)
 
 
 def ends_early(trainer: Trainer) -> bool:
@@ -113,7 +114,7 @@ def ends_early(trainer: Trainer) -> bool:
 
     The reason is that of the first process that has one. If the run is done anyway, `trainer.stop` has no effect.
     """
-    if trainer.done or not trainer.any_process(bool(trainer._stop.reason)):
+    if trainer.done or not anywhere(trainer, bool(trainer._stop.reason)):
         return False
     at = trainer.progress
     at.stop_reason = next(filter(None, trainer.gather([trainer._stop.reason])))
@@ -224,6 +225,11 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
+
+
+def anywhere(trainer: Trainer, here: bool) -> bool:
+    """Return whether ``here`` is true on any process. All processes call it; a single one needs no tensor for it."""
+    return here if trainer.accelerator.num_processes == 1 else bool(trainer.max(torch.tensor(float(here))))
 
 
 def on_main(trainer: Trainer, function: Callable[[], T]) -> T:

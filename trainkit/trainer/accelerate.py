@@ -403,7 +403,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             run.begin(self)  # the random numbers follow from the progress of the resumed run
         rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
         self.progress.generated += len(rows)
-        with self.discarding_records():
+        with self._discarding_records():
             rollouts = self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 

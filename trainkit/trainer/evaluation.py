@@ -32,7 +32,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "add_eval_pipeline(prompts)"
         )
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
-    with trainer.discarding_records():
+    with trainer._discarding_records():
         found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
         found |= held_out(trainer) if trainer.eval_samples else {}
     at, hook = trainer.progress, trainer.hooks.hook

@@ -138,13 +138,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _leave_out_disabled(self) -> None:
         """Remove plugins that are disabled from the configuration, and so from the record of the run."""
         config = self.config
-        usable, told = without_disabled(
-            [
-                name
-                for name in map(name_of, [*config.plugins, *config.train.trackers])
-                if name not in ACCELERATE_TRACKERS
-            ]
-        )
+        named = map(name_of, [*config.plugins, *config.train.trackers])
+        usable, told = without_disabled([name for name in named if name not in ACCELERATE_TRACKERS])
         plugins, trackers = (
             [entry for entry in entries if name_of(entry) in {*usable, *ACCELERATE_TRACKERS}]
             for entries in (config.plugins, config.train.trackers)
@@ -245,8 +240,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._pending = m.merge(self._pending, metrics)
 
     @contextmanager
-    def discarding_records(self) -> Iterator[None]:
-        """Discard the metrics that are recorded inside the block: they do not belong to a step of training."""
+    def _discarding_records(self) -> Iterator[None]:
+        """Ignore the metrics that are recorded inside the block, which do not belong to a step of training."""
         pending = self._pending
         try:
             yield
@@ -272,10 +267,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Return ``x`` of each process, stacked, on the device it came from. -> [processes, *]."""
         every: Tensor = self.accelerator.gather(x.to(self.accelerator.device).unsqueeze(0))
         return every.to(x.device)
-
-    def any_process(self, here: bool) -> bool:
-        """Return whether ``here`` is true on any process; all processes call it."""
-        return here if self.accelerator.num_processes == 1 else bool(self.max(torch.tensor(float(here))))
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """Return the ``items`` of all processes as one list, those of the first process first."""
