@@ -26,9 +26,8 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     if method not in plugins:
         plugins = {method: None, **plugins}
     for name, plugin in plugins.items():
-        found.append(
-            {"name": name, "distribution": plugin and plugin.distribution, "version": plugin and plugin.version}
-        )
+        distribution, version = (plugin.distribution, plugin.version) if plugin else (None, None)
+        found.append({"name": name, "distribution": distribution, "version": version})
     return found
 
 
