@@ -129,21 +129,18 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
         return _Unread(name=name, **given) if given else name
     if tracker and (name in ACCELERATE_TRACKERS or not (given or is_known(name))):
         if given:
-            raise PydanticCustomError("no_settings", "a tracker of accelerate has no settings; give its name alone")
+            raise _refused("a tracker of accelerate has no settings; give its name alone")
         return name
     try:
         hooks = get_hooks(name)
     except RegistryError as error:
-        raise PydanticCustomError("unknown_plugin", "{reason}", {"reason": str(error)}) from error
+        raise _refused(str(error)) from error
     if tracker != (hooks is not None and hooks.tracker):
-        reason = (
-            f"{name!r} is {'no' if tracker else 'a'} tracker; name it in {'plugins' if tracker else 'train.trackers'}"
-        )
-        raise PydanticCustomError("wrong_place", "{reason}", {"reason": reason})
+        is_one, place = ("no", "plugins") if tracker else ("a", "train.trackers")
+        raise _refused(f"{name!r} is {is_one} tracker; name it in {place}")
     if hooks is None or hooks.settings is None:
         if given:
-            reason = f"{name!r} has no settings; remove {', '.join(map(repr, given))}"
-            raise PydanticCustomError("no_settings", "{reason}", {"reason": reason})
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
         return name
     return hooks.settings.model_validate({**given, "name": name.lower()})
 
@@ -155,8 +152,12 @@ def _given(value: Any) -> tuple[Plain, str]:
     fields = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = fields.pop("name", None)
     if not isinstance(name, str):
-        raise PydanticCustomError("plugin_name", "should be a plugin's name, or a mapping with its 'name' and settings")
+        raise _refused("should be a plugin's name, or a mapping with its 'name' and settings")
     return fields, name
+
+
+def _refused(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("plugin", "{reason}", {"reason": reason})
 
 
 def _named_once(entries: list[str | PluginConfig]) -> list[str | PluginConfig]:
@@ -385,7 +386,7 @@ class TRLConfig(BaseModel, Generic[M]):
     train: TrainConfig = TrainConfig()
     """The training loop."""
     plugins: Annotated[list[HooksEntry], AfterValidator(_named_once)] = []
-    """Installed plugins with hooks, besides that of `method`: names, or mappings with `name` and settings."""
+    """Installed plugins with hooks, besides that of `method`: names, or mappings with settings."""
 
     def __init__(self, /, **data: Any) -> None:
         context = {"sampling": _sampling_class(data.get("method"))}
