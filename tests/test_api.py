@@ -294,7 +294,7 @@ def test_logit_mask_holds_in_sampling_and_in_training(config: Any) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "unknown method": ({"method": "pppo"}, RegistryError, "did you mean 'ppo'"),
-    "unknown plugin": ({"config": {"plugins": ["nothing"]}}, RegistryError, "no plugin 'nothing'"),
+    "unknown plugin": ({"config": {"plugins": ["nothing"]}}, ConfigError, "no plugin 'nothing'"),
     "config typo": ({"config": {"train": {"batchsize": 3}}}, ConfigError, "train.batchsize.*did you mean 'batch_size'"),
     "method typo": ({"config": {"method": {"name": "ppo", "gama": 1}}}, ConfigError, "method.gama.*'gamma'"),
     "no prompts": ({"prompts": []}, DataError, "prompts is empty"),

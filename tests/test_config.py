@@ -17,6 +17,7 @@ from trainkit.config import (
     MethodConfig,
     ModelConfig,
     OptimizerConfig,
+    PluginConfig,
     RolloutConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -550,7 +551,7 @@ def test_every_field_says_what_it_is_for(section):
 
 def test_the_sections_tested_here_are_all_there_are():
     defined = {cls for cls in Section.__subclasses__() if cls.__module__ == "trainkit.config"}
-    assert defined == {MethodConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
+    assert defined == {MethodConfig, PluginConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
         SamplingConfig,
         TrainConfig,
     }

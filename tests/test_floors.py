@@ -33,8 +33,8 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "testing"), ("examples", "trainer"),
-    ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
+    ("cli", "config"), ("cli", "plugins"), ("cli", "testing"), ("examples", "trainer"),
+    ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
     ("runs", "data"), ("runs", "trainer"), ("trainer", "data"),
 }  # fmt: skip
 """Arrows of imports for type checkers alone."""

@@ -189,6 +189,78 @@ said["live"] = [trainer._pending["policy/kl"].compute(), trainer.start]
 torch.distributed.destroy_process_group()
 """
 
+ENDED = """
+import json
+import sys
+from pathlib import Path
+import torch
+from trainkit import hookimpl, register_hooks, register_tracker
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+out, said = Path(sys.argv[1]), {}
+
+class Stops:
+    def __init__(self, at):
+        self.at = at
+
+    @hookimpl
+    def on_step(self, trainer):
+        if rank == 1 and trainer.progress.step == self.at:
+            trainer.stop("process 1 says so")
+
+@register_tracker("keeps")
+class Keeps:
+    def __init__(self):
+        self.steps = []
+
+    @hookimpl
+    def log_metrics(self, step):
+        self.steps.append(step)
+
+@register_hooks("counts")
+class Counts:
+    def __init__(self):
+        self.counted = 0
+
+    @hookimpl
+    def on_step(self):
+        self.counted += 1
+
+    def state_dict(self):
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state):
+        self.counted = state["counted"]
+
+def run(name, **changes):
+    run = {"train__save_interval": 10, "train__eval_interval": 10, "train__trackers": ["keeps"], "plugins": ["counts"]}
+    return tiny_trainer("ppo", out / name, **{**run, **changes})
+
+trainer = run("run")
+rank = trainer.accelerator.process_index
+x = torch.tensor([[1, 5], [7, 2]])[rank]
+numbers = [x, x.double() / 3, x > 4, x[0], torch.tensor([float("nan"), 1.0][rank]), torch.empty(0)]
+said["min"] = [[str(found.dtype), found.tolist()] for found in map(trainer.min, numbers)]
+said["max"] = [[str(found.dtype), found.tolist()] for found in map(trainer.max, numbers)]
+trainer.hooks.register(Stops(3))
+trainer.learn()
+said["ended"] = [trainer.progress.step, trainer.progress.evaluated, trainer.progress.stop_reason]
+said["trackers"] = [made.steps for name, made in trainer.hooks.made.items() if name == "keeps"]
+trainer = run("run", train__resume="auto")
+trainer.learn()
+said["again"] = [trainer.progress.step, trainer.progress.stop_reason]
+longer = run("run", train__resume="auto", train__total_steps=8)
+longer.learn()
+straight = run("straight", train__total_steps=8)
+straight.learn()
+for name, trainer in (("longer", longer), ("straight", straight)):
+    weights = [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
+    said[name] = [trainer.progress.step, trainer.hooks.made["counts"].counted, weights]
+(out / f"said-{rank}.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
+"""
+
 RESUMED = """
 import json
 import sys
@@ -353,6 +425,36 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
     newest = newest_whole(tmp_path / "run" / "checkpoints")
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes ends with, in a run that the second alone stops, and when it is resumed."""
+    out = tmp_path_factory.mktemp("ended")
+    succeed(ENDED, 2, str(out))
+    return [json.loads((out / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_minimum_and_maximum_are_of_both_processes_and_keep_dtype_and_shape(ended: list[dict[str, Any]]) -> None:
+    """Of [1, 5] and [7, 2]; a tensor without dimensions, one that is NaN in one process, and one without elements."""
+    for said in ended:
+        assert [found for _, found in said["min"][:4]] == [[1, 2], [1 / 3, 2 / 3], [False, False], 1]
+        assert [found for _, found in said["max"][:4]] == [[7, 5], [7 / 3, 5 / 3], [True, True], 7]
+        for of in ("min", "max"):
+            assert [dtype for dtype, _ in said[of][:4]] == ["torch.int64", "torch.float64", "torch.bool", "torch.int64"]
+            assert math.isnan(said[of][4][1])
+            assert said[of][5][1] == []
+
+
+def test_one_process_that_stops_the_run_ends_both_after_the_same_step(ended: list[dict[str, Any]]) -> None:
+    for said in ended:
+        assert said["ended"] == [3, 3, "process 1 says so"]
+        assert said["again"] == [3, "process 1 says so"]
+        assert said["longer"] == said["straight"] == [8, 8, ended[0]["longer"][2]]
+
+
+def test_a_tracker_is_made_on_the_main_process_only(ended: list[dict[str, Any]]) -> None:
+    assert [said["trackers"] for said in ended] == [[[0, 1, 2, 3, 3]], []]
 
 
 @pytest.fixture(scope="module")

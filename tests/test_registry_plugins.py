@@ -322,7 +322,9 @@ def test_the_built_in_names_are_those_of_trainkits_own_distributions():
     assert declared == plugins.BUILT_IN
     installed = {plugin.name: plugin for plugin in discover()}
     assert {name: installed[name].origin for name in declared} == dict.fromkeys(declared, "built-in")
-    assert {installed[name].kind.split(", ")[0] for name in declared} == {"trainer"}
+    kinds = {name: installed[name].kind.split(", ")[0] for name in declared}
+    assert {name for name, kind in kinds.items() if kind != "trainer"} == {"early_stop"}
+    assert kinds["early_stop"] == "hooks"
 
 
 OBSERVES = "@trainkit.hookimpl\ndef on_step(step): ...\n"
@@ -336,11 +338,16 @@ PROVIDES = "from trainkit import hookimpl as hook\n@hook(tryfirst=True)\ndef mak
         ("@trainkit.register_trainer\nclass FAKE: ...", "?"),
         ("@register_trainer('another')\nclass A: ...", "?"),
         ("for name in names: register_trainer(name)(object)", "trainer"),
-        (OBSERVES, "tracker"),
+        (OBSERVES, "hooks"),
         (PROVIDES, "sampler"),
-        (OBSERVES + PROVIDES + "register_trainer('fake-kind')(A)", "trainer, sampler, tracker"),
+        (OBSERVES + PROVIDES + "register_trainer('fake-kind')(A)", "trainer, sampler, hooks"),
         ("def on_step(step): ...\nclass A:\n  @hookimpl\n  def on_step(self): ...", "?"),
-        ("pattern = '\\d'\n" + OBSERVES, "tracker"),
+        ("pattern = '\\d'\n" + OBSERVES, "hooks"),
+        ("@trainkit.register_hooks('Fake-Kind')\nclass A:\n  @hookimpl\n  def on_step(self): ...", "hooks"),
+        ("@register_hooks('fake-kind', S)\nclass A:\n  @hookimpl\n  def make_sampler(self): ...", "sampler"),
+        ("@register_hooks('fake-kind')\nclass A(B): ...", "hooks"),
+        ("@register_tracker('fake-kind')\nclass A:\n  @hookimpl\n  def on_step(self): ...\n" + OBSERVES, "tracker"),
+        ("@register_tracker('another')\nclass A: ...\n" + OBSERVES, "hooks"),
     ],
 )
 def test_the_kind_of_a_plugin_is_read_from_its_source(install, source, kind):
@@ -367,7 +374,7 @@ def test_the_kind_of_a_package_is_read_from_what_it_imports_of_itself(install):
     }
     for name, source in files.items():
         (home / "fake_pack" / name).write_text(source)
-    assert found("fake-pack")["fake-pack"].kind == "trainer, tracker"
+    assert found("fake-pack")["fake-pack"].kind == "trainer, hooks"
     assert not {name for name in sys.modules if name.startswith("fake_pack")}
 
 
@@ -782,7 +789,7 @@ def test_the_first_sampler_offered_is_taken():
         ("while True: pass", "its import did not end within 3 s"),
         (
             "x = 1",
-            "it registers no trainer 'fake-probe' and has no hooks; it needs @register_trainer(\"fake-probe\"), or",
+            "it registers no trainer 'fake-probe' and has no hooks; it needs @register_trainer(\"fake-probe\"), @reg",
         ),
         (OBSERVES.replace("on_step", "on_stepp"), "unknown hook 'on_stepp'"),
         (OBSERVES.replace("step):", "loss):"), "Argument(s) {'loss'} are declared"),

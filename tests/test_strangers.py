@@ -104,7 +104,7 @@ def test_its_own_tests_pass_where_it_is_installed(strangers: FreshVenv, name: st
 def test_a_run_with_two_strangers_is_resumed_and_loses_and_repeats_no_line(
     strangers: FreshVenv, tmp_path: Path
 ) -> None:
-    config = {"method": GRPO, "plugins": ["csv"]}
+    config = {"method": GRPO, "train": {**CONFIG["train"], "trackers": ["csv"]}}
     train(strangers, tmp_path, config=config)
     train(strangers, tmp_path, "train.total_steps=4", "train.resume=auto", config=config)
     rows = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]]
@@ -135,7 +135,7 @@ for name in sys.argv[1:]:
     except trainkit.errors.TrainkitError as error:
         told[name] = [type(error).__name__, str(error)]
 assert not Path("run").exists()
-trainer = trainkit.train(config={**config, "plugins": ["csv"]}, **bandit())
+trainer = trainkit.train(config={**config, "train": {**config["train"], "trackers": ["csv"]}}, **bandit())
 print(json.dumps([told, trainer.progress.step]))
 """
 

@@ -37,7 +37,7 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 def stub_trainer(**more: Any) -> Any:
     train = SimpleNamespace(total_steps=10)
     config = SimpleNamespace(method=SimpleNamespace(name="toy"), train=train)
-    progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, samples=0)
+    progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, samples=0, stop_reason="")
     return SimpleNamespace(
         config=config,
         pipeline=object(),

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
-    from trainkit.config import MethodConfig, SamplingConfig, TRLConfig, default_config
+    from trainkit.config import MethodConfig, PluginConfig, SamplingConfig, TRLConfig, default_config
     from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
     from trainkit.plugins.hookspecs import hookimpl
-    from trainkit.plugins.registry import available_trainers, get_trainer, register_trainer
+    from trainkit.plugins.registry import (
+        available_trainers,
+        get_trainer,
+        register_hooks,
+        register_tracker,
+        register_trainer,
+    )
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
     from trainkit.trainer.loop import AcceleratedLoop
@@ -24,6 +30,7 @@ _HOMES = {
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data.batches",
     "MethodConfig": "trainkit.config",
+    "PluginConfig": "trainkit.config",
     "Preferences": "trainkit.data.batches",
     "Rollouts": "trainkit.data.batches",
     "Row": "trainkit.data.batches",
@@ -36,6 +43,8 @@ _HOMES = {
     "default_config": "trainkit.config",
     "get_trainer": "trainkit.plugins.registry",
     "hookimpl": "trainkit.plugins.hookspecs",
+    "register_hooks": "trainkit.plugins.registry",
+    "register_tracker": "trainkit.plugins.registry",
     "register_trainer": "trainkit.plugins.registry",
     "train": "trainkit.api",
 }
@@ -47,6 +56,7 @@ __all__ = [
     "BaseRLTrainer",
     "Batch",
     "MethodConfig",
+    "PluginConfig",
     "Preferences",
     "Rollouts",
     "Row",
@@ -62,6 +72,8 @@ __all__ = [
     "hookimpl",
     "metrics",
     "models",
+    "register_hooks",
+    "register_tracker",
     "register_trainer",
     "testing",
     "train",

@@ -27,6 +27,7 @@ from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
     from trainkit.config import TRLConfig
+    from trainkit.plugins.registry import HookClass
     from trainkit.testing.conformance import Result
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
@@ -140,10 +141,11 @@ def train(
     from trainkit.config import TRLConfig
     from trainkit.plugins import disabled
     from trainkit.plugins.discovery import unknown_disabled
+    from trainkit.plugins.hooks import name_of
 
     with disabled(no_plugin or [], NO_PLUGIN):
         settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
-        for by, message in unknown_disabled(settled.plugins):
+        for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
             if by == NO_PLUGIN:
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
         arguments = {} if task is None else _task_arguments(task, settled)
@@ -275,7 +277,7 @@ def run_example(
 @app.command("new-plugin")
 def new_plugin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in configurations, e.g. my-algo.")],
-    kind: Annotated[Kind, typer.Option(help="An algorithm, hooks that observe a run, or a sampler.")] = Kind.TRAINER,
+    kind: Annotated[Kind, typer.Option(help="An algorithm, a tracker, or a sampler.")] = Kind.TRAINER,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The new directory; by default ./trainkit-NAME.")
     ] = None,
@@ -413,11 +415,40 @@ def _mark(good: bool) -> str:
 
 
 @app.command("config")
-def show_config(method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name.")]) -> None:
-    """Print an algorithm's defaults as YAML, with comments."""
+def show_config(
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of a plugin with hooks.")
+    ],
+) -> None:
+    """Print an algorithm's defaults, or the entry of a plugin with hooks and its settings, as YAML with comments."""
     from trainkit.config import default_config
+    from trainkit.plugins import get_hooks, is_registered
+    from trainkit.plugins.discovery import is_installed
 
-    typer.echo(annotated_yaml(default_config(method)), nl=False)
+    hooks = get_hooks(method) if is_installed(method.lower(), "") else None
+    if hooks is None or is_registered(method):
+        typer.echo(annotated_yaml(default_config(method)), nl=False)
+    else:
+        typer.echo(entry_yaml(method.lower(), hooks), nl=False)
+
+
+def entry_yaml(name: str, hooks: HookClass) -> str:
+    """Return the entry of a plugin in a configuration as YAML, with comments that describe its settings."""
+    from trainkit.config import to_yaml
+
+    indent = "    " if hooks.tracker else "  "
+    lines = ["train:", "  trackers:"] if hooks.tracker else ["plugins:"]
+    lines.append(f"{indent[:-2]}- name: {name}")
+    for field, about in (hooks.settings.model_fields if hooks.settings else {}).items():
+        if field != "name":
+            lines += _comment(about.description, indent)
+            given = (
+                f"{field}:  # required\n"
+                if about.is_required()
+                else to_yaml({field: about.get_default(call_default_factory=True)})
+            )
+            lines += textwrap.indent(given, indent).splitlines()
+    return "\n".join(lines) + "\n"
 
 
 def annotated_yaml(config: TRLConfig[Any]) -> str:
@@ -435,14 +466,14 @@ def annotated_yaml(config: TRLConfig[Any]) -> str:
             lines.append("")
         owner = type(section if indent else config)
         described = getattr(owner, "model_fields", {}).get(name)
-        lines += textwrap.wrap(
-            (described and described.description) or "",
-            width=100,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-        )
+        lines += _comment(described and described.description, indent)
         lines.append(line)
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _comment(text: str | None, indent: str) -> list[str]:
+    """Return the lines of a comment in YAML; none if there is no text."""
+    return textwrap.wrap(text or "", width=100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 if __name__ == "__main__":  # accelerate launch -m trainkit.cli train ...

@@ -11,11 +11,13 @@ import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializeAsAny,
@@ -27,7 +29,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
-from trainkit.plugins import get_trainer
+from trainkit.plugins import get_hooks, get_trainer
+from trainkit.plugins.discovery import ACCELERATE_TRACKERS, why_disabled
+from trainkit.plugins.hooks import name_of
+from trainkit.plugins.registry import is_known
 
 Plain = dict[str, Any]
 
@@ -85,6 +90,88 @@ class MethodConfig(Section):
 
     name: str
     """The registered name of the algorithm."""
+
+
+class PluginConfig(Section):
+    """Base class of the settings of hooks and trackers. Subclass it, and register the subclass with their class."""
+
+    name: str
+    """The name of the plugin."""
+
+
+class _Unread(PluginConfig):
+    """Settings of a disabled plugin, which are kept as they were given."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _of_hooks(value: Any) -> str | PluginConfig:
+    return _entry(value, tracker=False)
+
+
+def _of_tracker(value: Any) -> str | PluginConfig:
+    return _entry(value, tracker=True)
+
+
+HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_hooks)]
+"""A plugin with hooks: its name, or its settings if it has settings."""
+TrackerEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_tracker)]
+"""A tracker: its name, or its settings if it is a plugin with settings."""
+
+
+def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
+    """Return the name of a plugin, or its validated settings if it has settings.
+
+    Names that no plugin has are returned unchanged for trackers: accelerate may know them.
+    """
+    given, name = _given(value)
+    if why_disabled(name):  # a run does without it
+        return _Unread(name=name, **given) if given else name
+    if tracker and (name in ACCELERATE_TRACKERS or not (given or is_known(name))):
+        if given:
+            raise _refused("a tracker of accelerate has no settings; give its name alone")
+        return name
+    try:
+        hooks = get_hooks(name)
+    except RegistryError as error:
+        raise _refused(str(error)) from error
+    if tracker != (hooks is not None and hooks.tracker):
+        is_one, place = ("no", "plugins") if tracker else ("a", "train.trackers")
+        raise _refused(f"{name!r} is {is_one} tracker; name it in {place}")
+    if hooks is None or hooks.settings is None:
+        if given:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        return name
+    return hooks.settings.model_validate({**given, "name": name.lower()})
+
+
+def _given(value: Any) -> tuple[Plain, str]:
+    """Return the settings that an entry gives, without the name, and the name."""
+    if isinstance(value, PluginConfig):
+        value = value.model_dump()
+    fields = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise _refused("should be a plugin's name, or a mapping with its 'name' and settings")
+    return fields, name
+
+
+def _refused(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("plugin", "{reason}", {"reason": reason})
+
+
+def _named_once(entries: list[str | PluginConfig]) -> list[str | PluginConfig]:
+    """Return the entries without repetitions.
+
+    Raises:
+        ValueError: a plugin is named twice with different settings.
+    """
+    found: dict[str, str | PluginConfig] = {}
+    for entry in entries:
+        name = name_of(entry)
+        if found.setdefault(name, entry) != entry and not isinstance(entry, str):
+            raise ValueError(f"{name!r} is named twice with different settings; name it once")
+    return list(found.values())
 
 
 class ModelConfig(Section):
@@ -284,8 +371,9 @@ class TrainConfig(Section):
     resume: str | None = None
     """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
     from that checkpoint."""
-    trackers: list[str] = ["tensorboard"]
-    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard` or another accelerate tracker."""
+    trackers: Annotated[list[TrackerEntry], AfterValidator(_named_once)] = ["tensorboard"]
+    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, another accelerate tracker, or
+    a plugin that is a tracker, by its name or by a mapping with its `name` and settings."""
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -330,8 +418,8 @@ class TRLConfig(BaseModel, Generic[M]):
     """The calls of environments."""
     train: TrainConfig = TrainConfig()
     """The training loop."""
-    plugins: list[str] = []
-    """Installed plugins whose hooks are called in the run, besides those of the plugin of `method`."""
+    plugins: Annotated[list[HooksEntry], AfterValidator(_named_once)] = []
+    """Installed plugins with hooks, besides that of `method`: names, or mappings with settings."""
 
     def __init__(self, /, **data: Any) -> None:
         context = {"sampling": _sampling_class(data.get("method"))}
@@ -544,7 +632,7 @@ def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
     """Return one line per fault: key path, what was given, what is allowed, the nearest valid name."""
     lines = []
     for fault in error.errors():
-        path = ".".join(str(part) for part in fault["loc"]) or "config"
+        path = ".".join(_parts(fault["loc"], data)) or "config"
         if fault["type"] == "extra_forbidden":
             known = _fields_at(fault["loc"][:-1], data)
             near = suggest(str(fault["loc"][-1]), known)
@@ -558,8 +646,30 @@ def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
     return f"{count} fault{'s' if count > 1 else ''} in the config:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def _parts(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:
+    """Return the parts of the path to a fault; the index of settings in a list is followed by the plugin's name."""
+    parts, at = [str(part) for part in loc], _settings_at(loc)
+    if at and len(loc) > at:
+        parts[at - 1] += f" ({_plugin_at(loc[:at], data)})"
+    return parts
+
+
+def _settings_at(loc: tuple[int | str, ...]) -> int:
+    """Return how many parts of the path lead to the entry of a plugin; 0 if it leads to none."""
+    return next((len(place) + 1 for place in (("plugins",), ("train", "trackers")) if loc[: len(place)] == place), 0)
+
+
+def _plugin_at(loc: tuple[int | str, ...], data: Any) -> str:
+    for part in loc:
+        data = data[part]
+    return _given(data)[1]
+
+
 def _fields_at(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:
     model: type[BaseModel] | None = TRLConfig
+    if at := _settings_at(loc):
+        hooks = get_hooks(_plugin_at(loc[:at], data))
+        model, loc = hooks.settings if hooks else None, loc[at:]
     for part in loc:
         if part in ("method", "eval_kwargs"):
             method = data.get("method")

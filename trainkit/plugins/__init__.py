@@ -12,37 +12,51 @@ if TYPE_CHECKING:
         disabled,
         discover,
         find_plugin,
-        hook_manager,
         load_plugin,
     )
     from trainkit.plugins.files import load_file, load_function
+    from trainkit.plugins.hooks import HookManager, hook_manager
     from trainkit.plugins.hookspecs import hookimpl
-    from trainkit.plugins.registry import available_trainers, get_trainer, is_registered, register_trainer
+    from trainkit.plugins.registry import (
+        available_trainers,
+        get_hooks,
+        get_trainer,
+        is_registered,
+        register_hooks,
+        register_tracker,
+        register_trainer,
+    )
 
 _HOMES = {
     "BUILT_IN": "discovery",
+    "HookManager": "hooks",
     "PluginInfo": "discovery",
     "available_trainers": "registry",
     "disabled": "discovery",
     "discover": "discovery",
     "find_plugin": "discovery",
+    "get_hooks": "registry",
     "get_trainer": "registry",
-    "hook_manager": "discovery",
+    "hook_manager": "hooks",
     "hookimpl": "hookspecs",
     "is_registered": "registry",
     "load_file": "files",
     "load_function": "files",
     "load_plugin": "discovery",
+    "register_hooks": "registry",
+    "register_tracker": "registry",
     "register_trainer": "registry",
 }
 
 __all__ = [
     "BUILT_IN",
+    "HookManager",
     "PluginInfo",
     "available_trainers",
     "disabled",
     "discover",
     "find_plugin",
+    "get_hooks",
     "get_trainer",
     "hook_manager",
     "hookimpl",
@@ -50,6 +64,8 @@ __all__ = [
     "load_file",
     "load_function",
     "load_plugin",
+    "register_hooks",
+    "register_tracker",
     "register_trainer",
 ]
 

@@ -6,7 +6,6 @@ A fault of one plugin affects that plugin alone. The message names its distribut
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -18,11 +17,8 @@ from importlib.metadata import Distribution, distributions
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
-import pluggy
-
 from trainkit.errors import PluginError, RegistryError, suggest
-from trainkit.plugins import hookspecs
-from trainkit.plugins.guard import one_line, said, watch
+from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
 from trainkit.plugins.inspection import TRAINER, UNKNOWN, read_module
 
@@ -30,6 +26,7 @@ BUILT_IN = {
     "best_of_k": "trainkit-dpo",
     "ddpo": "trainkit-ddpo",
     "dpo": "trainkit-dpo",
+    "early_stop": "trainkit-early-stop",
     "ilql": "trainkit-ilql",
     "online_dpo": "trainkit-dpo",
     "ppo": "trainkit-ppo",
@@ -38,7 +35,11 @@ BUILT_IN = {
     "rloo": "trainkit-rloo",
     "sft": "trainkit-sft",
 }
-"""trainkit's own algorithms and their distributions. No other distribution may use these names, installed or not."""
+"""trainkit's own plugins and their distributions. No other distribution may use these names, installed or not."""
+ACCELERATE_TRACKERS = frozenset(
+    ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+)
+"""Names of accelerate's trackers. No plugin may use them, because `train.trackers` names both kinds of trackers."""
 DISABLE = "TRAINKIT_DISABLE_PLUGINS"
 """The environment variable that names plugins or distributions to disable, separated by commas."""
 
@@ -65,8 +66,8 @@ class PluginInfo:
     origin: str = ""
     """``built-in``, ``editable`` with the directory of the source, or the directory that it is installed in."""
     kind: str = UNKNOWN
-    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe), or several; ``?`` if its source
-    does not show it."""
+    """``trainer``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other hooks), or
+    several; ``?`` if its source does not show it."""
     state: str = OK
     """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another version of trainkit) or
     ``shadowed`` (its name belongs to another plugin)."""
@@ -108,7 +109,7 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
             + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
         )
     told = "; ".join(plugin.why for plugin in found)
-    if {plugin.state for plugin in found} == {SHADOWED} and name.lower() not in BUILT_IN:
+    if {plugin.state for plugin in found} == {SHADOWED} and name.lower() not in {*BUILT_IN, *ACCELERATE_TRACKERS}:
         raise RegistryError(
             f"the plugin name {name!r} is claimed twice: {'; '.join(map(str, found))}. Uninstall all but one, or "
             f"disable it by its distribution: {DISABLE}={found[0].distribution}"
@@ -124,10 +125,15 @@ def load_plugin(name: str, registered: Iterable[str] = ()) -> ModuleType:
         RegistryError, PluginError: as `find_plugin`.
         PluginError: importing it failed; names the distribution and chains the cause.
     """
-    return _import(find_plugin(name, registered))
+    return import_plugin(find_plugin(name, registered))
 
 
-def _import(plugin: PluginInfo) -> ModuleType:
+def import_plugin(plugin: PluginInfo) -> ModuleType:
+    """Import the module of ``plugin``.
+
+    Raises:
+        PluginError: importing it failed; names the distribution and chains the cause.
+    """
     try:
         return importlib.import_module(plugin.module)
     except KeyboardInterrupt:
@@ -230,6 +236,8 @@ def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
         return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to trainkit's own {owner}; choose another")
     if owner:
         return plugin
+    if plugin.name in ACCELERATE_TRACKERS:
+        return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to a tracker of accelerate; choose another")
     rivals = [p for p in claims if p.name == plugin.name and p is not plugin and not _blocked(p)]
     if rivals:
         others = ", ".join(f"{rival.distribution} {rival.version} (module {rival.module})" for rival in rivals)
@@ -344,6 +352,8 @@ def owner_of(name: str, module: str) -> str:
     own = BUILT_IN.get(name)
     if own:
         return "" if own.replace("-", "_") == module.split(".")[0] else f"trainkit's own {own}"
+    if name in ACCELERATE_TRACKERS:
+        return "a tracker of accelerate"
     claims = [plugin for plugin in _claims() if plugin.name == name and plugin.state != BLOCKED]
     return "" if any(_is_of(plugin, module) for plugin in claims) else " and ".join(map(str, claims))
 
@@ -351,77 +361,6 @@ def owner_of(name: str, module: str) -> str:
 def _is_of(plugin: PluginInfo, module: str) -> bool:
     """Return whether ``module`` is in the plugin's package; an empty one is in any."""
     return not module or plugin.module.split(".")[0] == module.split(".")[0]
-
-
-# -------------------------------------------------------------------------------------------------------- hooks
-
-
-def hook_manager(modules: Iterable[str], objects: Iterable[object]) -> pluggy.PluginManager:
-    """Return a manager with the hooks of the named plugins and of plain objects (callbacks, trackers).
-
-    Names and arguments of the hooks are checked. An error of a hook names its owner; see `trainkit.plugins.guard`.
-
-    Args:
-        modules: plugin names to load; a module with several names is registered once.
-        objects: instances with ``@hookimpl`` methods.
-
-    Raises:
-        PluginError: a hook does not exist or has wrong arguments, or an object implements no hook.
-    """
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
-    once: dict[str, PluginInfo] = {}
-    for plugin in map(find_plugin, modules):
-        once.setdefault(plugin.module, plugin)
-    for plugin in once.values():
-        module = _import(plugin)
-        _register_hooks(manager, module, f"plugin {plugin}")
-        watch(manager, module, f"plugin {plugin}")
-    for callback in objects:
-        label = getattr(callback, "__name__", type(callback).__name__)
-        if isinstance(callback, type):
-            raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
-        _register_hooks(manager, callback, label)
-        if not manager.get_hookcallers(callback):
-            raise PluginError(
-                f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
-                f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
-            )
-        watch(manager, callback, f"callback {label}")
-    return manager
-
-
-def _register_hooks(manager: pluggy.PluginManager, plugin: object, label: str) -> None:
-    try:
-        manager.register(plugin)
-        manager.check_pending()
-        for caller in manager.get_hookcallers(plugin) or ():
-            (own,) = (found for found in caller.get_hookimpls() if found.plugin is plugin)
-            _check_called(caller, own)
-    except (pluggy.PluginValidationError, ValueError) as error:
-        raise PluginError(f"the hooks of {label} do not fit: {one_line(error)}") from error
-
-
-def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
-    """Check for signatures that pluggy accepts, but calls without the arguments or never runs.
-
-    Raises:
-        ValueError: the hook has one; says which.
-    """
-    function, told = hook.function, caller.spec.argnames if caller.spec else ()
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise ValueError(f"{caller.name} is async, and hooks are not awaited; write def")
-    if inspect.isgeneratorfunction(function) and not (hook.wrapper or hook.hookwrapper):
-        raise ValueError(f"{caller.name} is a generator, whose body would never run; remove yield")
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"{caller.name} takes {parameter}, and would be given nothing; name the arguments")
-        plain = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        if not plain and (parameter.name in told or parameter.default is parameter.empty):
-            raise ValueError(
-                f"{caller.name} takes {parameter.name!r} with a default or as keyword-only, and would not be given "
-                f"it; write it as a plain argument"
-            )
 
 
 def is_imported(plugin: PluginInfo) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
-TRAINER, SAMPLER, TRACKER, UNKNOWN = "trainer", "sampler", "tracker", "?"
-_MARKS = ("register_trainer", "hookimpl")
+TRAINER, SAMPLER, TRACKER, HOOKS, UNKNOWN = "trainer", "sampler", "tracker", "hooks", "?"
+_MARKS = ("register_trainer", "register_hooks", "register_tracker", "hookimpl")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Reading:
     """What was found in a module, or why nothing was."""
 
     kind: str = UNKNOWN
-    """``trainer``, ``sampler`` (provides one), ``tracker`` (has hooks that observe); several are joined by commas."""
+    """``trainer``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other hooks); several
+    are joined by commas."""
     fault: str = ""
     """Why the import cannot succeed; empty if the source shows no reason."""
 
@@ -28,9 +29,11 @@ def read_module(module: str, name: str) -> Reading:
     """Return the kind of the plugin called ``name``, from the source of ``module`` and of its package's modules.
 
     Of the package, the modules that ``module`` imports are read. Their source shows decorators and calls of
-    ``register_trainer``, and functions marked ``hookimpl``. A module that does not exist or parse is a fault.
+    ``register_trainer``, classes decorated by ``register_hooks`` or ``register_tracker``, and functions marked
+    ``hookimpl``, which count if no class is registered. A module that does not exist or parse is a fault.
     """
     found: set[str] = set()
+    registered: set[str] = set()
     waiting, seen = [module], {module}
     while waiting:
         current = waiting.pop()
@@ -44,11 +47,14 @@ def read_module(module: str, name: str) -> Reading:
             where = f" (line {error.lineno})" if error.lineno else ""
             return Reading(fault=f"{current} does not parse: {error.msg}{where}")
         if tree is not None:
-            found.update(_kinds(tree, name))
+            marks = _marks(tree)
+            found.update(_kinds(tree, name, marks))
+            registered.update(_registered(tree, name, marks))
             inner = [target for target in _imports(tree, current) if target not in seen]
             waiting += inner
             seen |= {*inner}
-    return Reading(", ".join(kind for kind in (TRAINER, SAMPLER, TRACKER) if kind in found) or UNKNOWN)
+    found = (found & {TRAINER}) | registered if registered else found
+    return Reading(", ".join(kind for kind in (TRAINER, SAMPLER, TRACKER, HOOKS) if kind in found) or UNKNOWN)
 
 
 def _parse(module: str) -> ast.Module | None:
@@ -95,22 +101,43 @@ def _find_inside(module: str, places: Sequence[str]) -> ModuleSpec | None:
     return None
 
 
-def _kinds(tree: ast.Module, name: str) -> Iterator[str]:
-    """Yield the kinds of the plugin called ``name`` that the tree shows."""
-    marks = {mark: mark for mark in _MARKS} | {
+def _marks(tree: ast.Module) -> dict[str, str]:
+    """Return the names by which the module calls trainkit's decorators, and the decorators."""
+    return {mark: mark for mark in _MARKS} | {
         alias.asname: alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname and alias.name in _MARKS
     }
+
+
+def _kinds(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
+    """Yield the kinds of the plugin called ``name`` that the trainers and functions of the tree show."""
     if any(_registers(node, name, marks) for node in ast.walk(tree)):
         yield TRAINER
-    for node in tree.body:
+    yield from _hook_kinds(tree.body, marks)
+
+
+def _registered(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
+    """Yield the kinds of the classes with hooks that the tree registers as ``name``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            calls = [d for d in node.decorator_list if isinstance(d, ast.Call) and _may_name(d, name)]
+            how = {_mark(call.func, marks) for call in calls}
+            if "register_tracker" in how:
+                yield TRACKER
+            elif "register_hooks" in how:
+                yield from {*_hook_kinds(node.body, marks)} or {HOOKS}  # its hooks may be inherited
+
+
+def _hook_kinds(body: Sequence[ast.stmt], marks: dict[str, str]) -> Iterator[str]:
+    """Yield the kind of each function that is marked ``hookimpl``."""
+    for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             called = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
             if any(_mark(d, marks) == "hookimpl" for d in called):
-                yield SAMPLER if node.name == "make_sampler" else TRACKER
+                yield SAMPLER if node.name == "make_sampler" else HOOKS
 
 
 def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
@@ -122,7 +149,7 @@ def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
 
 
 def _mark(node: ast.expr, marks: dict[str, str]) -> str | None:
-    """Return ``register_trainer`` or ``hookimpl`` if the expression names it, or None."""
+    """Return which of trainkit's decorators the expression names, or None."""
     last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return marks.get(last)
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainkit.errors import PluginError, TrainkitError
-from trainkit.plugins import registry
-from trainkit.plugins.discovery import BROKEN, OK, PluginInfo, hook_manager
+from trainkit.plugins.discovery import BROKEN, OK, PluginInfo
 from trainkit.plugins.guard import one_line, said
+from trainkit.plugins.hooks import check_hooks
 
 TIMEOUT = 120.0
 """Seconds that an import may take."""
@@ -63,18 +63,9 @@ def _ended(code: int) -> str:
         return f"ended the process by signal {-code}"
 
 
-def examine(name: str) -> None:
-    """Import the plugin called ``name`` in this process, and check its hooks and its trainer.
-
-    Raises:
-        RegistryError, PluginError: it cannot be used.
-    """
-    registry.check_brought([name], hook_manager([name], []))
-
-
 def _main(name: str, result: str) -> None:
     try:
-        examine(name)
+        check_hooks(name)
         fault = ""
     except TrainkitError as error:
         cause = error.__cause__

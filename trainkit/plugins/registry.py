@@ -1,23 +1,49 @@
-"""Trainer names, registered by a decorator or found through entry points. A plugin is imported on first use."""
+"""Names of trainers and of classes with hooks, registered by decorators or found through entry points.
+
+A plugin is imported when a name of it is first used.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-import pluggy
-
-from trainkit.errors import PluginError, RegistryError
+from trainkit.errors import PluginError, RegistryError, describe
 from trainkit.plugins.contract import fault
-from trainkit.plugins.discovery import find_plugin, is_installed, load_plugin, owner_of, trainers, why_disabled
+from trainkit.plugins.discovery import (
+    ACCELERATE_TRACKERS,
+    find_plugin,
+    is_installed,
+    load_plugin,
+    owner_of,
+    trainers,
+    why_disabled,
+)
+from trainkit.plugins.hookspecs import GROUP
 
 if TYPE_CHECKING:
+    from trainkit.config import PluginConfig
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 C = TypeVar("C", bound=type)
 
+
+@dataclass(frozen=True)
+class HookClass:
+    """A class with hooks that is registered under a name. Each run makes an object of it."""
+
+    made: type
+    """The class."""
+    settings: type[PluginConfig] | None
+    """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
+    tracker: bool
+    """Whether it is a tracker, which `train.trackers` names; other hooks are named in `plugins`."""
+
+
 _TRAINERS: dict[str, type] = {}
+_HOOKS: dict[str, HookClass] = {}
 
 
 @overload
@@ -58,19 +84,27 @@ def _register(cls: C, name: str) -> C:
         )
     if told := fault(cls, method.model_fields):
         raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {told}")
-    if owner := owner_of(name, cls.__module__):
-        raise RegistryError(
-            f"the trainer name {name!r} belongs to {owner}, whose module alone may register it; "
-            f"give {cls.__module__}.{cls.__qualname__} another name"
-        )
-    taken = _TRAINERS.get(name)
-    if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise RegistryError(
-            f"the trainer name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
-            f"give {cls.__module__}.{cls.__qualname__} another name"
-        )
+    _check_name("trainer", name, cls, _TRAINERS.get(name))
     _TRAINERS[name] = cls
     return cls
+
+
+def _check_name(what: str, name: str, cls: type, taken: type | None) -> None:
+    """Check that ``cls`` may be registered under ``name``, where ``taken`` is registered now.
+
+    Raises:
+        RegistryError: the name belongs to another class, or to an installed plugin of another module.
+    """
+    if owner := owner_of(name, cls.__module__):
+        raise RegistryError(
+            f"the {what} name {name!r} belongs to {owner}, whose module alone may register it; "
+            f"give {cls.__module__}.{cls.__qualname__} another name"
+        )
+    if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise RegistryError(
+            f"the {what} name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
+            f"give {cls.__module__}.{cls.__qualname__} another name"
+        )
 
 
 def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
@@ -86,13 +120,7 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
             find_plugin(key)  # raises an error that names the distribution
         raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
-        before = dict(_TRAINERS)
-        try:
-            load_plugin(key, registered=before)
-        except PluginError:
-            _TRAINERS.clear()  # what a module registered before it failed must not look usable afterwards
-            _TRAINERS.update(before)
-            raise
+        _load(key)
         if key not in _TRAINERS:
             raise RegistryError(
                 f'plugin {find_plugin(key)} registers no trainer of that name; it needs @register_trainer("{key}")'
@@ -100,23 +128,26 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
     return cast("type[AccelerateRLTrainer[Any]]", _TRAINERS[key])
 
 
+def _load(key: str) -> None:
+    """Import the plugin ``key``.
+
+    Raises:
+        RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
+    """
+    before = dict(_TRAINERS), dict(_HOOKS)
+    try:
+        load_plugin(key, registered=[*_TRAINERS, *_HOOKS])
+    except PluginError:
+        _TRAINERS.clear()
+        _TRAINERS.update(before[0])
+        _HOOKS.clear()
+        _HOOKS.update(before[1])
+        raise
+
+
 def is_registered(name: str) -> bool:
     """Return whether a trainer of that name is registered; import nothing."""
     return name.lower() in _TRAINERS
-
-
-def check_brought(names: Iterable[str], hooks: pluggy.PluginManager) -> None:
-    """Check that each of the plugins ``names``, loaded into ``hooks``, has a trainer of its name or hooks.
-
-    Raises:
-        PluginError: one has neither.
-    """
-    for plugin in map(find_plugin, names):
-        if not is_registered(plugin.name) and not hooks.get_hookcallers(sys.modules[plugin.module]):
-            raise PluginError(
-                f"plugin {plugin} provides nothing: it registers no trainer {plugin.name!r} and has no hooks; it needs "
-                f'@register_trainer("{plugin.name}"), or functions marked @trainkit.hookimpl'
-            )
 
 
 def available_trainers() -> list[str]:
@@ -128,3 +159,112 @@ def available_trainers() -> list[str]:
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
     return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))
+
+
+# -------------------------------------------------------------------------------------------------------- hooks
+
+
+def register_hooks(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+    """Register a class with hooks: ``@register_hooks("early_stop", EarlyStopConfig)``.
+
+    A run that names it in `plugins` makes one object of the class, with the settings as its only argument, or without
+    an argument if there are no settings. Names are case-insensitive.
+
+    Args:
+        name: its name in configurations.
+        settings: the class of its settings, derived from `trainkit.PluginConfig`; None if it has no settings.
+
+    Raises:
+        RegistryError: the name belongs to another class or to an installed plugin; the class has no hooks, or cannot
+            be called with the settings. Says which.
+    """
+    return lambda cls: _register_hooks(cls, name.lower(), settings, tracker=False)
+
+
+def register_tracker(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+    """Register a tracker: a class with hooks, `log_metrics` among them, which a run names in `train.trackers`.
+
+    Its hooks are called on the main process only. Otherwise like `register_hooks`.
+
+    Args:
+        name: its name in configurations.
+        settings: the class of its settings, derived from `trainkit.PluginConfig`; None if it has no settings.
+
+    Raises:
+        RegistryError: as `register_hooks`; the class does not implement `log_metrics`, or implements `make_sampler`.
+    """
+    return lambda cls: _register_hooks(cls, name.lower(), settings, tracker=True)
+
+
+def _register_hooks(cls: C, name: str, settings: type[PluginConfig] | None, *, tracker: bool) -> C:
+    if fault := _fault(cls, settings, tracker):
+        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
+    taken = _HOOKS.get(name)
+    _check_name("plugin", name, cls, taken.made if taken else None)
+    _HOOKS[name] = HookClass(cls, settings, tracker)
+    return cls
+
+
+def _fault(cls: type, settings: type[PluginConfig] | None, tracker: bool) -> str:
+    """Return why the class cannot be registered with its settings; empty if it can."""
+    hooks = hooks_of(cls)
+    if not hooks:
+        return "it implements no hook; mark its methods with @trainkit.hookimpl"
+    if tracker and "log_metrics" not in hooks:
+        return "a tracker implements the hook log_metrics; write it, or use register_hooks"
+    if tracker and "make_sampler" in hooks:
+        return "a tracker exists on the main process only, so it cannot provide a sampler; use register_hooks"
+    if settings is not None and "name" not in getattr(settings, "model_fields", {}):
+        return f"its settings should be a class derived from trainkit.PluginConfig; given {describe(settings)}"
+    if hasattr(cls, "state_dict") != hasattr(cls, "load_state_dict"):
+        return "it has one of state_dict and load_state_dict; write both"
+    try:
+        inspect.signature(cls).bind(*([] if settings is None else [settings]))
+    except TypeError as error:
+        given = "the settings as its only argument" if settings else "no argument, as it has no settings"
+        return f"it is called with {given} ({error})"
+    return ""
+
+
+def hooks_of(plugin: object) -> list[str]:
+    """Return the names of the hooks that a module, class or object implements."""
+    return [name for name in dir(plugin) if hasattr(inspect.getattr_static(plugin, name, None), f"{GROUP}_impl")]
+
+
+def get_hooks(name: str) -> HookClass | None:
+    """Return the class with hooks that is registered as ``name`` (case-insensitive); import its plugin if necessary.
+
+    None if the plugin registers no such class: it is a trainer, or its module has hooks.
+
+    Raises:
+        RegistryError: there is no such plugin; lists the installed ones.
+        PluginError: the plugin is disabled, or cannot be used; names the distribution.
+    """
+    key = name.lower()
+    known = _HOOKS.get(key)
+    if known is None:
+        if key not in _TRAINERS:  # if it is, its module is imported
+            _load(key)
+        return _HOOKS.get(key)
+    if by := why_disabled(key, known.made.__module__):
+        if is_installed(key, known.made.__module__):
+            find_plugin(key)  # raises an error that names the distribution
+        raise PluginError(f"the plugin {key!r} is disabled by {by}")
+    return known
+
+
+def is_known(name: str) -> bool:
+    """Return whether a trainer or a class with hooks is registered as ``name``, or a plugin of that name installed."""
+    return name.lower() in {*_TRAINERS, *_HOOKS} or is_installed(name.lower(), "")
+
+
+def is_tracker(name: str) -> bool:
+    """Return whether ``name`` is a plugin that is a tracker; import it if necessary.
+
+    Raises:
+        RegistryError, PluginError: the plugin cannot be used.
+    """
+    if name in ACCELERATE_TRACKERS or not is_known(name):
+        return False
+    found = get_hooks(name)
+    return found is not None and found.tracker

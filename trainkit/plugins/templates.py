@@ -21,7 +21,7 @@ class Kind(StrEnum):
     TRAINER = "trainer"
     """An algorithm."""
     TRACKER = "tracker"
-    """Hooks that observe a run."""
+    """A tracker, which records the metrics of a run."""
     SAMPLER = "sampler"
     """A hook that provides the sampler of a run."""
 

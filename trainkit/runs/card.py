@@ -99,7 +99,8 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     made |= {f"plugin {plugin['name']}": said(plugin) for plugin in plugins}
     made |= {"trainkit": str(core["version"])}
     made |= {name: version(name) for name in LIBRARIES}
-    return {**made, "steps": str(trainer.progress.step), "samples": str(trainer.progress.samples)}
+    ended = {"ended early": trainer.progress.stop_reason} if trainer.progress.stop_reason else {}
+    return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.samples)}
 
 
 def _evaluation(trainer: Trainer) -> str:

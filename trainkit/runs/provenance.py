@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trainkit.plugins import find_plugin
+from trainkit.plugins import PluginInfo, find_plugin
+from trainkit.plugins.discovery import is_installed
 
 Maker = dict[str, str | None]
 """``name``, ``distribution`` and ``version``; the last two are None if no distribution provides the plugin."""
 
 
-def makers(method: str, installed: Iterable[str]) -> list[Maker]:
-    """Return the provenance of a run: trainkit, the plugin of the ``method``, and the ``installed`` plugins it uses.
+def makers(method: str, named: Iterable[str]) -> list[Maker]:
+    """Return the provenance of a run: trainkit, the plugin of the ``method``, and the plugins ``named`` in it.
 
-    A method that is not among ``installed`` is registered by a notebook or a script, not by a distribution.
+    A method that is not among ``named`` is registered by a notebook or a script, not by a distribution; so is a plugin
+    that is not installed.
     """
     from trainkit import __version__
 
     found: list[Maker] = [{"name": "trainkit", "distribution": "trainkit", "version": __version__}]
-    plugins = [find_plugin(name) for name in dict.fromkeys(name.lower() for name in installed)]
-    if method not in [plugin.name for plugin in plugins]:
-        found.append({"name": method, "distribution": None, "version": None})
-    for plugin in plugins:
-        found.append({"name": plugin.name, "distribution": plugin.distribution, "version": plugin.version})
+    plugins: dict[str, PluginInfo | None] = {
+        name: find_plugin(name) if is_installed(name, "") else None for name in map(str.lower, named)
+    }
+    if method not in plugins:
+        plugins = {method: None, **plugins}
+    for name, plugin in plugins.items():
+        distribution, version = (plugin.distribution, plugin.version) if plugin else (None, None)
+        found.append({"name": name, "distribution": distribution, "version": version})
     return found
 
 

@@ -54,13 +54,15 @@ MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "tra
 """Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
 """Settings that may not differ even with ``allow_drift``: the state in a checkpoint depends on them."""
+LENGTH = ("train.total_steps", "train.epochs", "plugins")
+"""Settings that decide how long a run is. If one is changed, a run that `trainer.stop` ended continues."""
 
 T = TypeVar("T")
 
 
-def trackers(config: TRLConfig[Any], accelerator: Accelerator) -> list[object]:
-    """Return the run's trackers; there are none on processes other than the main one."""
-    return default_trackers(config.train.trackers) if accelerator.is_main_process else []
+def trackers(names: list[str], accelerator: Accelerator) -> list[object]:
+    """Return trainkit's own trackers and accelerate's by name; there are none on processes other than the main one."""
+    return default_trackers(names) if accelerator.is_main_process else []
 
 
 @contextmanager
@@ -93,6 +95,7 @@ def _end(trainer: Trainer) -> list[HookError]:
     try:
         answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
+        trainer._stop.reason = ""
         _unlock(trainer)
     return [answer for answer in answers if isinstance(answer, HookError)]
 
@@ -104,7 +107,21 @@ def _log_errors(failures: list[HookError]) -> None:
 
 def asked_to_stop(trainer: Trainer) -> bool:
     """Return whether any of the processes has received SIGTERM."""
-    return bool(trainer.reduce(torch.tensor(float(trainer._stop.asked))))
+    return anywhere(trainer, trainer._stop.asked)
+
+
+def ends_early(trainer: Trainer) -> bool:
+    """Return whether the run ends at this step because a process has called `trainer.stop`, and record the reason.
+
+    The reason is that of the first process that has one. If the run is done anyway, `trainer.stop` has no effect.
+    """
+    if trainer.done or not anywhere(trainer, bool(trainer._stop.reason)):
+        return False
+    at = trainer.progress
+    at.stop_reason = next(filter(None, trainer.gather([trainer._stop.reason])))
+    if trainer.accelerator.is_main_process:
+        log.warning("the run ends after step %d: %s", at.step, at.stop_reason)
+    return True
 
 
 def stop(trainer: Trainer) -> NoReturn:
@@ -209,6 +226,11 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
+
+
+def anywhere(trainer: Trainer, here: bool) -> bool:
+    """Return whether ``here`` is true on any process. All processes call it; a single one needs no tensor for it."""
+    return here if trainer.accelerator.num_processes == 1 else bool(trainer.max(torch.tensor(float(here))))
 
 
 def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
@@ -360,6 +382,19 @@ def load(trainer: Trainer, path: Path) -> None:
         trainer.store.experience = checkpoint.read_state(path, store.stem)["experience"]
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
+    if at.stop_reason:
+        trainer.resumed.append(_stopped(trainer, state["config"]))
+
+
+def _stopped(trainer: Trainer, before: Mapping[str, Any]) -> str:
+    """Return what to log about a run that `trainer.stop` ended; it continues if the config says so."""
+    at = trainer.progress
+    told = f"the run was ended after step {at.step}: {at.stop_reason}"
+    drift = checkpoint.config_drift(before, trainer.config.to_dict())
+    if changed := [line.partition(":")[0] for line in drift if line.startswith(LENGTH)]:
+        at.stop_reason = ""
+        return f"{told}. It continues, because of a change of {', '.join(changed)}"
+    return f"{told}. It continues only if {', '.join(LENGTH[:-1])} or {LENGTH[-1]} is changed"
 
 
 def _whole_at(path: Path) -> Path:

@@ -1,4 +1,7 @@
-"""SIGTERM, which schedulers send before they kill a process. A run then saves as soon as it can, and exits with 143."""
+"""Requests to end a run: SIGTERM, which schedulers send before they kill a process, and calls of `trainer.stop`.
+
+After SIGTERM, a run saves as soon as it can, and exits with 143. After `trainer.stop`, it ends like a finished run.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Stop:
-    """A flag that is set when this process receives SIGTERM."""
+    """What this process was asked to end the run by."""
 
     asked = False
+    """Whether it has received SIGTERM."""
+    reason = ""
+    """The reason that `trainer.stop` was called with; empty if it was not called."""
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.asked = True

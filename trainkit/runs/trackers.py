@@ -336,7 +336,8 @@ class Console:
         self._running, at = False, trainer.progress
         self._step = at.step
         self._say(
-            f"{self._step_of_total()}  {'done' if trainer.done else 'stopped'} after {clock(at.seconds)}  "
+            f"{self._step_of_total()}  {'done' if trainer.done and not at.stop_reason else 'stopped'} after "
+            f"{clock(at.seconds)}  "
             f"{count(at.samples)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
         )
 

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
-from trainkit.plugins import discover, get_trainer, hookspecs, is_registered, load_plugin
+from trainkit.plugins import discover, get_hooks, get_trainer, is_registered, load_plugin
+from trainkit.plugins.registry import HookClass, hooks_of
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -73,10 +74,24 @@ class Subject:
         """The installed plugin's module; None for a trainer that was registered in another way."""
         return load_plugin(self.name) if self.installed else None
 
+    @cached_property
+    def hook_class(self) -> HookClass | None:
+        """The class with hooks that is registered as the plugin's name; None if its module has the hooks."""
+        return get_hooks(self.name) if self.installed else None
+
     @property
     def hooks(self) -> list[str]:
-        """The hooks that the plugin's module implements."""
-        return [name for name, value in vars(self.module).items() if hasattr(value, f"{hookspecs.GROUP}_impl")]
+        """The hooks that the plugin implements, in a registered class or in its module."""
+        return hooks_of(self.module if self.hook_class is None else self.hook_class.made)
+
+    @property
+    def tracker(self) -> bool:
+        """Whether the plugin is a tracker, whose hooks are called on the main process only."""
+        return self.hook_class is not None and self.hook_class.tracker
+
+    def hooks_in(self, trainer: Any) -> Any:
+        """Return the object or module with the plugin's hooks in the run of ``trainer``."""
+        return self.module if self.hook_class is None else trainer.hooks.made[self.name]
 
     @cached_property
     def trainer_name(self) -> str:
@@ -180,7 +195,8 @@ class Bench:
     def trainer(self, run_dir: Path | None = None, **changes: Any) -> Any:
         """Return a tiny trainer of the subject with its hooks; ``changes`` are those of `tiny_trainer`."""
         name = self.subject.trainer_name
-        hooked: dict[str, Any] = {} if name == self.subject.name else {"plugins": [self.subject.name]}
+        key = "train__trackers" if self.subject.tracker else "plugins"
+        hooked: dict[str, Any] = {} if name == self.subject.name else {key: [self.subject.name]}
         arguments = {**self.usual.get("arguments", {}), **changes.get("arguments", {})}
         merged = {**hooked, **self.usual, **changes, **({"arguments": arguments} if arguments else {})}
         return tiny_trainer(name, run_dir or self.place(), **merged)
@@ -257,7 +273,7 @@ def subjects_of(name: str) -> list[Subject]:
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
     found = Subject(name.lower())
-    hooks = [] if found.module is None else found.hooks
+    hooks = found.hooks if found.installed else []
     kinds: list[Kind] = [] if hooks and not is_registered(name) else ["trainer"]
     kinds += ["observer"] if {*hooks} - {"make_sampler"} else []
     kinds += ["sampler"] if "make_sampler" in hooks else []

@@ -617,7 +617,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
         self.progress.generated += len(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
-        rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
+        with self._discarding_records():
+            rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
     def _check_generates(self, given: str) -> None:
@@ -652,7 +653,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             run.begin(self)  # as in `generate`
         rows = placed(rows, self.progress.generated)
         self.progress.generated += len(rows)
-        return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
+        with self._discarding_records():
+            return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
 
     @cached_property
     def player(self) -> Player:

@@ -34,8 +34,9 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "add_eval_pipeline(prompts)"
         )
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
-    found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
-    found |= held_out(trainer) if trainer.eval_samples else {}
+    with trainer._discarding_records():
+        found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
+        found |= held_out(trainer) if trainer.eval_samples else {}
     at, hook = trainer.progress, trainer.hooks.hook
     at.evaluated, at.evaluation = at.step, dict(found)
     if trainer.accelerator.is_main_process:
@@ -81,12 +82,11 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     """Return the experience of this process's part of the held-out samples."""
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
-    pending, store = trainer._pending, RolloutStore[Any]()  # metrics of making experience belong to training
+    store = RolloutStore[Any]()
     with accelerator.autocast():
         for start in range(0, len(rows), size):
             made = trainer.make_experience(rows[start : start + size])
             store.push(checked_batch(trainer, "make_experience", made))
-    trainer._pending = pending
     return cast(Batch, store.experience)
 
 

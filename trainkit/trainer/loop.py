@@ -60,17 +60,20 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     @property
     def done(self) -> bool:
-        """Whether the run's steps are made or its epochs are used up; with early stopping, epochs have fewer steps."""
+        """Whether the run's steps are made, its epochs are used up, or `stop` has ended it.
+
+        If `judge` has skipped the rest of a collection, epochs have fewer steps.
+        """
         at, rows = self.progress, self.rows_to_use
         used_up = rows is not None and at.cursor + (at.taken if self._collection_used else 0) >= rows
-        return used_up or at.step >= self.total_steps
+        return used_up or at.step >= self.total_steps or bool(at.stop_reason)
 
     @property
     def _collection_used(self) -> bool:
         return self.progress.stopped or (self.passes is not None and self.progress.epoch >= self.passes)
 
     def learn(self) -> None:
-        """Train until `done`, resuming from a checkpoint if the config says so.
+        """Train until `done` or until `stop` is called, resuming from a checkpoint if the config says so.
 
         Raises:
             DataError: there is nothing to learn from.
@@ -93,6 +96,8 @@ class AcceleratedLoop(TrainerInputs[M]):
             for batch in self._minibatches():
                 self._train_on(batch)
                 evaluate_if(self, self.done or _due(self.progress.step, self.config.train.eval_interval))
+                if run.ends_early(self):
+                    evaluate_if(self, self.progress.evaluated != self.progress.step)
                 run.save_if_due(self, self.done)
                 if self.done:
                     break

@@ -24,6 +24,8 @@ class Progress:
     """Whether `judge` has skipped the rest of the current collection."""
     taken: int = 0
     """Rows of the dataset that the current collection uses, over all processes."""
+    stop_reason: str = ""
+    """Why `trainer.stop` has ended the run; empty if it has not."""
     prompts: int = 0
     """Prompts, or samples, of the current collection in one process."""
     generated: int = 0

@@ -6,7 +6,8 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.reference import Frozen
 from trainkit.plugins import get_trainer, hook_manager
-from trainkit.plugins.discovery import is_installed, without_disabled
-from trainkit.plugins.registry import check_brought
+from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
+from trainkit.plugins.hooks import name_of
+from trainkit.plugins.registry import is_tracker
 from trainkit.runs import RunLock, provenance, run
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -94,8 +96,13 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
-        self.hooks = hook_manager(self._plugin_names(), [*callbacks, *run.trackers(config, self.accelerator)])
-        check_brought(self._plugin_names(), self.hooks)
+        others = [name for name in config.train.trackers if isinstance(name, str) and not is_tracker(name)]
+        trackers = [entry for entry in config.train.trackers if entry not in others]
+        self.hooks = hook_manager(
+            [*self._own_plugin(), *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
+            [*callbacks, *run.trackers(others, self.accelerator)],
+        )
+        self._plugin_names = [*self._own_plugin(), *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
         self.unit = "tokens"
         """The unit that ``progress.tokens`` counts: that of the last step's batch."""
@@ -161,21 +168,27 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _leave_out_disabled(self) -> None:
         """Remove plugins that are disabled from the configuration, and so from the record of the run."""
-        usable, told = without_disabled(self.config.plugins)
-        if usable != self.config.plugins:
-            self.config = self.config.model_copy(update={"plugins": usable})
+        config = self.config
+        named = map(name_of, [*config.plugins, *config.train.trackers])
+        usable, told = without_disabled([name for name in named if name not in ACCELERATE_TRACKERS])
+        plugins, trackers = (
+            [entry for entry in entries if name_of(entry) in {*usable, *ACCELERATE_TRACKERS}]
+            for entries in (config.plugins, config.train.trackers)
+        )
+        if plugins != config.plugins or trackers != config.train.trackers:
+            train = config.train.model_copy(update={"trackers": trackers})
+            self.config = config.model_copy(update={"plugins": plugins, "train": train})
         for message in told if self.accelerator.is_main_process else ():
             log.warning("%s", message)
 
-    def _plugin_names(self) -> list[str]:
+    def _own_plugin(self) -> list[str]:
         name = self.config.method.name
-        own = [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
-        return [*own, *self.config.plugins]
+        return [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
 
     @cached_property
     def makers(self) -> list[provenance.Maker]:
         """Provenance for checkpoints and model cards: distributions and versions of trainkit and the plugins."""
-        return provenance.makers(self.config.method.name, self._plugin_names())
+        return provenance.makers(self.config.method.name, self._plugin_names)
 
     @cached_property
     def unwrapped(self) -> Any:
@@ -270,12 +283,21 @@ class PreparedTrainer(BaseRLTrainer[M]):
     # ----------------------------------------------------------------------------------------- numbers of all processes
 
     def record(self, metrics: m.Metrics) -> None:
-        """Add metrics to those that are logged with the next step.
+        """Add metrics to those that are logged with the next step; evaluating and generating discard them.
 
         Raises:
             PluginError: they are no dict of `Mean` and `Std` by name.
         """
         self._pending = m.merge(self._pending, checked_metrics(self, "record", metrics))
+
+    @contextmanager
+    def _discarding_records(self) -> Iterator[None]:
+        """Ignore the metrics that are recorded inside the block, which do not belong to a step of training."""
+        pending = self._pending
+        try:
+            yield
+        finally:
+            self._pending = pending
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return ``x`` summed over all processes, on the device it came from."""
@@ -284,11 +306,40 @@ class PreparedTrainer(BaseRLTrainer[M]):
         total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
         return total.to(x.device)
 
+    def min(self, x: Tensor) -> Tensor:
+        """Return the elementwise minimum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
+        return self._each(x).amin(0) if self.accelerator.num_processes > 1 else x
+
+    def max(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
+        return self._each(x).amax(0) if self.accelerator.num_processes > 1 else x
+
+    def _each(self, x: Tensor) -> Tensor:
+        """Return ``x`` of each process, stacked, on the device it came from. -> [processes, *]."""
+        every: Tensor = self.accelerator.gather(x.to(self.accelerator.device).unsqueeze(0))
+        return every.to(x.device)
+
     def gather(self, items: Sequence[T]) -> list[T]:
         """Return the ``items`` of all processes as one list, those of the first process first."""
         mine = list(items)
         found: list[T] = gather_object(mine) if self.accelerator.num_processes > 1 else mine
         return found
+
+    def stop(self, reason: str) -> None:
+        """End the run after the step at hand, with the evaluation, checkpoint and export of a regular end.
+
+        Any process may call it, also only some of them. A call before the first step, or while experience is collected
+        or a checkpoint is saved, ends the run after the next step. It has no effect outside of `learn`.
+
+        Args:
+            reason: why; it is logged and kept in checkpoints and in the model card. Of several calls the first counts.
+
+        Raises:
+            ConfigError: ``reason`` is not text, or is empty.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigError(f"trainer.stop(reason) logs why the run ends; given {describe(reason)}. Give a text")
+        self._stop.reason = self._stop.reason or reason
 
     def _log(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -333,6 +384,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         return {
             "progress": asdict(self.progress),
             "method": self.state_dict(),
+            "hooks": self.hooks.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
@@ -344,4 +396,5 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])
+        self.hooks.load_state_dict(state["hooks"])
         self.progress = Progress(**state["progress"])

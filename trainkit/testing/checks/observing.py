@@ -213,7 +213,7 @@ def observer_changes_nothing(bench: Bench) -> None:
     Hooks only observe. Code that changes numbers belongs where it is visible: in a method or an argument.
     """
     watched, alone = bench.trainer(**BUSY), bench.trainer(**BUSY)
-    alone.hooks.unregister(bench.subject.module)
+    alone.hooks.unregister(bench.subject.hooks_in(alone))
     told = _Told(watched)
     for trainer in (watched, alone):
         trainer.learn()
@@ -291,16 +291,16 @@ def observer_runs_twice(bench: Bench) -> None:
     require(left[0] == left[1], f"the first of two runs leaves {left[0]} files in its directory, the second {left[1]}")
 
 
-@check(kind="observer")
+@check(kind="observer", where=lambda subject: not subject.tracker)
 def observer_on_other_processes(bench: Bench) -> None:
     """Check that the observer works in a run without `log_metrics`, as on all processes but the main one.
 
     What `log_metrics` would have opened there does not exist at the end of the run.
     """
     trainer = bench.trainer(**BUSY)
-    trainer.hooks.hook.log_metrics = trainer.hooks.subset_hook_caller("log_metrics", [bench.subject.module])
+    trainer.hooks.hook.log_metrics = trainer.hooks.subset_hook_caller("log_metrics", [bench.subject.hooks_in(trainer)])
     trainer.learn()
     alone = bench.trainer(**BUSY)
-    alone.hooks.unregister(bench.subject.module)
+    alone.hooks.unregister(bench.subject.hooks_in(alone))
     alone.learn()
     _require_same_run(trainer, alone, "with an observer that gets no metrics and without it")

@@ -5,21 +5,20 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import trainkit_csv
 from trainkit import hookimpl
+from trainkit.errors import ConfigError
 from trainkit.testing.trainers import tiny_trainer
 
 Row = tuple[int, str, float]
 
 
-def rows(run_dir: Path) -> list[Row]:
+def rows(run_dir: Path, file: str = "metrics.csv") -> list[Row]:
     """Return the lines of the file, without times."""
-    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
+    with (run_dir / file).open(encoding="utf-8", newline="") as file:
         first, *others = csv.reader(file)
     assert first == ["step", "metric", "value"]
     return [(int(step), name, float(value)) for step, name, value in others if "time" not in name]
@@ -32,7 +31,7 @@ def logged(run_dir: Path) -> list[Row]:
 
 
 def tiny(run_dir: Path, **changes: Any) -> Any:
-    return tiny_trainer("sft", run_dir, plugins=["csv"], **{"train__eval_interval": 2, **changes})
+    return tiny_trainer("sft", run_dir, **{"train__trackers": ["csv"], "train__eval_interval": 2, **changes})
 
 
 def test_it_holds_every_number_of_training_and_evaluations(tmp_path: Path) -> None:
@@ -89,6 +88,19 @@ def test_resuming_a_finished_run_leaves_the_file_alone(tmp_path: Path) -> None:
     assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
 
 
-def test_other_processes_than_the_main_one_write_nothing(tmp_path: Path) -> None:
-    trainkit_csv.on_train_begin(SimpleNamespace(accelerator=SimpleNamespace(is_main_process=False), run_dir=tmp_path))
-    assert list(tmp_path.iterdir()) == []
+def test_the_settings_name_the_file_and_choose_the_metrics(tmp_path: Path) -> None:
+    tiny(tmp_path / "run", train__trackers=[{"name": "csv", "file": "evaluations.csv", "prefix": "eval/"}]).learn()
+    found = rows(tmp_path / "run", "evaluations.csv")
+    assert found == [row for row in logged(tmp_path / "run") if row[1].startswith("eval/")] != []
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize("file", ["", ".hidden", "up/../metrics.csv", "/metrics.csv"])
+def test_the_file_is_in_the_directory_of_the_run(tmp_path: Path, file: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.trackers\.0 \(csv\)\.file: "):
+        tiny(tmp_path, train__trackers=[{"name": "csv", "file": file}])
+
+
+def test_it_is_a_tracker_and_not_named_in_plugins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plugins\.0: 'csv' is a tracker; name it in train\.trackers"):
+        tiny(tmp_path, plugins=["csv"])

@@ -20,11 +20,10 @@ if __name__ == "__main__":
         eval_prompts=["b", "cd", "efg", "h"] * 4,
         tokenizer=tokenizer,
         config={
-            "plugins": ["new_plugin"],
             "method": {"name": "rloo", "kl_coef": 0.0},
             "optimizer": {"lr": 3e-3},
             "rollout": {"max_new_tokens": 8, "num_rollouts": 64},
-            "train": {"batch_size": 32, "total_steps": 100, "eval_interval": 50, "trackers": []},
+            "train": {"batch_size": 32, "total_steps": 100, "eval_interval": 50, "trackers": ["new_plugin"]},
         },
     )
     assert trainer.run_dir is not None

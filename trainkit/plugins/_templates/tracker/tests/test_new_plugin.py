@@ -16,8 +16,9 @@ def test_it_passes(check: Callable[[], None]) -> None:
 
 def test_a_run_leaves_the_newest_metrics(tmp_path: Path) -> None:
     """Check that the file holds the loss of the last step and the reward of the last evaluation."""
-    trainer = tiny_trainer("rloo", tmp_path, plugins=["new_plugin"], train__eval_interval=2, train__total_steps=3)
+    tracker = {"name": "new_plugin", "file": "newest.json"}
+    trainer = tiny_trainer("rloo", tmp_path, train__trackers=[tracker], train__eval_interval=2, train__total_steps=3)
     trainer.learn()
-    newest = json.loads((tmp_path / "new_plugin.json").read_text())
+    newest = json.loads((tmp_path / "newest.json").read_text())
     assert newest["loss/total"]["step"] == 3
     assert newest["eval/reward"]["step"] == 3

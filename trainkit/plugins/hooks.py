@@ -1,0 +1,179 @@
+"""The hooks of a run: those of its plugins and of its callbacks, with their settings and their state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from trainkit.errors import PluginError, TrainkitError
+from trainkit.plugins import hookspecs
+from trainkit.plugins.discovery import PluginInfo, find_plugin, import_plugin, is_installed
+from trainkit.plugins.guard import one_line, said, watch
+from trainkit.plugins.hookspecs import GROUP
+from trainkit.plugins.registry import HookClass, get_hooks, is_registered
+
+if TYPE_CHECKING:
+    from trainkit.config import PluginConfig
+
+
+def name_of(entry: str | PluginConfig) -> str:
+    """Return the name, in lower case, of the plugin that an entry of `plugins` or `train.trackers` names."""
+    return (entry if isinstance(entry, str) else entry.name).lower()
+
+
+class HookManager(pluggy.PluginManager):
+    """The hooks of a run, and the state of the objects that are made of registered classes."""
+
+    def __init__(self) -> None:
+        super().__init__(GROUP)
+        self.add_hookspecs(hookspecs)
+        self.made: dict[str, Any] = {}
+        """The objects by the name of their plugin."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the objects that have one, by the name of their plugin.
+
+        Raises:
+            PluginError: the method ``state_dict`` of one failed; names the plugin.
+        """
+        return {name: _call(name, made, "state_dict") for name, made in self._with_state()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; a plugin without a state in ``states`` keeps the one that it has.
+
+        Raises:
+            PluginError: the method ``load_state_dict`` of one failed; names the plugin.
+        """
+        for name, made in self._with_state():
+            if name in states:
+                _call(name, made, "load_state_dict", states[name])
+
+    def _with_state(self) -> list[tuple[str, Any]]:
+        return [(name, made) for name, made in self.made.items() if hasattr(made, "state_dict")]
+
+
+def _call(name: str, made: Any, method: str, *arguments: Any) -> Any:
+    try:
+        return getattr(made, method)(*arguments)
+    except Exception as error:
+        raise PluginError(f"{method} of the plugin {name!r} failed: {said(error)}") from error
+
+
+def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object]) -> HookManager:
+    """Return a manager with the hooks of the named plugins and of plain objects (callbacks, trackers).
+
+    If a class with hooks is registered under the name of a plugin, an object of it is made; otherwise the hooks of the
+    plugin's module are used. Names and arguments of the hooks are checked. An error of a hook names its owner; see
+    `trainkit.plugins.guard`.
+
+    Args:
+        plugins: names or settings of plugins; a module with several names is registered once.
+        objects: instances with ``@hookimpl`` methods.
+
+    Raises:
+        PluginError: a hook does not exist or has wrong arguments, an object implements no hook, or a plugin has
+            neither hooks nor a trainer of its name.
+    """
+    manager = HookManager()
+    for name, entry in {name_of(entry): entry for entry in plugins}.items():
+        hooks, plugin = get_hooks(name), find_plugin(name) if is_installed(name, "") else None
+        label = f"plugin {plugin or name}"
+        if hooks is not None:
+            manager.made[name] = _make(hooks, entry, label)
+            _add(manager, manager.made[name], label, name)
+        elif plugin is not None:
+            _add_module(manager, plugin, label)
+    for callback in objects:
+        label = getattr(callback, "__name__", type(callback).__name__)
+        if isinstance(callback, type):
+            raise PluginError(f"callback {label} is a class; give an object, {label}(...)")
+        _register(manager, callback, label)
+        if not manager.get_hookcallers(callback):
+            raise PluginError(
+                f"callback {label} implements no hook; mark its methods with @trainkit.hookimpl. Hooks: "
+                f"{', '.join(sorted(n for n in vars(manager.hook) if not n.startswith('_')))}"
+            )
+        watch(manager, callback, f"callback {label}")
+    return manager
+
+
+def check_hooks(name: str) -> None:
+    """Check the hooks of the installed plugin ``name`` without making an object of its class, which may need settings.
+
+    Raises:
+        RegistryError, PluginError: the plugin cannot be used.
+    """
+    hooks = get_hooks(name)
+    if hooks is None:
+        hook_manager([name], [])
+    else:
+        _add(HookManager(), object.__new__(hooks.made), f"plugin {find_plugin(name)}", name)
+
+
+def _make(hooks: HookClass, entry: str | PluginConfig, label: str) -> Any:
+    """Return an object of the class, with the settings of ``entry``, or with the default ones if it is a name.
+
+    Raises:
+        PluginError: its constructor failed.
+    """
+    try:
+        if hooks.settings is None:
+            return hooks.made()
+        return hooks.made(hooks.settings(name=name_of(entry)) if isinstance(entry, str) else entry)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        raise PluginError(f"the hooks of {label} cannot be made: {said(error)}") from error
+
+
+def _add_module(manager: HookManager, plugin: PluginInfo, label: str) -> None:
+    """Register the hooks of the plugin's module, unless they are registered under another of its names."""
+    name, module = plugin.name, import_plugin(plugin)
+    if not manager.is_registered(module):
+        _add(manager, module, label)
+    if not is_registered(name) and not manager.get_hookcallers(module):
+        raise PluginError(
+            f"{label} provides nothing: it registers no trainer {name!r} and has no hooks; it needs "
+            f'@register_trainer("{name}"), @register_hooks("{name}"), or functions marked @trainkit.hookimpl'
+        )
+
+
+def _add(manager: HookManager, plugin: object, label: str, name: str | None = None) -> None:
+    _register(manager, plugin, label, name)
+    watch(manager, plugin, label)
+
+
+def _register(manager: pluggy.PluginManager, plugin: object, label: str, name: str | None = None) -> None:
+    try:
+        manager.register(plugin, name)
+        manager.check_pending()
+        for caller in manager.get_hookcallers(plugin) or ():
+            (own,) = (found for found in caller.get_hookimpls() if found.plugin is plugin)
+            _check_called(caller, own)
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise PluginError(f"the hooks of {label} do not fit: {one_line(error)}") from error
+
+
+def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:
+    """Check for signatures that pluggy accepts, but calls without the arguments or never runs.
+
+    Raises:
+        ValueError: the hook has one; says which.
+    """
+    function, told = hook.function, caller.spec.argnames if caller.spec else ()
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{caller.name} is async, and hooks are not awaited; write def")
+    if inspect.isgeneratorfunction(function) and not (hook.wrapper or hook.hookwrapper):
+        raise ValueError(f"{caller.name} is a generator, whose body would never run; remove yield")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"{caller.name} takes {parameter}, and would be given nothing; name the arguments")
+        plain = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if not plain and (parameter.name in told or parameter.default is parameter.empty):
+            raise ValueError(
+                f"{caller.name} takes {parameter.name!r} with a default or as keyword-only, and would not be given "
+                f"it; write it as a plain argument"
+            )
