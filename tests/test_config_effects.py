@@ -69,6 +69,19 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+ELSEWHERE = {
+    "environment.workers": "test_environments.py::test_coroutines_run_at_the_same_time",
+    "environment.timeout": "test_environments.py::test_a_timeout_says_so",
+    "environment.on_error": "test_environments.py::test_an_episode_that_fails_can_end_with_a_reward_and_is_counted",
+    "environment.fail_reward": "test_environments.py::test_an_episode_that_fails_can_end_with_a_reward_and_is_counted",
+    "rollout.max_turns":
+        "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
+    "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
+    "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
+}  # fmt: skip
+"""Fields that need an environment, or an algorithm that keeps, and the tests that show their effect."""
+
+
 def observe(root: Path, changes: dict[str, Any]) -> Any:
     """Everything a run leaves behind that does not depend on the clock; the message, if it is refused."""
     run_dir = root / str(changes.get("train.run_dir", "run"))
@@ -93,7 +106,10 @@ def test_the_table_of_sections_is_complete() -> None:
         inner = getattr(info.annotation, "model_fields", None)
         if section not in ("method", "tokenizer"):  # the tokenizer's have a test of their own
             fields |= {f"{section}.{f}" for f in inner} if inner else {section}
-    assert fields == set(SECTIONS)
+    assert fields == set(SECTIONS) | set(ELSEWHERE)
+    for test in ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ def _late(config: EnvironmentConfig) -> TimeoutError:
 
 
 def _await_all(waiting: Sequence[Coroutine[Any, Any, Any]], config: EnvironmentConfig) -> list[Result]:
-    """Await coroutines, up to ``config.workers`` at a time, in an event loop in a thread of its own."""
+    """Run coroutines, up to ``config.workers`` at a time, in an event loop in a thread of its own."""
     if not waiting:
         return []
     found: dict[int, Result] = {}

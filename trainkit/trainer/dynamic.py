@@ -119,7 +119,7 @@ def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
 
 
 def _dealt(trainer: Trainer, found: list[Group]) -> list[Group]:
-    """Deal the groups out so that process r of W has groups r, r + W, ... in the order of the stream.
+    """Distribute the groups so that process r of W has groups r, r + W, ... in the order of the stream.
 
     If their number is not a multiple of W, the last ones are dropped.
     """
