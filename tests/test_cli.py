@@ -41,6 +41,16 @@ def bare():
 def letters(outputs, **_):
     return [float(len(o)) for o in outputs]
 
+class Game:
+    def __init__(self, row):
+        self.turn = 0
+
+    def step(self, output):
+        from trainkit.rollouts import Turn
+
+        self.turn += 1
+        return Turn("b", reward=float(output.count("a")), done=self.turn == 2)
+
 def wrong_type(): return [1]
 def wrong_name(): return {"promts": []}
 def demanding(path, seed): return {}
@@ -206,6 +216,17 @@ def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails(i
     assert "  matters: The user's program draws from them, too" in result.stdout
 
 
+def test_plugins_check_takes_failures_that_are_expected_with_their_reason(install: Callable[..., Path]) -> None:
+    source = "import torch, trainkit\n@trainkit.hookimpl\ndef on_step(): torch.rand(1)\n"
+    install("fake-drawing", {"fake_drawing": "fake_drawing"}, source)
+    check = ["plugins", "check", "fake_drawing", "--only", "observer_draws_nothing", "--expect-failure"]
+    result = call(*check, "observer_draws_nothing=it draws on purpose")
+    assert result.exit_code == 0, result.output
+    assert "1 expected" in result.stdout
+    assert "--expect-failure is 'observer_draws_nothing'; give CHECK=WHY" in fails(*check, "observer_draws_nothing")
+    assert "the check 'nothing' is no check" in fails(*check, "nothing=why")
+
+
 def test_plugins_check_lists_the_checks_that_apply_and_runs_none() -> None:
     result = call("plugins", "check", "sft", "--list")
     names = [line.split()[0] for line in result.stdout.splitlines()]
@@ -285,6 +306,15 @@ def test_train_takes_data_and_reward_from_flags_and_modules_from_the_working_dir
     samples = [json.loads(line) for line in (work / "out" / "samples.jsonl").read_text().splitlines()]
     assert {s["prompt"] for s in samples if s["kind"] == "evaluation"} == {"c", "ab"}
     assert {s["prompt"] for s in samples if s["kind"] == "rollout"} <= {"a", "b"}
+
+
+def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
+    (work / "prompts.txt").write_text("a\nb\n", encoding="utf-8")
+    flags = ["--task", "task_for_cli:bare", "--environment", "task_for_cli.py:Game", "--prompts", "prompts.txt"]
+    result = call("train", "run.yaml", "train.run_dir=out", *flags)
+    assert result.exit_code == 0, result.output
+    samples = [json.loads(line) for line in (work / "out" / "samples.jsonl").read_text().splitlines()]
+    assert all(len(sample["episode"]) == 2 for sample in samples)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from trainkit.config import EnvironmentConfig
 from trainkit.data import Row, finite, is_conversation
 from trainkit.data.formats import plain
 from trainkit.errors import ConfigError, EpisodeError, describe
+from trainkit.seeding import PLACE
 
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig
     """
     name = getattr(maker, "__qualname__", type(maker).__qualname__)
     episodes = [Episode(row, index, name) for index, row in enumerate(rows)]
-    made = call_all([lambda row=row: maker(dict(row)) for row in rows], config)  # type: ignore[misc]
+    columns = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
+    made = call_all([lambda row=row: maker(row) for row in columns], config)  # type: ignore[misc]
     for episode, result in zip(episodes, made, strict=True):
         episode.environment = _value(episode, result, f"{name}(row)")
         if not callable(getattr(episode.environment, "step", None)):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.")
+MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.", "environment.workers", "environment.timeout")
 """Prefixes of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
 MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
 """Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
