@@ -180,6 +180,36 @@ def test_a_run_that_keeps_resumes_exactly(stop: int, tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+DAPO = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from test_dynamic import trainer_at
+
+torch.set_num_threads(1)
+trainer = trainer_at(Path(sys.argv[1]) / "run", rollout__batch_size=4, optimizer__kwargs={"eps": 1e-4})
+trainer.learn()
+if trainer.accelerator.is_main_process:
+    torch.save([trainer.unwrapped.state_dict(), trainer.progress.cursor], Path(sys.argv[1]) / "end.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_keep_what_one_keeps(tmp_path: Path) -> None:
+    from test_processes import succeed
+
+    ends = []
+    for processes in (1, 2):
+        place = tmp_path / str(processes)
+        place.mkdir()
+        succeed(DAPO, processes, str(place), str(Path(__file__).parent))
+        ends.append(torch.load(place / "end.pt", weights_only=False))
+    assert ends[0][1] == ends[1][1], "they have used the same prompts"
+    for key, tensor in ends[0][0].items():
+        torch.testing.assert_close(tensor, ends[1][0][key], rtol=0, atol=1e-5)
+
+
 def test_epochs_end_when_the_prompts_are_used_up_however_many_were_kept(tmp_path: Path) -> None:
     trainer = trainer_at(tmp_path, train__total_steps=None, train__epochs=3, train__batch_size=16)
     trainer.learn()

@@ -99,6 +99,49 @@ def test_every_online_algorithm_learns_from_episodes_and_resumes_exactly(name: s
     assert any(not torch.equal(tensor, start[key]) for key, tensor in straight.unwrapped.state_dict().items())
 
 
+@every_online
+def test_a_run_that_is_stopped_in_the_middle_of_an_episode_resumes_exactly(name: str, tmp_path: Path) -> None:
+    class Stops(Letters):
+        left: int | None = None
+        trainer: Any = None
+
+        def step(self, output: str) -> Turn:
+            if Stops.left is not None:
+                Stops.left -= 1
+                if Stops.left == 0:
+                    Stops.trainer._stop.asked = True
+            return super().step(output)
+
+    changes: dict[str, Any] = {"train__save_interval": 2, "rollout__batch_size": 4, "environment__workers": 1}
+    changes |= {"method__ppo_epochs": 1} if name == "ppo" else {}
+    straight = player(tmp_path / "a", Stops, name, **changes)
+    straight.learn()
+    stopped = player(tmp_path / "b", Stops, name, **changes)
+    Stops.left, Stops.trainer = 43, stopped
+    with pytest.raises(SystemExit):
+        stopped.learn()
+    assert 0 < stopped.progress.step < 6
+    Stops.left = None
+    resumed = player(tmp_path / "b", Stops, name, **changes, train__resume="auto")
+    resumed.learn()
+    for key, tensor in straight.unwrapped.state_dict().items():
+        assert torch.equal(tensor, resumed.unwrapped.state_dict()[key]), key
+
+
+def test_rewards_per_token_are_those_of_the_outputs_tokens(tmp_path: Path) -> None:
+    def reward(outputs: list[str], turns: list[Any], **_: Any) -> list[list[float]]:
+        return [[float(at) for at in range(len("".join(turn["output"] for turn in episode)))] for episode in turns]
+
+    trainer = player(tmp_path, fixed(Turn("hg"), Turn(done=True)), arguments={"reward_fn": reward})
+    found = trainer.play(["ab", "c"])
+    scores = trainer.score(found)
+    for row in range(2):
+        paid = scores[row][found.sequences.response_mask[row]].tolist()
+        letters = len("".join(turn["output"] for turn in found.turns[row]))
+        assert paid[:letters] == [float(at) for at in range(letters)]
+        assert float(scores[row].sum()) == sum(range(letters)), "none on the environment's tokens"
+
+
 def test_the_pool_of_rft_keeps_which_tokens_were_the_environments(tmp_path: Path) -> None:
     trainer = player(tmp_path, fixed(Turn("hg"), Turn(reward=1.0, done=True)), name="rft")
     trainer.collect()

@@ -82,7 +82,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             CheckpointError: a checkpoint cannot be written, or cannot be resumed from with this config.
             SystemExit: 143, after SIGTERM and a checkpoint.
         """
-        missing = [] if self.pipeline is not None else [self.inputs[-1]]
+        missing = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
         missing += self.missing_rewards
         if missing:
             raise DataError(

@@ -179,16 +179,16 @@ def _refused(subject: Subject, name: str, value: Any) -> None:
 
 
 def _missing_inputs(bench: Bench) -> None:
-    inputs = bench.subject.trainer_class.inputs
+    data = "prompts" if bench.subject.online else "samples"
     trainer = bench.trainer()
     trainer.pipeline = None
-    text = _message(DataError, trainer.learn, f"learn() without {inputs[-1]}")
-    require(inputs[-1] in text, f"the error about missing {inputs[-1]} does not name them: {text}")
-    if bench.subject.online:
+    text = _message(DataError, trainer.learn, f"learn() without {data}")
+    require(data in text, f"the error about missing {data} does not name them: {text}")
+    for paying in {"reward_fn", "environment"} & {*bench.subject.trainer_class.inputs}:
         trainer = bench.trainer()
-        trainer.reward_fn = None
-        text = _message(DataError, trainer.learn, "learn() without a reward_fn")
-        require("reward_fn" in text, f"the error about a missing reward_fn does not name it: {text}")
+        setattr(trainer, paying, None)
+        text = _message(DataError, trainer.learn, f"learn() without {paying}")
+        require(paying in text, f"the error about a missing {paying} does not name it: {text}")
 
 
 def _scores_that_are_none(bench: Bench) -> None:
