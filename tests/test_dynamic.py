@@ -22,7 +22,7 @@ from trainkit.testing.trainers import tiny_trainer
 
 class DapoConfig(MethodConfig):
     section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 10}}
-    name: str = "test_dapo"
+    name: str = "_test_dapo"
     k: int = Field(4, ge=2)
     """Responses per prompt."""
 
@@ -33,7 +33,7 @@ class DapoBatch(TokenBatch):
     advantages: Tensor
 
 
-@register_trainer("test_dapo")
+@register_trainer("_test_dapo")
 class Dapo(AccelerateRLTrainer[DapoConfig]):
     """DAPO: advantages standardised per group, groups of equal rewards are not trained on."""
 
@@ -63,7 +63,7 @@ def picky(outputs: list[str], **_: Any) -> list[float]:
 
 def trainer_at(place: Path, **changes: Any) -> Any:
     arguments = {"reward_fn": changes.pop("reward_fn", picky)}
-    return tiny_trainer("test_dapo", place, arguments=arguments, **changes)
+    return tiny_trainer("_test_dapo", place, arguments=arguments, **changes)
 
 
 def positions(trainer: Any) -> list[int]:
@@ -161,7 +161,7 @@ def test_max_refills_needs_an_algorithm_that_keeps(tmp_path: Path) -> None:
 def test_keep_beside_a_make_experience_that_does_not_call_it_is_refused() -> None:
     with pytest.raises(RegistryError, match="overrides keep and make_experience"):
 
-        @register_trainer("test_dapo")
+        @register_trainer("_test_dapo")
         class Both(Dapo):
             def make_experience(self, rows: Any) -> Any:
                 return super().make_experience(rows)

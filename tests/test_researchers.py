@@ -16,21 +16,21 @@ from trainkit.testing.conformance import check_plugin, checks_for, subjects_of
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
 
 ALGORITHMS = {
-    "test_dr_grpo": dr_grpo.DrGRPOTrainer,
-    "test_remax": remax.ReMaxTrainer,
-    "test_kto": kto.KTOTrainer,
-    "test_dapo": Dapo,
-    "test_distillation": distillation.DistillationTrainer,
-    "test_turns": guess.TurnsTrainer,
+    "_test_dr_grpo": dr_grpo.DrGRPOTrainer,
+    "_test_remax": remax.ReMaxTrainer,
+    "_test_kto": kto.KTOTrainer,
+    "_test_dapo": Dapo,
+    "_test_distillation": distillation.DistillationTrainer,
+    "_test_turns": guess.TurnsTrainer,
 }
 EXPECTED: dict[str, dict[str, str]] = {
-    "test_remax": {
+    "_test_remax": {
         "given_responses": "responses given to step() have no greedy response to compare with",
         "first_update": "REINFORCE has no importance ratio",
     },
-    "test_distillation": {"first_update": "its loss is not a ratio, and it has no reference to start from"},
-    "test_turns": {"first_update": "REINFORCE has no importance ratio"},
-    "test_dapo": {"docstrings": "it is a test", "fields_have_effects": "its only setting is the size of its groups"},
+    "_test_distillation": {"first_update": "its loss is not a ratio, and it has no reference to start from"},
+    "_test_turns": {"first_update": "REINFORCE has no importance ratio"},
+    "_test_dapo": {"docstrings": "it is a test", "fields_have_effects": "its only setting is the size of its groups"},
 }
 QUICK = {"credit_of_scores", "turn_rewards", "episodes_are_whole", "keep_chooses", "micro_batches", "learns"}
 
@@ -51,7 +51,7 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
     """Guessing at random among eight letters wins with probability 1/8 a turn, by halves within three turns always."""
     arguments = {"environment": guess.Guess, "prompts": list("abcdefgh")}
     trainer = tiny_trainer(
-        "test_turns", tmp_path, arguments=arguments, optimizer__lr=3e-3, rollout__max_new_tokens=1,
+        "_test_turns", tmp_path, arguments=arguments, optimizer__lr=3e-3, rollout__max_new_tokens=1,
         rollout__max_turns=3, rollout__num_rollouts=128, rollout__batch_size=128, train__batch_size=128,
         train__total_steps=60,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
 
 
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
-    trainer = tiny_trainer("test_distillation", tmp_path, optimizer__lr=1e-2, train__total_steps=40)
+    trainer = tiny_trainer("_test_distillation", tmp_path, optimizer__lr=1e-2, train__total_steps=40)
     batch, found = trainer.sample(trainer.pipeline.take(0, 8)).sequences, []
     for stage in range(2):
         with torch.no_grad():
@@ -73,7 +73,7 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
 
 
 def test_labels_are_true_or_false(tmp_path: Path) -> None:
-    trainer = tiny_trainer("test_kto", tmp_path)
+    trainer = tiny_trainer("_test_kto", tmp_path)
     rows = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": False}]
     trainer.add_samples(rows)
     assert [row["label"] for row in trainer.pipeline.rows] == [True, False]
@@ -98,7 +98,7 @@ def test_a_wrong_declaration_of_inputs_is_refused_at_registration(inputs: Any, s
     from trainkit import register_trainer
 
     with pytest.raises(RegistryError, match=said):
-        register_trainer("test_remax")(type("Wrong", (remax.ReMaxTrainer,), {"inputs": inputs}))
+        register_trainer("_test_remax")(type("Wrong", (remax.ReMaxTrainer,), {"inputs": inputs}))
 
 
 def needing(name: str, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,20 +108,20 @@ def needing(name: str, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
 def test_train_follows_the_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trainkit
 
-    tiny = tiny_trainer("test_dr_grpo", tmp_path)
+    tiny = tiny_trainer("_test_dr_grpo", tmp_path)
     given: dict[str, Any] = {"tokenizer": tiny.tokenizer, "config": tiny.config}
     prompts: list[Row | str] = ["ab", "c"]
     with pytest.raises(
-        ConfigError, match=r"'test_dr_grpo' learns from reward_fn and prompts; given prompts. Add reward"
+        ConfigError, match=r"'_test_dr_grpo' learns from reward_fn and prompts; given prompts. Add reward"
     ):
         trainkit.train(prompts=prompts, **given)
-    needing("test_dr_grpo", ("prompts",), monkeypatch)
+    needing("_test_dr_grpo", ("prompts",), monkeypatch)
     trained = trainkit.train(prompts=prompts, **given)
     assert trained.progress.step == 6
     assert torch.equal(trained.score(trained._rollouts[0]).cpu(), torch.zeros(len(trained._rollouts[0])))
     with pytest.raises(ConfigError, match=r"learns from prompts; given reward_fn and prompts. Remove reward_fn"):
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
-    needing("test_dr_grpo", ("environment", "prompts"), monkeypatch)
+    needing("_test_dr_grpo", ("environment", "prompts"), monkeypatch)
     with pytest.raises(
         ConfigError, match=r"learns from environment and prompts; given reward_fn and prompts. Add envir"
     ):

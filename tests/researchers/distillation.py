@@ -18,7 +18,7 @@ class DistillationConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-5}, "train": {"total_steps": 1000}}
 
-    name: str = "test_distillation"
+    name: str = "_test_distillation"
     """The registered name."""
     teacher: str | dict[str, Any] = Field(default_factory=lambda: tiny_gpt2(10, initializer_range=0.5))
     """The teacher: a hub id, a directory, or the fields of a model config."""
@@ -26,7 +26,7 @@ class DistillationConfig(MethodConfig):
     """The divergence of the student from the teacher."""
 
 
-@register_trainer("test_distillation")
+@register_trainer("_test_distillation")
 class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
     """Trainer of on-policy distillation: loss = mean D(π ‖ teacher) over the tokens of sampled responses."""
 

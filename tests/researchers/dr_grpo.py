@@ -18,7 +18,7 @@ class DrGRPOConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
 
-    name: str = "test_dr_grpo"
+    name: str = "_test_dr_grpo"
     """The registered name."""
     k: int = Field(8, ge=2)
     """Responses per prompt."""
@@ -40,7 +40,7 @@ class DrGRPOBatch(TokenBatch):
         return self.advantages.new_tensor(len(self))
 
 
-@register_trainer("test_dr_grpo")
+@register_trainer("_test_dr_grpo")
 class DrGRPOTrainer(AccelerateRLTrainer[DrGRPOConfig]):
     """Trainer of Dr. GRPO: A = R − mean R of the group; Σ_t of the clipped surrogate / max_new_tokens."""
 

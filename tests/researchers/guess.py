@@ -36,7 +36,7 @@ class TurnsConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-5}, "train": {"total_steps": 1000}}
 
-    name: str = "test_turns"
+    name: str = "_test_turns"
     """The registered name."""
 
 
@@ -47,7 +47,7 @@ class TurnsBatch(TokenBatch):
     returns: Tensor
 
 
-@register_trainer("test_turns")
+@register_trainer("_test_turns")
 class TurnsTrainer(AccelerateRLTrainer[TurnsConfig]):
     """Trainer of REINFORCE over turns: loss = −mean (G_t − mean G) log π_t, G the rewards from the token on."""
 

@@ -20,7 +20,7 @@ class KTOConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-7}}
 
-    name: str = "test_kto"
+    name: str = "_test_kto"
     """The registered name."""
     beta: float = Field(0.1, gt=0)
     """β: implicit reward per nat of log-ratio to the reference."""
@@ -43,7 +43,7 @@ class KTOBatch(TokenBatch):
         return self.ref_logps.new_tensor(len(self))
 
 
-@register_trainer("test_kto")
+@register_trainer("_test_kto")
 class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
     """Trainer of KTO: λ(1 − σ(±β(r − z))), r = log π − log π_ref; z is the step's mean of r, at least 0."""
 

@@ -17,7 +17,7 @@ class ReMaxConfig(MethodConfig):
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
 
-    name: str = "test_remax"
+    name: str = "_test_remax"
     """The registered name."""
 
 
@@ -34,7 +34,7 @@ class ReMaxBatch(TokenBatch):
         return self.advantages.new_tensor(len(self))
 
 
-@register_trainer("test_remax")
+@register_trainer("_test_remax")
 class ReMaxTrainer(AccelerateRLTrainer[ReMaxConfig]):
     """Trainer of ReMax: A = R(sampled) − R(greedy); loss = −mean A · Σ log π."""
 
