@@ -4,56 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from researchers.dapo import DapoTrainer
+from trainkit import Rollouts, register_trainer
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
-from trainkit.functional import clipped_surrogate, masked_mean, per_response, zero_masked
-from trainkit.metrics import Mean, Metrics
+from trainkit.functional import per_response
 from trainkit.testing.trainers import tiny_trainer
-
-
-class DapoConfig(MethodConfig):
-    section_defaults: ClassVar[dict[str, Any]] = {"train": {"total_steps": 10}}
-    name: str = "_test_dapo"
-    k: int = Field(4, ge=2)
-    """Responses per prompt."""
-
-
-@dataclass(frozen=True)
-class DapoBatch(TokenBatch):
-    old_logprobs: Tensor
-    advantages: Tensor
-
-
-@register_trainer("_test_dapo")
-class Dapo(AccelerateRLTrainer[DapoConfig]):
-    """DAPO: advantages standardised per group, groups of equal rewards are not trained on."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
-    group = "k"
-
-    def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
-        groups = per_response(scores).view(-1, self.method.k)
-        return (groups.std(1) > 0).repeat_interleave(self.method.k)
-
-    def experience(self, rollouts: Rollouts, scores: Tensor) -> DapoBatch:
-        groups = per_response(scores).view(-1, self.method.k)
-        advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)
-        return DapoBatch(rollouts.sequences, self.behaviour(rollouts).logprobs, advantages.flatten())
-
-    def loss(self, batch: DapoBatch) -> tuple[Tensor, Metrics]:
-        mask = batch.sequences.response_mask
-        log_ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask)
-        loss = clipped_surrogate(log_ratio.exp(), batch.advantages.unsqueeze(1), cliprange=0.2)
-        return masked_mean(loss, mask), {"policy/ratio": Mean.of(log_ratio.exp(), mask)}
 
 
 def picky(outputs: list[str], **_: Any) -> list[float]:
@@ -162,7 +124,7 @@ def test_keep_beside_a_make_experience_that_does_not_call_it_is_refused() -> Non
     with pytest.raises(RegistryError, match="overrides keep and make_experience"):
 
         @register_trainer("_test_dapo")
-        class Both(Dapo):
+        class Both(DapoTrainer):
             def make_experience(self, rows: Any) -> Any:
                 return super().make_experience(rows)
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from researchers import distillation, dr_grpo, guess, kto, remax
-from test_dynamic import Dapo
+from researchers import dapo, distillation, dr_grpo, guess, kto, remax
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, RegistryError
 from trainkit.testing.conformance import check_plugin, checks_for, subjects_of
@@ -19,7 +18,7 @@ ALGORITHMS = {
     "_test_dr_grpo": dr_grpo.DrGRPOTrainer,
     "_test_remax": remax.ReMaxTrainer,
     "_test_kto": kto.KTOTrainer,
-    "_test_dapo": Dapo,
+    "_test_dapo": dapo.DapoTrainer,
     "_test_distillation": distillation.DistillationTrainer,
     "_test_turns": guess.TurnsTrainer,
 }
