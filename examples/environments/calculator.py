@@ -58,7 +58,7 @@ class Calculator:
         return [{"role": "user", "content": self.question}]
 
     def step(self, output: str) -> Turn:
-        """Reply to a call with its result; anything else is the answer, and ends the episode."""
+        """Answer a call with its result; anything else is the answer, and ends the episode."""
         result = calculate(output)
         if result is None:
             return Turn(reward=float(output == self.answer), done=True)
@@ -97,7 +97,7 @@ def sft(seed: int = 1) -> dict[str, Any]:
     return {"tokenizer": tokenizer(), "samples": [shown(draw) for _ in range(DIALOGUES)]}
 
 
-def ppo(seed: int = 1) -> dict[str, Any]:
+def ppo(seed: int = 1) -> dict[str, Any]:  # noqa: ARG001  (as in the other games)
     """Return arguments of ``trainkit.train`` for PPO; the environment gives the questions."""
     return {
         "tokenizer": tokenizer(), "environment": Calculator, "eval_prompts": [{}] * EVALUATED, "metric_fn": metric,

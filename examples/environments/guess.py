@@ -80,7 +80,7 @@ def sft(seed: int = 1) -> dict[str, Any]:
     return {"tokenizer": tokenizer(), "samples": [shown(draw) for _ in range(GAMES)]}
 
 
-def ppo(seed: int = 1) -> dict[str, Any]:
+def ppo(seed: int = 1) -> dict[str, Any]:  # noqa: ARG001  (as in the other games)
     """Return arguments of ``trainkit.train`` for PPO. Evaluations play a game for every secret number."""
     secrets = [{"secret": number} for number in NUMBERS]
     return {

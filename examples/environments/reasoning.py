@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
         f"this environment needs reasoning-gym ({error}); install it: pip install 'trainkit[reasoning]'"
     ) from error
 
-TASK, SETTINGS = "spell_backward", {"min_word_len": 3, "max_word_len": 5}
+TASK, SETTINGS = "spell_backward", {"min_word_len": 3, "max_word_len": 4}
 AGAIN = "wrong, try again:\n"
 ENTRIES, HELD_OUT, SHOWN = 6000, 200, 600
 
@@ -38,14 +38,14 @@ def dataset(seed: int = 0) -> Any:
 
 
 class Reasoning:
-    """A question and up to two attempts. A turn is paid by how much its score exceeds that of the attempts before it.
+    """A question and two attempts. The first is paid its score, the second half of what it improves.
 
-    The episode is therefore paid the score of its best attempt. The entry of the dataset is a column of the row.
+    The entry of the dataset is a column of the row; ``rollout.max_turns`` is the number of attempts.
     """
 
     def __init__(self, row: Row) -> None:
         self.entry: dict[str, Any] = row["entry"]
-        self.best = 0.0
+        self.scores: list[float] = []
 
     def reset(self) -> str:
         """Return the question."""
@@ -54,8 +54,9 @@ class Reasoning:
     def step(self, output: str) -> Turn:
         """Score an attempt; the right answer ends the episode."""
         score = dataset().score_answer(output, self.entry)
-        gained, self.best = max(score - self.best, 0.0), max(score, self.best)
-        return Turn(AGAIN, gained, done=score == 1.0)
+        reward = max(score - max(self.scores), 0.0) / 2 if self.scores else score
+        self.scores.append(score)
+        return Turn(AGAIN, reward, done=score == 1.0)
 
 
 def split(seed: int) -> tuple[list[Row], list[Row], list[Row]]:
@@ -65,19 +66,23 @@ def split(seed: int) -> tuple[list[Row], list[Row], list[Row]]:
     return rows[:HELD_OUT], rows[HELD_OUT : HELD_OUT + SHOWN], rows[HELD_OUT + SHOWN :]
 
 
-def tokenizer(rows: list[Row]) -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of characters, with one token for the text that all questions begin with, and for `AGAIN`."""
+    beginning = os.path.commonprefix([entry["question"] for entry in dataset()])  # noqa: RUF071  (text, not paths)
     made = character_tokenizer(string.printable)
-    made.add_tokens([os.path.commonprefix([row["entry"]["question"] for row in rows]), AGAIN])
+    made.add_tokens([beginning, AGAIN])
     return made
 
 
-def metric(turns: list[list[dict[str, Any]]], **_: Any) -> dict[str, list[float]]:
+def metric(turns: list[list[dict[str, Any]]], entry: list[dict[str, Any]], **_: Any) -> dict[str, list[float]]:
     """Return 1 for each episode in which the first attempt was right, else 0, and the same for either attempt."""
-    scores = [[turn["reward"] for turn in episode] for episode in turns]
+    right = [
+        [dataset().score_answer(turn["output"], asked) == 1.0 for turn in episode]
+        for episode, asked in zip(turns, entry, strict=True)
+    ]
     return {
-        "first right": [float(episode[0] == 1.0) for episode in scores],
-        "either right": [float(sum(episode) == 1.0) for episode in scores],
+        "first right": [float(attempts[0]) for attempts in right],
+        "either right": [float(any(attempts)) for attempts in right],
     }
 
 
@@ -91,13 +96,13 @@ def shown(draw: random.Random, rows: list[Row], row: Row) -> list[str]:
 def sft(seed: int = 1) -> dict[str, Any]:
     """Return arguments of ``trainkit.train`` for SFT on a few questions."""
     draw, (_, rows, _) = random.Random(seed), split(seed)
-    return {"tokenizer": tokenizer(rows), "samples": [shown(draw, rows, row) for row in rows]}
+    return {"tokenizer": tokenizer(), "samples": [shown(draw, rows, row) for row in rows]}
 
 
 def ppo(seed: int = 1) -> dict[str, Any]:
     """Return arguments of ``trainkit.train`` for PPO on the other questions, evaluated on those that are held out."""
     held_out, _, asked = split(seed)
     return {
-        "tokenizer": tokenizer(asked), "environment": Reasoning, "prompts": asked, "eval_prompts": held_out,
+        "tokenizer": tokenizer(), "environment": Reasoning, "prompts": asked, "eval_prompts": held_out,
         "metric_fn": metric,
     }  # fmt: skip

@@ -37,7 +37,8 @@ def _rows(evaluations: Evaluations, metrics: list[str]) -> Iterator[tuple[Any, .
     """Yield the metrics of the first and last evaluation side by side, and a few episodes."""
     for name in [*metrics, "reward", "turns"]:
         yield name, evaluations.metrics[0][f"eval/{name}"], evaluations.metrics[-1][f"eval/{name}"]
-    for before, after in list(zip(evaluations.samples[0], evaluations.samples[-1], strict=True))[:3]:
+    episodes = list(zip(evaluations.samples[0], evaluations.samples[-1], strict=True))
+    for before, after in episodes[2 :: len(episodes) // 3]:
         yield _line(before["prompt"]), _line(before["output"]), _line(after["output"])
 
 
