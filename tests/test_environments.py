@@ -20,7 +20,7 @@ from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import PLAIN_TEMPLATE
 from trainkit.errors import ConfigError, DataError, EpisodeError
 from trainkit.functional import gae
-from trainkit.rollouts import Environment, Turn
+from trainkit.rollouts import Environment, Turn, assemble
 from trainkit.rollouts.environments import call_all
 from trainkit.testing import EOS, character_tokenizer
 from trainkit.testing.trainers import LETTERS, Letters, tiny_trainer
@@ -345,6 +345,44 @@ def test_a_conversation_has_the_templates_text_between_turns_and_the_sampled_ids
             trainer.tokenizer.decode(drawn)
         )
         assert text.count(EOS) in (2, 3), "one for each turn: sampled, or the template's own after a truncated one"
+
+
+def test_an_output_may_continue_a_message_of_the_assistant(tmp_path: Path) -> None:
+    trainer = chatty(tmp_path, fixed(Turn("go on"), Turn(done=True)))
+    rows = [{"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]}]
+    found = trainer.play(rows)
+    assert found.prompts == ["### user\nhi\n\n### assistant\nso"]
+    ids = found.sequences.input_ids[0][found.sequences.attention_mask[0]]
+    first = found.turns[0][0]["output"]
+    between = f"{EOS}\n\n### user\ngo on\n\n### assistant\n"
+    assert trainer.tokenizer.decode(ids).startswith(f"{found.prompts[0]}{first}{between}")
+
+
+def test_tokens_and_columns_of_a_plugins_sampler_stay_in_the_episode(tmp_path: Path) -> None:
+    class Tool:
+        @trainkit.hookimpl
+        def make_sampler(self, trainer: Any) -> Any:
+            def sampler(rows: Any, queries: Any, settings: Any, seeds: Any, purpose: str) -> Any:
+                ids = trainer.tokenizer("bhc")["input_ids"]
+                return assemble(
+                    trainer.tokenizer,
+                    [{**row, "calls": row.get("calls", 0) + 1} for row in rows],
+                    queries,
+                    [ids] * len(rows),
+                    sampled=[[True, False, True]] * len(rows),
+                    terminated=torch.ones(len(rows), dtype=torch.bool),
+                    logprobs=None,
+                    stops=[],
+                    skip_special_tokens=True,
+                )
+
+            return sampler
+
+    trainer = player(tmp_path, fixed(Turn("g"), Turn(done=True)), callbacks=[Tool()])
+    found = trainer.play(["ab"])
+    assert found.outputs == ["bhcgbhc"]
+    assert trainer.tokenizer.decode(found.responses[0]) == "bcbc"
+    assert found.columns["calls"] == [2]
 
 
 REWRITING = PLAIN_TEMPLATE.replace(

@@ -71,9 +71,7 @@ class Player:
         config: how environments are called.
         max_turns: outputs per episode.
         max_tokens: tokens per episode; None: no limit.
-
-    Raises:
-        DataError: raised at construction; the tokenizer has a chat template that changes earlier messages.
+        skip_special_tokens: omit special tokens from the text.
     """
 
     def __init__(
@@ -127,6 +125,8 @@ class Player:
                     [turn_seed(scripts[at].seed, turn) for at in some],
                 )
                 _append_outputs([scripts[at] for at in some], drawn)
+                for at, row in zip(some, drawn.rows, strict=True):  # a plugin's sampler may add columns
+                    episodes[at].row = {**episodes[at].row, **{name: row[name] for name in row if name != "prompt"}}
             outputs = [scripts[at].said[-1]["output"] for at in playing]
             turns = self._timed(lambda: step([episodes[at] for at in playing], outputs, self.config))  # noqa: B023
             for at, answer in zip(playing, turns, strict=True):
@@ -217,7 +217,7 @@ class Player:
         new = [{"role": "user", "content": observation}] if isinstance(observation, str) else [*map(dict, observation)]
         chat = self._chat(episode, what)
         before = chat.prompt(script.messages) + PROBE
-        script.messages = [*script.messages, {"role": "assistant", "content": PROBE}, *new]
+        script.messages = [*_answered(script.messages, PROBE), *new]
         whole = chat.prompt(script.messages)
         if not whole.startswith(before):
             raise _rewritten(what, before, whole)
@@ -276,17 +276,25 @@ def _without_seed(row: Row) -> Row:
 
 def _append_outputs(scripts: list[_Script], drawn: Rollouts) -> None:
     """Append the outputs that were sampled for some episodes, with what the sampler computed about them."""
-    mask = drawn.sequences.response_mask
+    sequences, mask = drawn.sequences, drawn.sequences.response_mask
+    after = sequences.attention_mask & ~sequences.prompt_mask  # a plugin's sampler may have inserted tokens
     for row, script in enumerate(scripts):
-        ids = drawn.sequences.input_ids[row][mask[row]].tolist()
+        ids = sequences.input_ids[row][after[row]].tolist()
         script.ids += ids
-        script.sampled += [True] * len(ids)
+        script.sampled += mask[row][after[row]].tolist()
         script.rewards += [0.0] * len(ids)
         script.said.append({"output": drawn.outputs[row]})
         for name in ("logprobs", "entropy", "hidden"):
             values = getattr(drawn, name)
             if values is not None:
                 script.numbers.setdefault(name, []).append(values[row][mask[row]])
+
+
+def _answered(messages: Sequence[dict[str, Any]], output: str) -> list[dict[str, Any]]:
+    """Return a conversation with an output: a message of the assistant, or the rest of its last one."""
+    if messages and messages[-1]["role"] == "assistant":
+        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1].get('content') or ''}{output}"}]
+    return [*messages, {"role": "assistant", "content": output}]
 
 
 def _rewritten(what: str, before: str, whole: str) -> DataError:
@@ -305,13 +313,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[s
         DataError: it renders a message differently, or cannot render the conversation; names the message.
     """
     chat, told = Chat(tokenizer, row, what), [dict(message) for message in messages]
-    if told and told[-1]["role"] == "assistant":
-        return  # it continues that message, and the probe below would be another one
     for probe in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
         answered = told
         for number in range(2):
             before = chat.prompt(answered) + probe
-            answered = [*answered, {"role": "assistant", "content": probe}, {"role": "user", "content": PROBE}]
+            answered = [*_answered(answered, probe), {"role": "user", "content": PROBE}]
             whole = chat.prompt(answered)
             if not whole.startswith(before):
                 raise _rewritten(
