@@ -260,10 +260,31 @@ def test_every_episode_has_a_seed_of_its_own_and_can_be_replayed(tmp_path: Path)
         trainer.collect()
         runs.append([turns for rollouts in trainer._rollouts for turns in rollouts.turns])
     assert runs[0] == runs[1], "whatever else is played at the same time"
-    assert len(set(seeds)) == 16
+    assert len(seeds) == 2 * 16
+    assert len(set(seeds)) == 4, "the same for the four episodes of a group, which are compared"
     rows = [{"prompt": "ab", "seed": 3}]
     again = [player(tmp_path / "x", Seeded).play(rows).turns for _ in range(2)]
     assert again[0] == again[1]
+
+
+def test_the_episodes_of_a_group_are_about_one_task(tmp_path: Path) -> None:
+    class Drawn(Letters):
+        def reset(self) -> str:
+            return self.draws.choice(LETTERS)
+
+    class Unseeded(Letters):
+        def reset(self) -> str:
+            return random.choice(LETTERS)
+
+    trainer = player(tmp_path / "a", Drawn, name="rloo")
+    trainer.collect()
+    prompts = [prompt for rollouts in trainer._rollouts for prompt in rollouts.prompts]
+    assert all(prompts[i : i + 4] == [prompts[i]] * 4 for i in range(0, 16, 4))
+    assert len(set(prompts)) > 1
+    with pytest.raises(
+        EpisodeError, match=r"reset\(\) returned another prompt than in another episode of the same row"
+    ):
+        player(tmp_path / "b", Unseeded, name="rloo").collect()
 
 
 def test_the_speed_of_environments_decides_nothing(tmp_path: Path) -> None:

@@ -23,13 +23,16 @@ ALGORITHMS = {
     "_test_turns": guess.TurnsTrainer,
 }
 EXPECTED: dict[str, dict[str, str]] = {
-    "_test_remax": {
-        "given_responses": "responses given to step() have no greedy response to compare with",
-        "first_update": "REINFORCE has no importance ratio",
+    "_test_remax": {"given_responses": "responses given to step() have no greedy response to compare with"},
+    "_test_distillation": {
+        "sampled_ids": "the check's model has another vocabulary than the teacher",
+        "fields_have_effects": "the kit knows no other teacher",
     },
-    "_test_distillation": {"first_update": "its loss is not a ratio, and it has no reference to start from"},
-    "_test_turns": {"first_update": "REINFORCE has no importance ratio"},
-    "_test_dapo": {"docstrings": "it is a test", "fields_have_effects": "its only setting is the size of its groups"},
+    "_test_turns": {
+        "sampling_distribution": "the check takes the outputs of all turns for one response",
+        "sampled_ids": "the check's tokenizer does not know the letters of the environment",
+        "eos_is_trained": "the check takes the outputs of all turns for one response",
+    },
 }
 QUICK = {"credit_of_scores", "turn_rewards", "episodes_are_whole", "keep_chooses", "micro_batches", "learns"}
 

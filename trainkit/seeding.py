@@ -105,6 +105,17 @@ def response_seeds(
     return found
 
 
+def episode_seeds(
+    seed: int, purpose: str, rows: Sequence[Mapping[str, Any]], queries: Sequence[Sequence[int]]
+) -> list[int]:
+    """Return the seed of each row's environment, as `response_seeds`, but the same for all responses to a row.
+
+    Responses to one row are compared with each other, so their environments must set the same task.
+    """
+    pairs = zip(rows, queries, strict=True)
+    return [response_seeds(seed, f"{purpose} environment", [row], [query])[0] for row, query in pairs]
+
+
 def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
     """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
     found = [{key: value for key, value in row.items() if key != PLACE} for row in rows]

@@ -137,12 +137,8 @@ BUGS = (
         "rft",
         ("sampled_ids",),
         patch="""
--from dataclasses import dataclass
-+from dataclasses import dataclass, replace
-@@
--        return Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
-+        kept = Sequences.from_lists([json.loads(query) for query, _ in mine], [json.loads(r) for _, r in mine])
-+        return replace(kept, response_mask=kept.attention_mask & (torch.arange(kept.input_ids.size(1)) > 0))
+-            [[False] * len(q) + [i >= 0 for i in response] for q, response in zip(queries, responses, strict=True)],
++            [[False] + [True] * (len(q) + len(r) - 1) for q, r in zip(queries, responses, strict=True)],
 """,
     ),
     Bug(

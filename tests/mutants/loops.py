@@ -286,7 +286,7 @@ class RowsChanged(Loop):
 
     def make_experience(self, rows: Any) -> Any:
         found = super().make_experience(rows)
-        for row in rows:
+        for row in self.pipeline.rows:
             row["prompt"] = row["prompt"][:1]
         return found
 

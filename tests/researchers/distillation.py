@@ -31,6 +31,7 @@ class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
     """Trainer of on-policy distillation: loss = mean D(π ‖ teacher) over the tokens of sampled responses."""
 
     inputs: ClassVar[tuple[str, ...]] = ("prompts",)
+    encoder_decoders = False
 
     def __init__(self, config: TRLConfig[DistillationConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)

@@ -1,4 +1,4 @@
-"""A game of several turns, and REINFORCE that credits every turn with what follows it."""
+"""A game of several turns, and REINFORCE (Williams 1992) that credits every turn with what follows it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class TurnsTrainer(AccelerateRLTrainer[TurnsConfig]):
     """Trainer of REINFORCE over turns: loss = −mean (G_t − mean G) log π_t, G the rewards from the token on."""
 
     inputs: ClassVar[tuple[str, ...]] = ("environment", "prompts")
+    encoder_decoders = False
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> TurnsBatch:
         """Return the episodes with their returns [B, T]."""

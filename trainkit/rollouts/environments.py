@@ -39,8 +39,9 @@ class Environment(Protocol):
 
     An environment is made for every episode, by calling ``environment(row)``: a class whose constructor takes a row of
     the prompts, or a function. Besides its columns the row has ``episode_seed``, an integer below 2⁶³, from which all
-    randomness of the episode should follow. Both methods may be coroutines (``async def``). The methods of several
-    episodes run at the same time in threads, so environments must not share state without a lock.
+    randomness of the episode should follow; the episodes of a group, which are compared, have the same. Both methods
+    may be coroutines (``async def``). The methods of several episodes run at the same time in threads, so environments
+    must not share state without a lock.
     """
 
     def reset(self) -> Prompt | None:

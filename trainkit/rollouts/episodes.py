@@ -16,7 +16,7 @@ from trainkit.data.pipeline import encode_text
 from trainkit.errors import DataError, describe
 from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
 from trainkit.rollouts.sampler import assemble, decode
-from trainkit.seeding import derive_seed, turn_seed
+from trainkit.seeding import PLACE, turn_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,9 +97,9 @@ class Player:
         """Play an episode for each row, and return them as rollouts, in the order of the rows.
 
         Args:
-            rows: the rows, with a ``prompt`` unless their environment's `reset` returns one.
+            rows: the rows, with ``episode_seed``, and with a ``prompt`` unless their environment's `reset` returns one.
             settings: how outputs are sampled; ``max_new_tokens`` is the limit of one turn.
-            seeds: the seed of each episode.
+            seeds: the seeds of the responses, from which the outputs are sampled.
             sample: samples one output for each context.
             eos: the token ids that end an output.
 
@@ -108,11 +108,9 @@ class Player:
             DataError: a prompt or an observation does not fit into the context, or the template cannot render it.
         """
         self.seconds = 0.0
-        rows = [
-            {**row, "episode_seed": derive_seed(seed, "environment")} for row, seed in zip(rows, seeds, strict=True)
-        ]
         episodes, prompts = self._timed(lambda: make(self.maker, rows, self.config))
         scripts = [self._begin(*each) for each in zip(episodes, prompts, seeds, strict=True)]
+        _check_same_task(episodes, scripts)
         for turn in range(self.max_turns):
             playing = [at for at, script in enumerate(scripts) if self._goes_on(script)]
             if not playing:
@@ -268,6 +266,18 @@ class Player:
             stops=[],
             skip_special_tokens=self.skip,
         )
+
+
+def _check_same_task(episodes: list[Episode], scripts: list[_Script]) -> None:
+    """Raise an `EpisodeError` if environments of one row begin with different prompts: they would be compared."""
+    first: dict[Any, list[int]] = {}
+    for episode, script in zip(episodes, scripts, strict=True):
+        place = episode.row.get(PLACE)
+        if place is not None and first.setdefault(place, script.prompt) != script.prompt:
+            raise episode.fault(
+                "reset() returned another prompt than in another episode of the same row, with the same episode_seed; "
+                "take all randomness of the task from row['episode_seed']"
+            )
 
 
 def _without_seed(row: Row) -> Row:

@@ -52,7 +52,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.runs import run
-from trainkit.seeding import PLACE, Seen, placed, response_seeds, turn_seed
+from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.loop import AcceleratedLoop
 
@@ -409,6 +409,8 @@ class TextTrainer(AcceleratedLoop[M]):
         def sample(rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: list[int]) -> Rollouts:
             return self._respond(rows, queries, settings, purpose, seeds)
 
+        own = episode_seeds(self.config.train.seed, purpose, rows, self._queries(rows))
+        rows = [{**row, "episode_seed": seed} for row, seed in zip(rows, own, strict=True)]
         eos = eos_ids(self.unwrapped.model, self.tokenizer)
         return self.player(rows, settings, seeds, sample, eos).to(self.accelerator.device)
 

@@ -66,7 +66,7 @@ def evaluation_is_free(bench: Bench) -> None:
     """
     changes = {**into_next_collection(bench), "train__eval_interval": 1, "train__save_interval": 1}
     with _compared(bench, "evaluating and saving") as runs:
-        trainer = bench.trainer(**changes, train__save_best=bench.subject.online)
+        trainer = bench.trainer(**changes, train__save_best=bench.subject.rewarded)
         if not bench.subject.online:
             trainer.eval_samples = list(trainer.pipeline.rows)
         trainer.learn()

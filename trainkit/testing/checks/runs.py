@@ -29,7 +29,7 @@ from trainkit.testing.conformance import Bench, check, require
 from trainkit.trainer.base import Verdict
 
 NAME = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@=.-]+)+")
-OF_ROLLOUTS = ("rollout/", "reward/")
+OF_ROLLOUTS = ("rollout/", "reward/", "environment/")
 """Prefixes of the metrics that trainkit records with rollouts; in a tiny run they may be constant by chance."""
 
 

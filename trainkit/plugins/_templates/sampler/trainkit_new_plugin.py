@@ -21,7 +21,7 @@ def make_sampler(trainer: AccelerateRLTrainer[Any]) -> Callable[..., Rollouts]:
         rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
     ) -> Rollouts:
         """Sample a response to each of ``queries``, token ids; the randomness of each follows from its seed."""
-        if purpose == "train" and settings.top_p == 1:
+        if settings.top_p == 1:
             settings = settings.model_copy(update={"top_p": top_p(trainer.progress.step)})
         return core(rows, queries, settings, seeds, purpose)
 
