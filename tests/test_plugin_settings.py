@@ -291,9 +291,9 @@ def test_a_plugin_with_hooks_is_no_algorithm_and_a_probe_needs_no_settings(count
 
 
 def test_a_misspelt_hook_of_a_registered_class_is_an_error_that_names_the_plugin(install: Callable[..., Path]) -> None:
-    install("fake-typo", {"fake-typo": "fake_typo"}, SOURCE.replace("fake-counts", "fake-typo").replace("on_s", "on_S"))
-    for ask in (lambda: hook_manager(["fake-typo"], []), lambda: tiny_trainer("sft", Path(), plugins=["fake-typo"])):
-        with pytest.raises(PluginError, match=r"hooks of plugin fake-typo \(fake-typo 1\.0, .*unknown hook 'on_Step'"):
+    install("fake-slip", {"fake-slip": "fake_slip"}, SOURCE.replace("fake-counts", "fake-slip").replace("on_s", "on_S"))
+    for ask in (lambda: hook_manager(["fake-slip"], []), lambda: tiny_trainer("sft", Path(), plugins=["fake-slip"])):
+        with pytest.raises(PluginError, match=r"hooks of plugin fake-slip \(fake-slip 1\.0, .*unknown hook 'on_Step'"):
             ask()
 
 
