@@ -107,6 +107,13 @@ def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig
     Raises:
         EpisodeError: an environment cannot be made or reset, or returned no prompt; names it and the row.
     """
+    episodes = _made(maker, rows, config)
+    resets = [getattr(episode.environment, "reset", lambda: None) for episode in episodes]
+    results = zip(episodes, call_all(resets, config), strict=True)
+    return episodes, [_prompt(episode, _value(episode, result, "reset()")) for episode, result in results]
+
+
+def _made(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig) -> list[Episode]:
     name = getattr(maker, "__qualname__", type(maker).__qualname__)
     episodes = [Episode(row, index, name) for index, row in enumerate(rows)]
     columns = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
@@ -118,16 +125,17 @@ def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig
                 f"the environment {describe(episode.environment)} has no method step; write step(output) -> "
                 "Turn(observation, reward, done)"
             )
-    resets = [getattr(episode.environment, "reset", lambda: None) for episode in episodes]
-    prompts = [
-        _value(episode, result, "reset()") for episode, result in zip(episodes, call_all(resets, config), strict=True)
-    ]
-    for episode, prompt in zip(episodes, prompts, strict=True):
-        if isinstance(prompt, Turn):
-            raise episode.fault("reset() returned a Turn; an episode cannot be done at reset. Return the prompt")
-        if prompt is not None and not (isinstance(prompt, str) and prompt) and not is_conversation(prompt):
-            raise episode.fault(f"reset() returned {describe(prompt)}; return text or messages, which are not empty")
-    return episodes, prompts
+    return episodes
+
+
+def _prompt(episode: Episode, given: Any) -> Prompt | None:
+    """Return the prompt that `reset` returned, checked."""
+    if isinstance(given, Turn):
+        raise episode.fault("reset() returned a Turn; an episode cannot be done at reset. Return the prompt")
+    if given is not None and not (isinstance(given, str) and given) and not is_conversation(given):
+        raise episode.fault(f"reset() returned {describe(given)}; return text or messages, which are not empty")
+    prompt: Prompt | None = given
+    return prompt
 
 
 def step(episodes: Sequence[Episode], outputs: Sequence[str], config: EnvironmentConfig) -> list[Turn]:

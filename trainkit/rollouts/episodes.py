@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import Chat, Rollouts, Row, is_conversation
+from trainkit.data.chat import SETTINGS
 from trainkit.data.pipeline import encode_text
 from trainkit.errors import DataError, describe
 from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
-from trainkit.rollouts.sampler import assemble, decode
+from trainkit.rollouts.sampler import assemble, decode, placed_at
 from trainkit.seeding import PLACE, turn_seed
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ Sample = Callable[[list[Row], list[list[int]], SamplingConfig, list[int]], Rollo
 
 PROBE = "ok"
 """Stands for the outputs of the model where a chat template is rendered: their tokens are never rendered again."""
+
+
+NUMBERS = ("logprobs", "entropy", "hidden")
+"""What a sampler may compute about the tokens that it samples."""
 
 
 @dataclass
@@ -129,7 +134,7 @@ class Player:
             turns = self._timed(lambda: step([episodes[at] for at in playing], outputs, self.config))  # noqa: B023
             for at, answer in zip(playing, turns, strict=True):
                 self._answer(episodes[at], scripts[at], answer, eos)
-        return self._rollouts(episodes, scripts, settings)
+        return self._rollouts(episodes, scripts)
 
     # ------------------------------------------------------------------------------------------------ the prompt
 
@@ -151,16 +156,20 @@ class Player:
                 f"its prompt has {len(ids)} tokens, and an episode may have {self.max_tokens}; shorten it, or raise "
                 "rollout.max_episode_tokens or train.seq_length"
             )
-        if messages is not None and self._kind(episode, messages) not in self._proven:
-            check_template(self.tokenizer, messages, episode.row, what)
-            self._proven.add(self._kind(episode, messages))
+        if messages is not None:
+            self.check_template(messages, episode.row, what)
         return _Script(ids, seed, text, messages)
 
-    @staticmethod
-    def _kind(episode: Episode, messages: list[dict[str, Any]]) -> str:
-        """Return what the rendering of a conversation depends on, besides its text."""
-        settings = [episode.row.get(name) for name in ("tools", "chat_template_kwargs")]
-        return repr(([message.get("role") for message in messages], settings))
+    def check_template(self, messages: Sequence[Mapping[str, Any]], row: Row, what: str) -> None:
+        """Check that the chat template keeps earlier messages, once for each kind of conversation.
+
+        Raises:
+            DataError: as `check_template`.
+        """
+        kind = repr(([message.get("role") for message in messages], [row.get(name) for name in SETTINGS]))
+        if kind not in self._proven:
+            check_template(self.tokenizer, [dict(message) for message in messages], row, what)
+            self._proven.add(kind)
 
     def _chat(self, episode: Episode, what: str) -> Chat:
         return Chat(self.tokenizer, episode.row, what)
@@ -239,33 +248,36 @@ class Player:
 
     # -------------------------------------------------------------------------------------------------- the result
 
-    def _rollouts(self, episodes: list[Episode], scripts: list[_Script], settings: SamplingConfig) -> Rollouts:
-        device = next((part.device for script in scripts for part in script.numbers.get("logprobs", [])), None)
-
-        def joined(name: str) -> Tensor | None:
-            parts = [part for script in scripts for part in script.numbers.get(name, [])]
-            return torch.cat(parts) if len(parts) == sum(len(script.said) for script in scripts) else None
-
-        rewards = torch.tensor([reward for script in scripts for reward in script.rewards])
-        return assemble(
+    def _rollouts(self, episodes: list[Episode], scripts: list[_Script]) -> Rollouts:
+        rows = [{**episode.row, "prompt": script.text} for episode, script in zip(episodes, scripts, strict=True)]
+        numbers = {name: _joined(scripts, name) for name in NUMBERS}
+        known = numbers["logprobs"]
+        made = assemble(
             self.tokenizer,
-            [
-                _without_seed(episode.row) | {"prompt": script.text}
-                for episode, script in zip(episodes, scripts, strict=True)
-            ],
+            [{name: value for name, value in row.items() if name != "episode_seed"} for row in rows],
             [script.prompt for script in scripts],
             [script.ids for script in scripts],
             sampled=[script.sampled for script in scripts],
-            terminated=torch.tensor([script.terminated for script in scripts], device=device),
-            logprobs=joined("logprobs"),
-            entropy=joined("entropy"),
-            hidden=joined("hidden"),
-            rewards=rewards,
-            turns=[script.said for script in scripts],
-            failed=torch.tensor([episode.failed for episode in episodes], device=device),
+            terminated=torch.tensor(
+                [script.terminated for script in scripts], device=None if known is None else known.device
+            ),
+            **numbers,
             stops=[],
             skip_special_tokens=self.skip,
         )
+        after = made.sequences.attention_mask & ~made.sequences.prompt_mask  # every prompt is followed by an output
+        return replace(
+            made,
+            rewards=placed_at(after, torch.tensor([reward for script in scripts for reward in script.rewards])),
+            turns=[script.said for script in scripts],
+            failed=torch.tensor([episode.failed for episode in episodes], device=made.terminated.device),
+        )
+
+
+def _joined(scripts: list[_Script], name: str) -> Tensor | None:
+    """Return the numbers of all sampled tokens, row after row; None if the sampler did not compute all of them."""
+    parts = [part for script in scripts for part in script.numbers.get(name, [])]
+    return torch.cat(parts) if len(parts) == sum(len(script.said) for script in scripts) else None
 
 
 def _check_same_task(episodes: list[Episode], scripts: list[_Script]) -> None:
@@ -280,10 +292,6 @@ def _check_same_task(episodes: list[Episode], scripts: list[_Script]) -> None:
             )
 
 
-def _without_seed(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "episode_seed"}
-
-
 def _append_outputs(scripts: list[_Script], drawn: Rollouts) -> None:
     """Append the outputs that were sampled for some episodes, with what the sampler computed about them."""
     sequences, mask = drawn.sequences, drawn.sequences.response_mask
@@ -294,7 +302,7 @@ def _append_outputs(scripts: list[_Script], drawn: Rollouts) -> None:
         script.sampled += mask[row][after[row]].tolist()
         script.rewards += [0.0] * len(ids)
         script.said.append({"output": drawn.outputs[row]})
-        for name in ("logprobs", "entropy", "hidden"):
+        for name in NUMBERS:
             values = getattr(drawn, name)
             if values is not None:
                 script.numbers.setdefault(name, []).append(values[row][mask[row]])

@@ -420,9 +420,6 @@ def assemble(
     entropy: Tensor | None = None,
     hidden: Tensor | None = None,
     sampled: Sequence[Sequence[bool]] | None = None,
-    rewards: Tensor | None = None,
-    turns: list[list[dict[str, Any]]] | None = None,
-    failed: Tensor | None = None,
     stops: list[str],
     skip_special_tokens: bool,
 ) -> Rollouts:
@@ -439,9 +436,6 @@ def assemble(
         hidden: hidden states [N, D] from which they were chosen; None if unknown.
         sampled: which ids of ``responses`` the policy has sampled; the others, e.g. an environment's, are attended to
             and not trained on. None: all of them.
-        rewards: a reward for every id of ``responses``, row after row [M]; None if there are none.
-        turns: the turns of each episode, as `Rollouts.turns`.
-        failed: bool [B], whether the environment failed.
         stops: strings at which text is truncated.
         skip_special_tokens: omit special tokens from the text.
     """
@@ -460,19 +454,16 @@ def assemble(
     return Rollouts(
         rows=rows,
         sequences=sequences,
-        logprobs=_at(sequences.response_mask, logprobs),
-        entropy=_at(sequences.response_mask, entropy),
-        hidden=_at(sequences.response_mask, hidden),
-        rewards=_at(_after(sequences.attention_mask, queries), rewards),
-        turns=turns,
-        failed=failed,
+        logprobs=placed_at(sequences.response_mask, logprobs),
+        entropy=placed_at(sequences.response_mask, entropy),
+        hidden=placed_at(sequences.response_mask, hidden),
         terminated=terminated,
         prompts=[next(unknown) if text is None else text for text in texts],
         outputs=[cut_at_stop(text, stops) for text in decode(tokenizer, responses, skip_special_tokens)],
     )
 
 
-def _at(mask: Tensor, values: Tensor | None) -> Tensor | None:
+def placed_at(mask: Tensor, values: Tensor | None) -> Tensor | None:
     """Place values [N, *] at the N selected positions of ``mask`` [B, T]; 0 elsewhere. -> [B, T, *]."""
     if values is None:
         return None
@@ -480,12 +471,6 @@ def _at(mask: Tensor, values: Tensor | None) -> Tensor | None:
     placed = values.new_zeros((*mask.shape, *values.shape[1:]))
     placed[mask] = values
     return placed
-
-
-def _after(real: Tensor, queries: list[list[int]]) -> Tensor:
-    """Return bool [B, T], the real tokens after the prompts."""
-    starts = torch.tensor([len(query) for query in queries], device=real.device)
-    return real & (torch.arange(real.size(1), device=real.device) >= starts.unsqueeze(1))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Any, skip_special_tokens: bool) -> list[str]:

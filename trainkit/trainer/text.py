@@ -47,7 +47,6 @@ from trainkit.rollouts import (
     Purpose,
     Sampler,
     check_maker,
-    check_template,
     make_sampler,
     score,
 )
@@ -195,7 +194,9 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
         if self.environment is None:
             return self.encode.fit(written_prompts(rows, self.tokenizer))
-        self._check_templates(rows)
+        for index, row in enumerate(rows):
+            if is_conversation(prompt := row.get("prompt")):
+                self.player.check_template(prompt, row, f"prompt {index}")
         known = [index for index, row in enumerate(rows) if row.get("prompt") is not None]
         texts = written_prompts([rows[index] for index in known], self.tokenizer)
         kept = (
@@ -203,19 +204,6 @@ class TextTrainer(AcceleratedLoop[M]):
         )
         fitting = {row["index"] for row in kept} | {*range(len(rows))} - {*known}
         return [row for index, row in enumerate(rows) if index in fitting]
-
-    def _check_templates(self, rows: list[Row]) -> None:
-        """Check that the chat template keeps earlier messages as they are, for each kind of conversation."""
-        proven = set()
-        for index, row in enumerate(rows):
-            if not is_conversation(prompt := row.get("prompt")):
-                continue
-            kind = repr(
-                ([message.get("role") for message in prompt], row.get("tools"), row.get("chat_template_kwargs"))
-            )
-            if kind not in proven:
-                check_template(self.tokenizer, [dict(message) for message in prompt], row, f"prompt {index}")
-                proven.add(kind)
 
     def default_prompts(self) -> list[Any]:
         """Return the tokenizer's beginning token for each rollout; every response then starts from it.
