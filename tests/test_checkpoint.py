@@ -727,6 +727,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(a_run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in a_run.rglob("*")} == before
 
 
+@pytest.mark.daily(name=("ilql", "ppo", "rft"))
 @pytest.mark.parametrize("name", trainkit.available_trainers())
 def test_a_trainer_that_has_trained_can_go_back_to_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Whatever it holds from then: experience, counters, the optimizer's memory."""

@@ -38,8 +38,12 @@ EVERYWHERE = {
 """Checks that `make test` runs for every algorithm: the laws of masks, alignment and exact means."""
 
 
+LAUNCHING = {"two_processes"}
+"""Checks that start processes, which `make test-all` runs."""
+
+
 def planned(check: Check, subject: Subject) -> Any:
-    slow = subject.name not in DAILY and check.name not in EVERYWHERE
+    slow = check.name in LAUNCHING or (subject.name not in DAILY and check.name not in EVERYWHERE)
     return pytest.param(Case(check, subject), marks=[pytest.mark.slow] if slow else [])
 
 

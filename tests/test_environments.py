@@ -85,6 +85,7 @@ def test_what_the_sampler_says_of_an_episode_is_what_the_policy_says(tmp_path: P
     torch.testing.assert_close(found.sequences.place(values), whole.values, rtol=0, atol=1e-5)
 
 
+@pytest.mark.daily(name=("ppo", "rft"))
 @every_online
 def test_every_online_algorithm_learns_from_episodes_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     changes = {"train__save_interval": 1, "train__batch_size": 4}
@@ -99,6 +100,7 @@ def test_every_online_algorithm_learns_from_episodes_and_resumes_exactly(name: s
     assert any(not torch.equal(tensor, start[key]) for key, tensor in straight.unwrapped.state_dict().items())
 
 
+@pytest.mark.daily(name=("ppo", "rft"))
 @every_online
 def test_a_run_that_is_stopped_in_the_middle_of_an_episode_resumes_exactly(name: str, tmp_path: Path) -> None:
     class Stops(Letters):
@@ -176,6 +178,7 @@ def test_ppo_gives_a_turn_its_reward_and_later_turns_none_of_it(tmp_path: Path) 
         assert returns.tolist() == sorted(returns.tolist(), reverse=True)
 
 
+@pytest.mark.daily(name=("rloo",))
 @every_online
 def test_reward_functions_add_to_what_the_environment_pays_and_see_the_turns(name: str, tmp_path: Path) -> None:
     seen: list[Any] = []

@@ -111,7 +111,7 @@ def test_another_process_makes_the_same_run_and_continues_one_to_the_same_end(tm
         assert first == resumed, name
 
 
-@pytest.mark.daily(name=("dpo", "ppo"))
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_resumed_at_every_step_a_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """A3: in the middle of a pass, between passes, between collections, at the end."""
@@ -131,7 +131,7 @@ def snapshot(run_dir: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in run_dir.rglob("*") if p.is_file()}
 
 
-@pytest.mark.daily(name=("dpo", "ppo"))
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_resuming_a_finished_run_changes_no_file(name: str, tmp_path: Path) -> None:
     """A4: no step, no evaluation, no export, no event file."""
@@ -165,7 +165,7 @@ def test_a_run_that_died_between_its_last_step_and_its_export_exports_when_resum
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == export
 
 
-@pytest.mark.daily(name=("dpo", "ppo"))
+@pytest.mark.daily(name=("ppo",))
 @all_trainers
 def test_the_weights_after_six_steps_do_not_depend_on_how_a_batch_is_split(name: str, tmp_path: Path) -> None:
     """A6: to 1e-5, sampled responses and all."""

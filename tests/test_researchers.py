@@ -11,7 +11,7 @@ import torch
 from researchers import dapo, distillation, dr_grpo, guess, kto, remax
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, RegistryError
-from trainkit.testing.conformance import check_plugin, checks_for, subjects_of
+from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
 
 ALGORITHMS = {
@@ -34,7 +34,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "eos_is_trained": "the check takes the outputs of all turns for one response",
     },
 }
-QUICK = {"credit_of_scores", "turn_rewards", "episodes_are_whole", "keep_chooses", "micro_batches", "learns"}
 
 
 @pytest.mark.slow
@@ -43,24 +42,19 @@ def test_it_passes_the_whole_kit(name: str) -> None:
     check_plugin(name, expected_failures=EXPECTED.get(name))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_passes_the_checks_of_what_is_new(name: str) -> None:
-    applying = {each.name for subject in subjects_of(name) for each in checks_for(subject)}
-    check_plugin(name, only=sorted(QUICK & applying))
-
-
+@pytest.mark.slow
 def test_the_game_is_learnt(tmp_path: Path) -> None:
-    """Guessing at random among eight letters wins with probability 1/8 a turn, by halves within three turns always."""
+    """Of eight letters, three guesses by halves find seven; each guess at random finds one in eight."""
     arguments = {"environment": guess.Guess, "prompts": list("abcdefgh")}
     trainer = tiny_trainer(
-        "_test_turns", tmp_path, arguments=arguments, optimizer__lr=1e-2, rollout__max_new_tokens=1,
+        "_test_turns", tmp_path, arguments=arguments, optimizer__lr=3e-3, rollout__max_new_tokens=1,
         rollout__max_turns=3, rollout__num_rollouts=128, rollout__batch_size=128, train__batch_size=128,
-        train__total_steps=100,
+        train__total_steps=300,
     )  # fmt: skip
     won = [float(trainer.play(list("abcdefgh") * 64).terminated.float().mean())]
     trainer.learn()
     won.append(float(trainer.play(list("abcdefgh") * 64).terminated.float().mean()))
-    assert won[1] > won[0] + 0.06, won
+    assert won[1] > won[0] + 0.2, won
 
 
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_no_more_is_read_than_is_needed_and_one_window(tmp_path: Path) -> None:
     assert endless.read == 2 * WINDOW
 
 
+@pytest.mark.daily(at=(2,))
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_run_on_a_stream_resumes_as_if_it_had_never_stopped(at: int, packing: bool, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_a_run_ends_says_why_and_has_its_model(tmp_path: Path, caplog: pytest.Lo
     assert f"| ended early | {reason} |" in (tmp_path / "run/model/README.md").read_text("utf-8")
 
 
+@pytest.mark.daily(at=(3,))
 @pytest.mark.parametrize("at", [1, 3, 5, 6])
 def test_a_killed_and_resumed_run_ends_where_one_does_that_never_stopped(at: int, tmp_path: Path) -> None:
     straight = learnt(tmp_path / "straight", VALUES)
