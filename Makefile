@@ -3,6 +3,7 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example
+#   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
 #   make mutants   which checks of the kit find which bugs
@@ -21,7 +22,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all reasoning coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -36,6 +37,9 @@ test: $(VENV)/made
 
 test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity" $(SELECTED)
+
+reasoning: $(VENV)/made
+	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
 
 coverage: $(VENV)/made
 	$(PYTEST) -n auto --dist worksteal -m "not parity" --cov=trainkit --cov-branch --cov-report=term $(ARGS)

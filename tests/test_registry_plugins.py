@@ -34,7 +34,7 @@ from trainkit.plugins import discovery as plugins
 from trainkit.plugins.discovery import is_imported
 from trainkit.plugins.probe import probe
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer import AccelerateRLTrainer
+from trainkit.trainer import AccelerateRLTrainer, BaseRLTrainer
 from trainkit.trainer.loop import AcceleratedLoop
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +107,23 @@ def test_names_of_trainers_do_not_depend_on_case():
     cls = register_trainer("Fake-CASE")(trainer_named("fake-case"))
     assert get_trainer("fake-case") is get_trainer("FAKE-Case") is cls
     assert "fake-case" in available_trainers()
+
+
+def test_a_subclass_of_a_trainer_may_name_another_method_config():
+    class FirstConfig(MethodConfig):
+        name: str = "fake-first"
+
+    class SecondConfig(FirstConfig):
+        name: str = "fake-second"
+
+    class First(BaseRLTrainer[FirstConfig]): ...
+
+    class Second(First):
+        method_class = SecondConfig
+
+    class Third(Second): ...
+
+    assert (First.method_class, Second.method_class, Third.method_class) == (FirstConfig, SecondConfig, SecondConfig)
 
 
 def test_a_name_taken_by_another_class_is_an_error_that_names_both():

@@ -121,15 +121,8 @@ class Player:
             if not playing:
                 break
             for some, limited in self._by_room(scripts, playing, settings):
-                drawn = sample(
-                    [episodes[at].row for at in some],
-                    [scripts[at].context for at in some],
-                    limited,
-                    [turn_seed(scripts[at].seed, turn) for at in some],
-                )
-                _append_outputs([scripts[at] for at in some], drawn)
-                for at, row in zip(some, drawn.rows, strict=True):  # a plugin's sampler may add columns
-                    episodes[at].row = {**episodes[at].row, **{name: row[name] for name in row if name != "prompt"}}
+                parts = [episodes[at] for at in some], [scripts[at] for at in some]
+                self._sample_outputs(*parts, limited, turn, sample)
             outputs = [scripts[at].said[-1]["output"] for at in playing]
             turns = self._timed(lambda: step([episodes[at] for at in playing], outputs, self.config))  # noqa: B023
             for at, answer in zip(playing, turns, strict=True):
@@ -190,6 +183,21 @@ class Player:
                 room = min(room, self.max_tokens - len(scripts[at].context))
             groups.setdefault(room, []).append(at)
         return [(some, settings.model_copy(update={"max_new_tokens": room})) for room, some in groups.items()]
+
+    @staticmethod
+    def _sample_outputs(
+        episodes: list[Episode], scripts: list[_Script], settings: SamplingConfig, turn: int, sample: Sample
+    ) -> None:
+        """Sample the next output of some episodes, and append it to their scripts."""
+        drawn = sample(
+            [episode.row for episode in episodes],
+            [script.context for script in scripts],
+            settings,
+            [turn_seed(script.seed, turn) for script in scripts],
+        )
+        _append_outputs(scripts, drawn)
+        for episode, row in zip(episodes, drawn.rows, strict=True):  # a plugin's sampler may add columns
+            episode.row = {**episode.row, **{name: row[name] for name in row if name != "prompt"}}
 
     def _answer(self, episode: Episode, script: _Script, turn: Turn, eos: Sequence[int]) -> None:
         """Record the reward of an output, and append the observation if the episode goes on."""

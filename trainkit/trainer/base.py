@@ -60,7 +60,7 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for base in getattr(cls, "__orig_bases__", ()):
+        for base in vars(cls).get("__orig_bases__", ()):  # not a parent's: a subclass may set method_class instead
             for argument in get_args(base):
                 if isinstance(argument, type) and issubclass(argument, MethodConfig):
                     cls.method_class = argument
