@@ -740,4 +740,243 @@ BUGS = (
         ("sampling_distribution",),
         loop="SampledWithDropout",
     ),
+    # ------------------------------------------------------- bugs that the first edition of the kit did not find
+    Bug(
+        "second_best_instead_of_worst",
+        "the best of k responses is paired with the second-best, which only with k = 2 is the worst",
+        "of the field",
+        "online_dpo",
+        ("credit_follows_scores",),
+        patch="""
+-    best, worst = first + groups.argmax(1), first + groups.argmin(1)
++    best, worst = first + groups.argmax(1), first + groups.argsort(1, descending=True)[:, 1]
+""",
+    ),
+    Bug(
+        "groups_merged_by_prompt",
+        "the group of a response is all responses to prompts of the same text",
+        "of the field",
+        "rloo",
+        ("prompts_may_repeat",),
+        patch="""
+-        advantages = leave_one_out(masked_sum(x.scores + penalty, mask, dim=1), self.method.rloo_k)
++        totals = masked_sum(x.scores + penalty, mask, dim=1)
++        names = [query.tolist() for query in x.sequences.queries]
++        same = torch.tensor([[one == other for other in names] for one in names], device=totals.device)
++        others = (same & ~torch.eye(len(names), dtype=torch.bool, device=totals.device)).float()
++        advantages = totals - (others @ totals) / others.sum(1)
+""",
+    ),
+    Bug(
+        "sides_swapped_when_shorter",
+        "the longer side of a pair is taken for the chosen one",
+        "of the field",
+        "dpo",
+        ("sides_of_pairs",),
+        patch="""
+-        pairs = self.encode_preferences(rows)
++        pairs = self.encode_preferences(rows)
++        swap = pairs.rejected.lengths < pairs.chosen.lengths
++        both, n = pairs.both, len(rows)
++        at = torch.arange(n, device=swap.device)
++        pairs = Preferences(both.select(torch.where(swap, at + n, at)), both.select(torch.where(swap, at, at + n)))
+""",
+    ),
+    Bug(
+        "entropy_bonus_subtracted",
+        "the entropy bonus has the sign of a penalty",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-            loss = loss - method.ent_coef * masked_mean(new.entropy, mask)
++            loss = loss + method.ent_coef * masked_mean(new.entropy, mask)
+""",
+    ),
+    Bug(
+        "label_smoothing_reversed",
+        "label smoothing sharpens labels",
+        "of the field",
+        "dpo",
+        ("effects_as_declared",),
+        patch="""
+-    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
++    return -(1 + label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)
+""",
+    ),
+    Bug(
+        "margin_added",
+        "the margin of a pair makes its comparison easier instead of harder",
+        "of the field",
+        "reward",
+        ("sides_of_pairs",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected + margins) + center_coef * (chosen + rejected) ** 2
+""",
+    ),
+    Bug(
+        "missing_eos_rewarded",
+        "the penalty of truncated responses is added to their scores",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        if self.method.missing_eos_penalty is not None:
++        if self.method.missing_eos_penalty is not None:
++            added = -2 * self.method.missing_eos_penalty  # it is subtracted once in the next line
++            placed = penalise_cut(placed, rollouts.terminated, sequences.response_mask, added)
+""",
+    ),
+    Bug(
+        "bootstrap_of_terminated",
+        "responses that ended are bootstrapped like truncated ones",
+        "of the field",
+        "ppo",
+        ("effects_as_declared",),
+        patch="""
+-        cut = ~rollouts.terminated
++        cut = torch.ones_like(rollouts.terminated)
+""",
+    ),
+    Bug(
+        "surrogate_without_the_max",
+        "the surrogate is the clipped term alone, so a ratio that has left the range the wrong way stays there",
+        "of the field",
+        "rloo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-        loss = clipped_surrogate(ratio, batch.advantages, cliprange=self.method.cliprange)
++        loss = -batch.advantages * ratio.clamp(1 - self.method.cliprange, 1 + self.method.cliprange)
+""",
+    ),
+    Bug(
+        "clipped_above_only",
+        "ratios are clipped above and not below",
+        "of the field",
+        "ppo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-        policy = clipped_surrogate(ratio, batch.advantages, cliprange=method.cliprange)
++        clipped = ratio.clamp(max=1 + method.cliprange)
++        policy = torch.maximum(-batch.advantages * ratio, -batch.advantages * clipped)
+""",
+    ),
+    Bug(
+        "self_ratio",
+        "the ratio is that of the policy to itself, always 1",
+        "of the field",
+        "rloo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-        log_ratio = zero_masked(self.policy(batch.sequences).logprobs - batch.old_logprobs, mask)
++        logprobs = self.policy(batch.sequences).logprobs
++        log_ratio = zero_masked(logprobs - logprobs.detach(), mask)
+""",
+    ),
+    Bug(
+        "returns_whitened",
+        "the critic's targets are whitened like the advantages",
+        "of the field",
+        "ppo",
+        ("fields_keep_the_scale_of_scores",),
+        patch="""
+-        total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
++        returns = whiten(returns, mask, reduce=self.reduce)
++        total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
+""",
+    ),
+    Bug(
+        "token_kl_off_by_one",
+        "a token does not pay for its own KL, only for that of later tokens",
+        "of the field",
+        "rloo",
+        ("kl_penalty_counts_where_declared",),
+        patch="""
+-        past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
++        past = penalty.cumsum(1) if self.method.kl_level == "token" else torch.zeros_like(penalty)
+""",
+    ),
+    Bug(
+        "kl_left_out_of_the_baseline",
+        "the baseline is the mean of scores, without the KL penalties of the others",
+        "of the field",
+        "rloo",
+        ("kl_penalty_counts_where_declared",),
+        patch="""
+-        advantages = leave_one_out(masked_sum(x.scores + penalty, mask, dim=1), self.method.rloo_k)
++        advantages = leave_one_out(masked_sum(x.scores, mask, dim=1), self.method.rloo_k)
++        advantages = advantages + masked_sum(penalty, mask, dim=1)
+""",
+    ),
+    Bug(
+        "own_score_in_the_baseline",
+        "the baseline is the mean of the whole group",
+        "of the field",
+        "rloo",
+        ("own_score_left_out",),
+        patch="""
+-        advantages = leave_one_out(masked_sum(x.scores + penalty, mask, dim=1), self.method.rloo_k)
++        groups = masked_sum(x.scores + penalty, mask, dim=1).view(-1, self.method.rloo_k)
++        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+""",
+    ),
+    Bug(
+        "rows_interleaved",
+        "the responses to a prompt are looked for k rows apart",
+        "of the field",
+        "rloo",
+        ("own_score_left_out", "credit_follows_scores"),
+        patch="""
+-        advantages = leave_one_out(masked_sum(x.scores + penalty, mask, dim=1), self.method.rloo_k)
++        totals = masked_sum(x.scores + penalty, mask, dim=1).view(self.method.rloo_k, -1)
++        advantages = leave_one_out(totals.T.flatten(), self.method.rloo_k).view(-1, self.method.rloo_k).T.flatten()
+""",
+    ),
+    Bug(
+        "awac_weight_undetached",
+        "the weights of the language-model loss have a gradient, which lowers V",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-        advantages = (head["target_q"] - head["values"]).detach()
++        advantages = head["target_q"] - head["values"]
+""",
+    ),
+    Bug(
+        "target_update_the_wrong_way",
+        "the target moves by 1 − α instead of α",
+        "of the field",
+        "ilql",
+        ("effects_as_declared",),
+        patch="""
+-            self.unwrapped.head.sync(self.method.alpha)
++            self.unwrapped.head.sync(1 - self.method.alpha)
+""",
+    ),
+    Bug(
+        "reference_half_live",
+        "in half of the rows the policy stands in for the reference",
+        "of the field",
+        "rloo",
+        ("reference_counts_in_every_row",),
+        patch="""
+-        reference = self.reference(sequences)
++        reference = self.reference(sequences)
++        live = torch.arange(len(sequences), device=scores.device).unsqueeze(1) % 2 == 0
++        reference = reference._replace(logprobs=torch.where(live, policy.logprobs, reference.logprobs))
+""",
+    ),
+    Bug(
+        "rejected_side_without_reference",
+        "the rejected side is compared with itself instead of the reference",
+        "of the field",
+        "dpo",
+        ("reference_counts_in_every_row",),
+        patch="""
+-        ratios = logps[0] - batch.ref_chosen, logps[1] - batch.ref_rejected
++        ratios = logps[0] - batch.ref_chosen, logps[1] - logps[1].detach()
+""",
+    ),
 )

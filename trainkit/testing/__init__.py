@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trainkit.testing.declarations import Effect, Structure
+
 if TYPE_CHECKING:
     from trainkit.testing.conformance import check_plugin, check_trainer, parametrize_checks
 
 __all__ = [
+    "Effect",
+    "Structure",
     "character_tokenizer",
     "check_plugin",
     "check_trainer",

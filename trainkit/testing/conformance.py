@@ -239,7 +239,15 @@ class Check:
             CheckError: the check failed. Other exceptions of the plugin are passed on.
         """
         with tempfile.TemporaryDirectory() as made, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            self.function(Bench(subject, folder or Path(made)))
+            bench = Bench(subject, folder or Path(made))
+            try:
+                self.function(bench)
+            except CheckError as error:
+                from trainkit.testing.checks.repeating import difference_at_start
+
+                if told := difference_at_start(bench):
+                    raise CheckError(f"{told}. Checks that compare trainers fail by it, as this one: {error}") from None
+                raise
 
 
 _CHECKS: dict[str, Check] = {}

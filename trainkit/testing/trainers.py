@@ -18,9 +18,15 @@ LETTERS = "abcdefgh"
 PROMPTS = ("a", "bc", "def", "ghab", "ccc", "hg", "e", "fa")
 SAMPLES = tuple((prompt, (prompt * 3)[: 2 + i % 4]) for i, prompt in enumerate(PROMPTS * 2))
 PAIRS = tuple(
-    {"prompt": prompt, "chosen": output, "rejected": output[::-1] + "h" * (i % 3 + 1), "margin": i % 3 / 4}
+    {
+        "prompt": prompt,
+        "chosen": output,
+        "rejected": ("h" + output[::-1] * 2)[: len(output) + i % 3 - 1],
+        "margin": i % 3 / 4,
+    }
     for i, (prompt, output) in enumerate(SAMPLES)
 )
+"""Pairs whose rejected side is shorter than the chosen one, as long, or longer."""
 
 SHORT: dict[str, Any] = {"total_steps": 6, "epochs": None, "eval_interval": 0, "save_interval": 0, "trackers": []}
 """A run of six steps without evaluations and checkpoints in between."""
@@ -104,7 +110,7 @@ def tiny_trainer(
 def _rewards(inputs: tuple[str, ...]) -> list[Any] | None:
     if "rewards" in inputs:
         return [float(i % 3) for i in range(len(SAMPLES))]
-    return [i % 2 == 0 for i in range(len(SAMPLES))] if "labels" in inputs else None
+    return [i % 3 == 0 for i in range(len(SAMPLES))] if "labels" in inputs else None
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:

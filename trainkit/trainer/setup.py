@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +37,9 @@ from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
+
+if TYPE_CHECKING:
+    from trainkit.testing import Effect, Structure
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,20 @@ class PreparedTrainer(BaseRLTrainer[M]):
         field itself, the kit compares that value with the usual one.
         """
         return {}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Effect | Sequence[Effect]]:
+        """Return, by field of the method, what changing the field does, as one or several `trainkit.testing.Effect`.
+
+        The kit measures it. Without a declaration it only checks that a field has some effect, which a wrong sign has,
+        too.
+        """
+        return {}
+
+    @classmethod
+    def tiny_structure(cls) -> Sequence[Structure]:
+        """Return what the kit should check about the algorithm's structure, each a `trainkit.testing.Structure`."""
+        return ()
 
     def __init__(
         self,

@@ -384,6 +384,13 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
         return evaluate(self, images, None if self.reward_fn is None else self.reward_caller)
 
     @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_ddpo.kit import EFFECTS
+
+        return EFFECTS
+
+    @classmethod
     def tiny_arguments(cls) -> dict[str, Any]:
         """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
         prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]

@@ -202,6 +202,13 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Return the settings under which `ipo_length_normalize` has an effect."""
         return {"ipo_length_normalize": {"method.loss_type": "ipo"}}
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_dpo.kit import EFFECTS
+
+        return EFFECTS
+
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
         """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
         sums = masked_sum(logprobs, mask, dim=1)
@@ -283,6 +290,13 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_dpo.kit import EFFECTS, GROUPED
+
+        return {**EFFECTS, **GROUPED}
+
     @property
     def experience_rows(self) -> int:
         """Rows of a collection: one pair for each prompt."""
@@ -323,6 +337,13 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_dpo.kit import GROUPED
+
+        return GROUPED
 
     @property
     def experience_rows(self) -> int:

@@ -218,6 +218,13 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         """Return the arguments of a tiny run, with an `alpha` at which the targets change within a few steps."""
         return {"config": {"method": {"alpha": 0.1}}}
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_ilql.kit import EFFECTS
+
+        return EFFECTS
+
     def get_arch(self, config: TRLConfig[ILQLConfig]) -> Policy:
         """Return the language model with ILQL's heads, at temperature 1, whatever the sampling temperature is."""
         model = load_model(config.model, self.live_model)

@@ -270,6 +270,20 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         """Return the settings under which `horizon` has an effect."""
         return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_ppo.kit import EFFECTS
+
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Any, ...]:
+        """Return the structure of the surrogate and of the experience."""
+        from trainkit_ppo.kit import STRUCTURE
+
+        return STRUCTURE
+
 
 def followed(sequences: Sequences) -> Sequences:
     """Append one response token to each row, whose value is V of the row's last state. [B, T] -> [B, T + 1].

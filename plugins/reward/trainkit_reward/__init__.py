@@ -60,6 +60,13 @@ class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
     generates: ClassVar[bool] = False
     encoder_decoders: ClassVar[bool] = False
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_reward.kit import EFFECTS
+
+        return EFFECTS
+
     def get_arch(self, config: TRLConfig[RewardConfig]) -> Scorer:
         """Return a language model with a new score head, or a sequence classifier with its own head."""
         return load_scorer(config.model, self.live_model)

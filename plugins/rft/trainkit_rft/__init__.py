@@ -94,6 +94,13 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_rft.kit import EFFECTS
+
+        return EFFECTS
+
     def make_experience(self, rows: list[Row]) -> RFTRows:
         """Return scored responses to prompts at a growth step, and the other prompts without responses. [B, T]."""
         queries = [self.encode(row["prompt"]) for row in rows]

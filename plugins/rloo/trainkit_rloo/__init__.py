@@ -141,3 +141,17 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
         """Return the settings under which `kl_level` has an effect."""
         return {"kl_level": {"method.ratio_level": "token"}}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_rloo.kit import EFFECTS
+
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Any, ...]:
+        """Return the structure of baseline, surrogate and KL penalty."""
+        from trainkit_rloo.kit import STRUCTURE
+
+        return STRUCTURE

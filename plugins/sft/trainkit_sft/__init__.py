@@ -47,6 +47,13 @@ class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
 
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_sft.kit import EFFECTS
+
+        return EFFECTS
+
     def get_arch(self, config: TRLConfig[SFTConfig]) -> nn.Module:
         """Return the language model as a policy at temperature 1, which does not depend on the sampling temperature."""
         model = load_model(config.model, self.live_model)

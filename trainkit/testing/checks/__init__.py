@@ -3,6 +3,7 @@
 from trainkit.testing.checks import (
     credit,
     door,
+    effects,
     episodes,
     exactness,
     observing,
@@ -11,6 +12,20 @@ from trainkit.testing.checks import (
     rows,
     runs,
     samplers,
+    structure,
 )
 
-__all__ = ["credit", "door", "episodes", "exactness", "observing", "policy", "resume", "rows", "runs", "samplers"]
+__all__ = [
+    "credit",
+    "door",
+    "effects",
+    "episodes",
+    "exactness",
+    "observing",
+    "policy",
+    "resume",
+    "rows",
+    "runs",
+    "samplers",
+    "structure",
+]

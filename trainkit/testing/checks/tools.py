@@ -294,10 +294,16 @@ class Reading:
 
     sequences: Sequences
     slopes: Tensor | None
-    """The loss's derivative by the log-probability of each token [B, T]; None if it uses no log-probabilities."""
+    """The loss's derivative by the log-probability of each token [B, T], or by the score of each text [B]; None if it
+    uses neither."""
 
     def rows(self) -> list[tuple[Ids, Tensor]]:
-        """Return each row's ids and credit: how much the loss increases the log-probability of each response token."""
+        """Return each row's ids and credit: how much the loss increases the log-probability of each response token.
+
+        For a model that scores texts: how much the loss increases the score, as one number.
+        """
+        if self.slopes is not None and self.slopes.dim() == 1:
+            return [(ids, -slope.view(1)) for ids, slope in zip(ids_of(self.sequences), self.slopes, strict=True)]
         mask = self.sequences.response_mask
         slopes = torch.zeros(mask.shape, device=mask.device) if self.slopes is None else self.slopes
         return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
@@ -314,7 +320,7 @@ def readings(trainer: Any, batch: Batch) -> list[Reading]:
     asked: list[tuple[Sequences, Tensor | None]] = []
 
     def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> None:
-        logprobs = getattr(outputs, "logprobs", None)
+        logprobs = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logprobs", None)
         if logprobs is not None and logprobs.requires_grad:
             logprobs.retain_grad()
         asked.append((positional[0] if positional else named["sequences"], logprobs))

@@ -1,0 +1,41 @@
+"""What the settings of RLOO do, and its structure: measured by the conformance kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainkit.testing import Effect, Structure
+
+
+@torch.no_grad()
+def spread_within_responses(trainer: Any) -> float:
+    """Return how far the advantages of a response's tokens are apart, with a policy that has left the reference."""
+    trainer.policy  # noqa: B018  (the reference is made with it)
+    draws = torch.Generator().manual_seed(0)
+    for parameter in trainer.unwrapped.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
+    rollouts = trainer.sample([{"prompt": prompt} for prompt in "abcd" for _ in range(trainer.samples_per_prompt)])
+    scores = torch.zeros(len(rollouts.prompts), device=rollouts.terminated.device)
+    batch = trainer.prepare_experience(trainer.experience(rollouts, scores))
+    mask = batch.sequences.response_mask
+    highest = batch.advantages.masked_fill(~mask, -torch.inf).amax(1)
+    lowest = batch.advantages.masked_fill(~mask, torch.inf).amin(1)
+    return float((highest - lowest).mean())
+
+
+TOKENS = {"method.ratio_level": "token"}
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    "rloo_k": Effect("responses", rises=(2, 4, 8)),
+    "rloo_epochs": Effect("collections", falls=(1, 2, 4)),
+    "kl_coef": Effect("divergence", falls=(0.01, 0.1, 1.0)),
+    "kl_level": Effect(spread_within_responses, rises=("sequence", "token")),
+    "ratio_level": Effect("weight", rises=("sequence", "token")),
+    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 10.0)),
+}
+STRUCTURE = (
+    Structure(baseline="leave_one_out", surrogate="sequence", kl="response"),
+    Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
+    Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
+)

@@ -1,0 +1,25 @@
+"""What the settings of SFT do: measured by the conformance kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainkit.testing import Effect
+
+
+@torch.no_grad()
+def difference_of_two_losses(trainer: Any) -> float:
+    """Return how far the losses of one batch are apart if it is computed twice in training mode."""
+    trainer.policy.train()
+    batch = trainer.store.experience.to(trainer.accelerator.device)
+    one, other = (float(trainer.loss(batch)[0]) for _ in range(2))
+    return abs(one - other)
+
+
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    "train_on_prompts": Effect("weight", rises=(False, True)),
+    "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
+    "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
+}

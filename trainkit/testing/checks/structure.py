@@ -1,0 +1,519 @@
+"""Checks of an algorithm's structure: groups, pairs, labels, the reference, and what `tiny_structure` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.data import Rollouts, Sequences
+from trainkit.functional import masked_mean, masked_sum
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.checks.fields import trainer_with
+from trainkit.testing.checks.policy import SHARP, VOCABULARY
+from trainkit.testing.checks.tools import (
+    Ids,
+    Reading,
+    credits_of,
+    hashed,
+    ids_of,
+    nudged,
+    readings,
+    require_close,
+)
+from trainkit.testing.conformance import Bench, Subject, check, require
+from trainkit.testing.declarations import Structure
+from trainkit.testing.trainers import PAIRS, PROMPTS
+
+SIZES = (2, 3, 4)
+"""Numbers of responses to a prompt: with two, the second-best is the worst."""
+
+
+def compares_groups(subject: Subject) -> bool:
+    """Return whether the subject compares the responses to a prompt by scores of a reward function."""
+    return subject.samples_text and bool(subject.trainer_class.group) and "reward_fn" in subject.trainer_class.inputs
+
+
+def fractions(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
+    """Return scores between 0.1 and 0.9 that follow from the text."""
+    return [0.1 + 0.8 * hashed(*each) / (1 << 32) for each in zip(prompts, outputs, strict=True)]
+
+
+def scaled(factor: float, shift: float) -> Callable[..., list[float]]:
+    """Return a reward function that multiplies the scores of `fractions` and adds to them."""
+
+    def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
+        return [factor * score + shift for score in fractions(prompts, outputs)]
+
+    return reward
+
+
+def sized(bench: Bench, size: int) -> dict[str, Any]:
+    """Return settings with which a prompt has ``size`` responses; its usual number if the setting refuses ``size``."""
+    cls = bench.subject.trainer_class
+    if trainer_with(bench, {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size}) is None:
+        size = bench.trainer().samples_per_prompt
+    return {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size, "rollout.batch_size": 5}
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+@check(where=compares_groups)
+def credit_follows_scores(bench: Bench) -> None:
+    """Check that within a group a better response has no less credit, and the best more than the worst.
+
+    Groups have 2, 3 and 4 responses of one token each; scores are fractions, negative or large. Code that pairs the
+    best with the second-best, reads a group by columns instead of rows, or compares with zero instead of the group,
+    passes if all groups have two responses and all scores are positive.
+    """
+    for size, (factor, shift) in zip((*SIZES, 4), ((1, 0), (1, -5), (300, 0), (1, 0)), strict=True):
+        settings = sized(bench, size)
+        trainer = bench.collected(
+            **settings,
+            arguments={"reward_fn": scaled(factor, shift)},
+            rollout__max_new_tokens=1,
+            model=tiny_gpt2(VOCABULARY, n_positions=64),
+        )
+        credits_ = credits_of(trainer, trainer.store.experience)
+        for group in _groups(trainer):
+            _require_order(group, credits_)
+
+
+def _groups(trainer: Any) -> list[list[tuple[float, Ids]]]:
+    """Return the scores and ids of the responses to each prompt of a collection, in the order of the scores."""
+    rollouts, size = Rollouts.cat(trainer._rollouts), trainer.samples_per_prompt
+    scores = trainer.reward_fn(prompts=rollouts.prompts, outputs=rollouts.outputs)
+    rows = list(zip(scores, ids_of(rollouts.sequences), strict=True))
+    return [sorted(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def _require_order(group: list[tuple[float, Ids]], credits_: dict[Ids, Tensor]) -> None:
+    often = [ids for _, ids in group]
+    rows = [(score, float(credits_.get(ids, torch.zeros(1)).sum()) / often.count(ids)) for score, ids in group]
+    slack = 1e-4 * max(abs(credit) for _, credit in rows)
+    told = ", ".join(f"{score:.4g}: {credit:.4g}" for score, credit in rows)
+    seen = f"in a group of {len(group)}, responses with the scores have the credit {told}"
+    falls = any(one[0] < other[0] and one[1] > other[1] + slack for one, other in combinations(rows, 2))
+    require(not falls, f"{seen}; a better response should not have less")
+    if len({*often}) == len(group):
+        require(rows[-1][1] - rows[0][1] > slack, f"{seen}; the best should have more than the worst")
+
+
+def compares_by_place(subject: Subject) -> bool:
+    """Return whether the subject compares responses by their place; one whose rows vary may pool those to a prompt."""
+    return compares_groups(subject) and not subject.trainer_class.rows_vary
+
+
+@check(where=compares_by_place)
+def prompts_may_repeat(bench: Bench) -> None:
+    """Check that two groups of responses to one prompt are compared like groups of responses to two prompts.
+
+    A prompt can occur twice in a collection: datasets repeat prompts, and an epoch can end within a collection. Code
+    that finds the groups by the text of their prompts merges these two.
+    """
+    settings = sized(bench, 3)
+    size = settings[f"method.{bench.subject.trainer_class.group}"]
+    alone, twice = (_credits_with(bench, settings, prompts, size) for prompts in (("a", "bc"), ("a", "a")))
+    shared = alone.keys() & twice.keys()
+    require(shared, "a prompt's responses depend on the other prompts of the collection")
+    for ids in shared:
+        require_close(
+            alone[ids],
+            twice[ids],
+            "the credit of responses in a collection in which no other group has their prompt, and in one with another",
+            rtol=1e-3,
+            atol=1e-6,
+        )
+
+
+def _credits_with(bench: Bench, settings: Mapping[str, Any], prompts: tuple[str, ...], size: int) -> dict[Ids, Tensor]:
+    """Return the credits of the first prompt's responses, as a share of their batch's weight."""
+    rows = [{"prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts)]
+    trainer = bench.trainer(
+        **{**settings, "rollout.num_rollouts": len(prompts) * size, "rollout.max_new_tokens": 3},
+        arguments={"reward_fn": fractions},
+    )
+    trainer.add_prompt_pipeline(rows)
+    trainer.collect()
+    first = Rollouts.cat(trainer._rollouts)
+    own = {ids for ids, row in zip(ids_of(first.sequences), first.rows, strict=True) if row.get("seed") == 0}
+    batch = trainer.store.experience
+    found = credits_of(trainer, batch)
+    once = [ids for ids in own if ids_of(first.sequences).count(ids) == 1]
+    return {ids: found[ids] * float(batch.weight) for ids in once if ids in found}
+
+
+# ------------------------------------------------------------------------------------------------- pairs and labels
+
+
+def has_pairs(subject: Subject) -> bool:
+    """Return whether the subject learns from pairs of a dataset."""
+    return "pairs" in subject.trainer_class.inputs
+
+
+@check(where=has_pairs)
+def sides_of_pairs(bench: Bench) -> None:
+    """Check that the loss raises the chosen side of every pair and lowers the rejected one, whichever is longer.
+
+    Sides that are sorted by length, or padded apart and then confused, are exchanged in some of the pairs.
+    """
+    trainer = bench.collected()
+    pull, pairs = _pull(readings(trainer, trainer.store.experience)), trainer.encode_preferences(trainer.pipeline.rows)
+    sides = ids_of(pairs.chosen), ids_of(pairs.rejected)
+    for one, other in zip(*sides, strict=True):
+        if one in sides[1] or other in sides[0]:
+            continue  # the chosen side of one pair, and the rejected one of another
+        gap = len(other[1]) - len(one[1])
+        what = "as long as" if gap == 0 else f"{abs(gap)} tokens {'longer' if gap > 0 else 'shorter'} than"
+        require(
+            pull.get(one, 0) > 0 > pull.get(other, 0),
+            f"in a pair whose rejected side is {what} the chosen one, the loss raises the chosen side by "
+            f"{pull.get(one, 0):.4g} and the rejected one by {pull.get(other, 0):.4g}",
+        )
+    _require_margins_pull(bench)
+
+
+def _require_margins_pull(bench: Bench) -> None:
+    """Fail if a larger margin of a pair makes the loss raise its chosen side less."""
+    pulls = []
+    for margin in (0.0, 1.0):
+        trainer = bench.trainer(arguments={"samples": [{**pair, "margin": margin} for pair in PAIRS]})
+        trainer.collect()
+        found, pairs = (
+            _pull(readings(trainer, trainer.store.experience)),
+            trainer.encode_preferences(trainer.pipeline.rows),
+        )
+        pulls.append(sum(found.get(ids, 0.0) for ids in {*ids_of(pairs.chosen)}))
+    require(
+        pulls[1] >= pulls[0] * (1 - 1e-4),
+        f"the loss raises the chosen sides of pairs with the margin 0 by {pulls[0]:.4g}, and with the margin 1 by "
+        f"{pulls[1]:.4g}; a larger margin should be more to reach, and not less",
+    )
+
+
+def _pull(read: list[Reading]) -> dict[Ids, float]:
+    """Return how much the loss raises the log-probability, or the score, of each row."""
+    found: dict[Ids, float] = {}
+    for reading in read:
+        for ids, credit in reading.rows():
+            found[ids] = found.get(ids, 0.0) + float(credit.sum())
+    return found
+
+
+def has_labels(subject: Subject) -> bool:
+    """Return whether the subject learns from samples that are labelled as good or bad."""
+    return "labels" in subject.trainer_class.inputs
+
+
+@check(where=has_labels)
+def labels_decide(bench: Bench) -> None:
+    """Check that the loss raises samples whose label is true and lowers the others; one in three is true.
+
+    With as many good samples as bad ones, exchanged labels or weights can pass for noise.
+    """
+    trainer = bench.collected()
+    pull = _pull(readings(trainer, trainer.store.experience))
+    rows = trainer.pipeline.rows
+    for ids, row in zip(ids_of(trainer.encode_samples(rows)), rows, strict=True):
+        found = pull.get(ids, 0.0)
+        require(
+            found > 0 if row["label"] else found < 0,
+            f"the loss raises the log-probability of a sample whose label is {row['label']} by {found:.4g}",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+def has_reference(subject: Subject) -> bool:
+    """Return whether the subject compares a policy over tokens with a reference."""
+    return subject.writes_text and subject.needs_reference
+
+
+@check(where=has_reference)
+def reference_counts_in_every_row(bench: Bench) -> None:
+    """Check that what is learnt from each row depends on the reference's log-probabilities of that row.
+
+    If the policy itself takes the place of the reference in some of the rows, or on one side of pairs, the divergence
+    from the reference is not limited there, and its metric is only somewhat too small. Algorithms that use nothing
+    but divergences over the vocabulary pass.
+    """
+    usual, trained = _with_reference(bench, {})
+    if usual is None:
+        return
+    for ids in trained:
+        changed, _ = _with_reference(bench, {ids: 0.5})
+        assert changed is not None, "it was asked before"
+        differ = changed.keys() ^ usual.keys() or any(not torch.equal(changed[each], usual[each]) for each in usual)
+        require(differ, f"the reference's log-probabilities of {ids[0]} → {ids[1]} have no effect on what is learnt")
+
+
+def _with_reference(bench: Bench, shifts: Mapping[Ids, float]) -> tuple[dict[Ids, Tensor] | None, list[Ids]]:
+    """Return the credits if the reference's log-probabilities of some rows are higher by a number of nats.
+
+    Also return some of the rows, with unique ids, that the loss reads; the credits are None if the reference computes
+    no log-probabilities.
+    """
+    trainer = bench.trainer(arguments={"reward_fn": fractions} if bench.subject.rewarded else {})
+    trainer.policy  # noqa: B018  (the reference is made with it)
+    with _shifted(trainer, shifts) as asked:
+        trainer.collect()
+        nudged(trainer)
+        credits_ = credits_of(trainer, trainer.store.experience)
+    rows = sorted(credits_, key=lambda ids: hashed(str(ids), ""))[:6]
+    return (credits_ if asked else None), rows
+
+
+@contextmanager
+def _shifted(trainer: Any, shifts: Mapping[Ids, float], tokens: slice = slice(None)) -> Iterator[list[int]]:
+    """Add to the reference's log-probabilities of some rows, or of some of their tokens, within the context."""
+    asked: list[int] = []
+
+    def change(_: Any, positional: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> Any:
+        asked.append(1)
+        sequences = positional[0] if positional else named["sequences"]
+        logprobs = outputs.logprobs.clone()
+        for row, ids in enumerate(ids_of(sequences)):
+            if ids in shifts:
+                places = sequences.response_mask[row].nonzero()[tokens, 0]
+                logprobs[row, places] += shifts[ids]
+        return outputs._replace(logprobs=logprobs)
+
+    handle = trainer.reference.policy.register_forward_hook(change, with_kwargs=True)
+    try:
+        yield asked
+    finally:
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------------------------ declared structure
+
+
+def declared(part: str) -> Callable[[Subject], bool]:
+    """Return whether a subject declares a part of its structure."""
+
+    def declares(subject: Subject) -> bool:
+        return any(getattr(each, part) for each in subject.trainer_class.tiny_structure())
+
+    return declares
+
+
+def _declared(bench: Bench, part: str) -> list[Structure]:
+    return [each for each in bench.subject.trainer_class.tiny_structure() if getattr(each, part)]
+
+
+@check(where=declared("baseline"))
+def own_score_left_out(bench: Bench) -> None:
+    """Check that a score that is higher by one raises its own advantage by one: it has no part in its own baseline.
+
+    A baseline that includes the own score scales every advantage by (k − 1)/k: the direction stays right, and the size
+    of a step depends on k.
+    """
+    for structure in _declared(bench, "baseline"):
+        for size in SIZES:
+            settings = {**sized(bench, size), **structure.under}
+            sampled = bench.collected(**settings, arguments={"reward_fn": fractions})
+            rollouts = Rollouts.cat(sampled._rollouts)
+            at = _alone(rollouts)
+            own = rollouts.prompts[at], rollouts.outputs[at]
+            group = at - at % sampled.samples_per_prompt
+            mates = [ids_of(rollouts.sequences)[i] for i in range(group, group + sampled.samples_per_prompt) if i != at]
+            higher = bench.collected(**settings, arguments={"reward_fn": _raised(own)})
+            before, after = (_advantages(trainer) for trainer in (sampled, higher))
+            ids = ids_of(rollouts.sequences)[at]
+            rise = float((after[ids] - before[ids]).mean())
+            require(
+                abs(rise - 1) < 1e-3,
+                f"in groups of {sampled.samples_per_prompt}, a score that is higher by 1 raises the response's own "
+                f"advantage by {rise:.4f}; its own score must have no part in its baseline",
+            )
+            fall, due = float((after[mates[0]] - before[mates[0]]).mean()), -1 / (sampled.samples_per_prompt - 1)
+            require(
+                mates.count(mates[0]) > 1 or abs(fall - due) < 1e-3,
+                f"in groups of {sampled.samples_per_prompt}, a score that is higher by 1 changes the advantage of the "
+                f"others by {fall:.4f}, and not by {due:.4f}",
+            )
+
+
+def _alone(rollouts: Rollouts) -> int:
+    """Return the index of a response whose text occurs once."""
+    texts = list(zip(rollouts.prompts, rollouts.outputs, strict=True))
+    found = next((index for index, text in enumerate(texts) if texts.count(text) == 1), None)
+    require(found is not None, f"all responses to {len(PROMPTS)} prompts occur more than once")
+    assert found is not None, "just required"
+    return found
+
+
+def _raised(own: tuple[str, str]) -> Callable[..., list[float]]:
+    def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
+        texts = zip(prompts, outputs, strict=True)
+        return [score + (text == own) for text, score in zip(texts, fractions(prompts, outputs), strict=True)]
+
+    return reward
+
+
+def _advantages(trainer: Any) -> dict[Ids, Tensor]:
+    """Return the advantages of the tokens of each row: their credit before the first update, in units of the loss."""
+    batch = trainer.store.experience
+    return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
+
+
+@check(where=declared("surrogate"))
+def surrogate_is_pessimistic(bench: Bench) -> None:
+    """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
+
+    Where ρ has left the range against A's direction, the gradient must bring it back: max(−Aρ, −A clip(ρ)). A
+    surrogate that is only clipped, a ratio of the policy to itself, and a range that is not used all train in the first
+    step on a collection, where ρ is 1, as they should.
+    """
+    for structure in _declared(bench, "surrogate"):
+        trainer = bench.collected(
+            model=tiny_gpt2(VOCABULARY, **SHARP), arguments={"reward_fn": fractions}, **structure.under
+        )
+        batch = trainer.store.experience
+        before = readings(trainer, batch)[0]
+        old, mask = _logprobs(trainer, before.sequences), before.sequences.response_mask
+        low, high = (_reach(trainer, name) for name in structure.cliprange)
+        seen = set[str]()
+        for size in (0.003, 0.01, 0.03, 0.1):  # ratios of responses move faster than those of tokens
+            nudged(trainer, size)
+            after = readings(trainer, batch)[0]
+            ratio = _ratio(_logprobs(trainer, before.sequences) - old, mask, structure.surrogate)
+            seen |= _require_pessimistic(before, after, ratio, (1 - low, 1 + high))
+        missing = [where for where in PLACES if where not in seen]
+        require(not missing, f"no ratio of the tiny run is {' or '.join(missing)}, so the surrogate cannot be checked")
+
+
+def _reach(trainer: Any, name: str) -> float:
+    """Return how far the ratio may go; a range that is None is that of the setting ``cliprange``."""
+    value = getattr(trainer.method, name)
+    return float(trainer.method.cliprange if value is None else value)
+
+
+@torch.no_grad()
+def _logprobs(trainer: Any, sequences: Sequences) -> Tensor:
+    found: Tensor = trainer.policy(sequences).logprobs
+    return found
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, level: str | None) -> Tensor:
+    """Return the importance ratio of each token, [B, T] -> [B, T]."""
+    if level == "token":
+        return log_ratio.exp()
+    sums = masked_sum(log_ratio, mask, dim=1)
+    return (sums / mask.sum(1) if level == "sequence_mean" else sums).exp().unsqueeze(1).expand_as(log_ratio)
+
+
+PLACES = (
+    "outside the range in the direction of its advantage",
+    "outside the range against the direction of its advantage",
+    "in the range",
+)
+
+
+def _require_pessimistic(before: Reading, after: Reading, ratio: Tensor, bounds: tuple[float, float]) -> set[str]:
+    """Fail unless the credit of every token is that of the pessimistic surrogate; return where ratios are."""
+    assert before.slopes is not None, "the loss reads log-probabilities"
+    assert after.slopes is not None, "the loss reads log-probabilities"
+    mask, advantage, found = before.sequences.response_mask, -before.slopes, -after.slopes
+    left = mask & ((advantage > 0) & (ratio > bounds[1]) | (advantage < 0) & (ratio < bounds[0]))
+    back = mask & ((advantage > 0) & (ratio < bounds[0]) | (advantage < 0) & (ratio > bounds[1]))
+    due = (advantage * ratio).masked_fill(left, 0.0)
+    places = dict(zip(PLACES, (left, back, mask & ~left & ~back), strict=True))
+    for where, tokens in places.items():
+        at = int(((found - due).abs() * tokens).argmax())
+        one, other, unit, rho = (float(values.flatten()[at]) for values in (found, due, advantage, ratio))
+        require(
+            abs(one - other) <= 1e-3 * float(due.abs().max()) or not tokens.any(),
+            f"the ratio of a token is {rho:.4g}, {where}, [{bounds[0]:.3g}, {bounds[1]:.3g}]; its credit is {one:.4g}, "
+            f"and should be {other:.4g}: its credit before the update was {unit:.4g}",
+        )
+    return {where for where, tokens in places.items() if tokens.any()}
+
+
+@check(where=declared("whitened"))
+def whitened_once(bench: Bench) -> None:
+    """Check that the fields declared as whitened have mean 0 and standard deviation 1 over a collection's tokens.
+
+    Whitening over a minibatch, over rows, or not at all changes the size of every step.
+    """
+    for structure in _declared(bench, "whitened"):
+        batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
+        mask = batch.sequences.response_mask
+        for name in structure.whitened:
+            values = getattr(batch, name)
+            mean = float(masked_mean(values, mask))
+            std = float(values[mask].std(correction=0))
+            require(
+                abs(mean) < 1e-4 and abs(std - 1) < 1e-2,
+                f"{name} has the mean {mean:.4g} and the standard deviation {std:.4g} over the tokens of a collection",
+            )
+
+
+@check(where=declared("unscaled"))
+def fields_keep_the_scale_of_scores(bench: Bench) -> None:
+    """Check that the fields declared as unscaled rise at a response's last token by as much as all scores.
+
+    Returns that are whitened, like advantages, are targets in another unit than the critic's values.
+    """
+    for structure in _declared(bench, "unscaled"):
+        trainers = [
+            bench.collected(arguments={"reward_fn": scaled(1, shift)}, **structure.under) for shift in (0.0, 3.0)
+        ]
+        batches = [trainer.store.experience for trainer in trainers]
+        mask = batches[0].sequences.response_mask
+        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        for name in structure.unscaled:
+            rise = float((getattr(batches[1], name) - getattr(batches[0], name))[last].mean())
+            require(abs(rise - 3) < 1e-3, f"if all scores rise by 3, {name} of last tokens rises by {rise:.4g}")
+
+
+@check(where=declared("kl"))
+def kl_penalty_counts_where_declared(bench: Bench) -> None:
+    """Check in which advantages the KL penalty of one token counts: its row's, and with the other sign its group's.
+
+    A penalty that counts from the next token on, that all tokens of a response pay although only later ones should, or
+    that the baseline leaves out, is a penalty still, and lowers the divergence.
+    """
+    for structure in _declared(bench, "kl"):
+        settings = {**sized(bench, 3), **structure.under}
+        trainer = bench.trainer(**settings, arguments={"reward_fn": fractions})
+        trainer.collect()
+        rollouts = Rollouts.cat(trainer._rollouts)
+        ids = ids_of(rollouts.sequences)
+        at = next((i for i in range(len(ids)) if len(ids[i][1]) > 2 and ids.count(ids[i]) == 1), None)
+        require(at is not None, "no response of the tiny run has three tokens")
+        assert at is not None, "just required"
+        shifted = bench.trainer(**settings, arguments={"reward_fn": fractions})
+        shifted.policy  # noqa: B018  (the reference is made with it)
+        with _shifted(shifted, {ids[at]: 1.0}, slice(1, 2)):
+            shifted.collect()
+        before, after = (_advantages(each) for each in (trainer, shifted))
+        beta, size = trainer.method.kl_coef, trainer.samples_per_prompt
+        _require_kl(after[ids[at]] - before[ids[at]], beta, structure.kl)
+        group = at - at % size
+        mate = next(i for i in range(group, group + size) if i != at)
+        found = float((after[ids[mate]] - before[ids[mate]]).mean())
+        require(
+            abs(found + beta / (size - 1)) < 1e-3 * beta,
+            f"if the KL of a token falls by 1, the advantage of another response of its group changes by {found:.4g}; "
+            f"with the KL penalty in the baseline it should change by {-beta / (size - 1):.4g}",
+        )
+
+
+def _require_kl(change: Tensor, beta: float, kl: str | None) -> None:
+    """Fail unless the advantages of a response change as declared when the KL of its second token falls by 1."""
+    due = torch.full_like(change, beta)
+    if kl == "token":
+        due[2:] = 0
+    told, wanted = ([round(x, 5) for x in values.tolist()] for values in (change, due))
+    require(
+        bool(((change - due).abs() < 1e-3 * beta).all()),
+        f"if the KL of the second token of a response falls by 1, the advantages of its tokens change by {told}, and "
+        f"should change by {wanted}",
+    )

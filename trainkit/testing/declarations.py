@@ -1,0 +1,106 @@
+"""What an algorithm declares about itself for the conformance kit: effects of its settings, and its structure.
+
+A trainer class returns them from `tiny_effects` and `tiny_structure`. The kit measures what is declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QUANTITIES: Mapping[str, str] = {
+    "loss": "the loss on the first collection, with a policy that has moved",
+    "collections": "the number of collections in a run of twelve steps",
+    "responses": "the number of responses to each prompt",
+    "rows": "the rows of experience of the first collection",
+    "weight": "the number of units that the loss on the first collection averages over",
+    "skipped": "the number of steps that are skipped in a run of twelve",
+    "unclipped": "the share of response tokens that have credit, with a policy that has moved",
+    "unclipped values": "the same share, of the values of response tokens",
+    "entropy": "how much a step raises the policy's entropy",
+    "divergence": "how much a step raises the policy's divergence from the reference, from which it has moved",
+    "values": "how much a step raises the values of states",
+    "likelihood": "how much a step raises the log-probability of the tokens that are trained on",
+    "credit of truncated": "the mean credit of the tokens of truncated responses",
+    "credit of terminated": "the mean credit of the tokens of responses that have ended",
+    "credit of first tokens": "the mean credit of the first tokens of responses",
+    "credit of chosen": "the mean credit of the tokens of chosen outputs of pairs",
+    "credit of rejected": "the mean credit of the tokens of rejected outputs of pairs",
+    "credit of desirable": "the mean credit of the tokens of samples whose label is true",
+    "credit of undesirable": "the mean credit of the tokens of samples whose label is false",
+    "gradient of PART": "the norm of the gradient of the parameters whose name contains PART",
+    "FIELD": "the mean of a field of the experience: over response tokens for [B, T], over rows for [B]",
+    "FIELD of truncated": "the same over truncated responses",
+    "FIELD of terminated": "the same over responses that have ended",
+    "size of FIELD": "the mean absolute value of a field of the experience",
+}
+"""The quantities that an `Effect` can name. Credit is how much the loss raises the log-probability of a token."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The effect of a setting on a quantity. Exactly one of the four ways to say it is given.
+
+    Args:
+        quantity: a name of `QUANTITIES`, or a function that is called with a tiny trainer which has made its first
+            collection, and returns a number.
+        rises: values of the setting with which the quantity rises, in this order.
+        falls: values of the setting with which the quantity falls, in this order.
+        same: values of the setting that do not change the quantity.
+        equals: the quantity's value, such as one that was computed by hand, for values of the setting.
+        under: other settings, by dotted path; those of `tiny_contexts` are used, too.
+    """
+
+    quantity: str | Callable[[Any], float]
+    rises: tuple[Any, ...] = ()
+    falls: tuple[Any, ...] = ()
+    same: tuple[Any, ...] = ()
+    equals: Mapping[Any, float] = field(default_factory=dict)
+    under: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("rises", "falls", "same", "equals") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"give an Effect one of rises, falls, same and equals; given {' and '.join(given) or 'none of them'}"
+            )
+        if given != ["equals"] and len(self.values) < 2:
+            raise ValueError(f"{given[0]} of an Effect should be at least two values; given {self.values!r}")
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of the setting that are compared."""
+        return self.rises or self.falls or self.same or tuple(self.equals)
+
+    @property
+    def name(self) -> str:
+        """The name of the quantity, for messages."""
+        return self.quantity if isinstance(self.quantity, str) else getattr(self.quantity, "__name__", "its quantity")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of an algorithm that learns from scores; what is left out is not checked.
+
+    Args:
+        baseline: ``leave_one_out``: a score is compared with the mean of the others of its group, so that one more in
+            the score is one more in the advantage.
+        surrogate: the clipped surrogate is the pessimistic one, max(−Aρ, −A clip(ρ)), and ρ is an importance ratio per
+            ``token`` or per ``sequence``, or the geometric mean over the tokens of a response (``sequence_mean``).
+        cliprange: the names of the settings that say how far ρ may fall below 1 and rise above it.
+        whitened: fields of the experience that have mean 0 and standard deviation 1 over the response tokens of a
+            collection.
+        unscaled: fields of the experience that rise, at the last token of a response, as much as its score.
+        kl: where the KL penalty of a token counts: in the advantages of its whole ``response``, or of this ``token``
+            and the tokens before it. The setting `kl_coef` is its weight.
+        under: settings, by dotted path, under which this is so.
+    """
+
+    baseline: Literal["leave_one_out"] | None = None
+    surrogate: Literal["token", "sequence", "sequence_mean"] | None = None
+    cliprange: tuple[str, str] = ("cliprange", "cliprange")
+    whitened: tuple[str, ...] = ()
+    unscaled: tuple[str, ...] = ()
+    kl: Literal["response", "token"] | None = None
+    under: Mapping[str, Any] = field(default_factory=dict)
