@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from researchers import dapo, distillation, dr_grpo, guess, kto, remax
+from researchers import dapo, distillation, dr_grpo, ema_baseline, grpo, gspo, guess, kto, length_penalised, remax
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, RegistryError
 from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
 
-ALGORITHMS = {
+ALGORITHMS: dict[str, Any] = {
+    "_test_grpo": grpo.GroupTrainer,
+    "_test_gspo": gspo.GSPOTrainer,
+    "_test_ema_baseline": ema_baseline.EMATrainer,
+    "_test_length_penalised": length_penalised.LengthTrainer,
     "_test_dr_grpo": dr_grpo.DrGRPOTrainer,
     "_test_remax": remax.ReMaxTrainer,
     "_test_kto": kto.KTOTrainer,

@@ -81,7 +81,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of an algorithm that learns from scores; what is left out is not checked.
+    """The structure of an algorithm that learns from scores; what is omitted is not checked.
 
     Args:
         baseline: ``leave_one_out``: a score is compared with the mean of the others of its group, so that one more in
