@@ -478,7 +478,7 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
     """Check in which advantages the KL penalty of one token counts: its row's, and with the other sign its group's.
 
     A penalty that counts from the next token on, that all tokens of a response pay although only later ones should, or
-    that the baseline leaves out, is a penalty still, and lowers the divergence.
+    that the baseline lacks, is a penalty still, and lowers the divergence.
     """
     for structure in _declared(bench, "kl"):
         settings = {**sized(bench, 3), **structure.under}
