@@ -1,0 +1,89 @@
+"""What algorithms declare for the kit: built-ins declare every setting, and wrong declarations are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from researchers import distillation, dr_grpo
+from trainkit.plugins import available_trainers, get_trainer
+from trainkit.plugins.discovery import BUILT_IN
+from trainkit.testing import Effect, Structure, check_trainer
+from trainkit.testing.conformance import ConformanceError, Subject
+
+ALGORITHMS = [name for name in available_trainers() if name in BUILT_IN]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_built_in_declares_what_each_of_its_settings_does(name: str) -> None:
+    cls = get_trainer(name)
+    assert {*cls.tiny_effects()} == Subject(name).method_fields - {"name"}
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_algorithms_with_a_surrogate_declare_their_structure(name: str) -> None:
+    assert any(each.surrogate for each in get_trainer(name).tiny_structure())
+
+
+def test_an_effect_is_said_in_one_way_and_compares_values() -> None:
+    with pytest.raises(ValueError, match="one of rises, falls, same and equals; given none of them"):
+        Effect("loss")
+    with pytest.raises(ValueError, match="given rises and same"):
+        Effect("loss", rises=(0, 1), same=(0, 1))
+    with pytest.raises(ValueError, match=r"falls of an Effect should be at least two values; given \(1,\)"):
+        Effect("loss", falls=(1,))
+    assert Effect("loss", equals={1: 2.0}).values == (1,)
+
+
+def twice(trainer: Any) -> float:
+    """Return a number that is known."""
+    return 2.0 * float(trainer.method.cliprange)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a setting": ({"clipranges": Effect("loss", rises=(0.1, 0.2))}, "which is no setting; did you mean 'cliprange'"),
+    "a quantity": ({"cliprange": Effect("unclip", rises=(0.1, 0.2))}, "no quantity 'unclip'; did you mean 'unclipped'"),
+    "whose credit": ({"k": Effect("credit of truncate", rises=(2, 4))}, "no quantity 'credit of truncate'; did you me"),
+    "a direction": (
+        {"k": Effect("responses", falls=(2, 4))},
+        "the values 2: 2, 4: 4; it is declared to fall",
+    ),
+    "no effect": ({"k": Effect("responses", same=(2, 4))}, "2: 2, 4: 4; it is declared not to change"),
+    "a number": ({"cliprange": Effect(twice, equals={0.1: 0.3})}, "gives twice the values 0.1: 0.2; the declared ones"),
+}
+
+
+@pytest.mark.parametrize(("effects", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_declaration_is_told(effects: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_effects", classmethod(lambda cls: effects))
+    with pytest.raises(ConformanceError, match=said):
+        check_trainer("_test_dr_grpo", only=["effects_as_declared"])
+
+
+def test_a_structure_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dr. GRPO compares with the mean of the whole group: a score of 1 more is (k − 1) / k more."""
+    structure = (Structure(baseline="leave_one_out", under={"rollout.max_new_tokens": 6}),)
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: structure))
+    with pytest.raises(ConformanceError, match=r"in groups of 2, .* raises the response's own advantage by 0\.0833"):
+        check_trainer("_test_dr_grpo", only=["own_score_left_out"])
+
+
+def test_a_model_of_unseeded_weights_is_not_reported_as_a_fault_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = distillation.DistillationTrainer.__init__
+
+    def unseeded(self: Any, *args: Any, **kwargs: Any) -> None:
+        honest(self, *args, **kwargs)
+        draws = torch.Generator().manual_seed(torch.seed())
+        with torch.no_grad():
+            for parameter in self.teacher.policy.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draws))
+
+    monkeypatch.setattr(distillation.DistillationTrainer, "__init__", unseeded)
+    with torch.random.fork_rng():
+        told = r"micro_batches: the weights of teacher \(.*\) differ between two trainers of one seed; make models in"
+        with pytest.raises(ConformanceError, match=told):
+            check_trainer("_test_distillation", only=["micro_batches"])
