@@ -23,7 +23,7 @@ SHOWN = {
     },
     "kto": {
         "mean optimality": "eval/optimality",
-        "walks with the right sign": "eval/rewards/accuracies",
+        "walks on the right side": "eval/rewards/accuracies",
         "log π of the shorter": "eval/logps/desirable",
         "log π of the longer": "eval/logps/undesirable",
     },
