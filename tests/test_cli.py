@@ -616,6 +616,7 @@ def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Pat
     ("example", "options", "stage"),
     [
         ("dpo_randomwalks", [], "dpo"),
+        ("dpo_randomwalks", ["--method", "kto"], "kto"),
         ("online_dpo_randomwalks", [], "online_dpo"),
         ("online_dpo_randomwalks", ["--method", "best_of_k"], "best_of_k"),
     ],

@@ -1,4 +1,7 @@
-"""Pairs of random walks: of two walks from the same start, the one that reaches the goal sooner is preferred."""
+"""Pairs of random walks: of two walks from the same start, the one that reaches the goal sooner is preferred.
+
+For KTO, each pair is divided into two samples: the walk that is preferred is desirable, the other one undesirable.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +45,17 @@ def dpo(seed: int = 1) -> dict[str, Any]:
         "metric_fn": task.metric,
         "tokenizer": character_tokenizer(walks.LETTERS),
     }
+
+
+def kto(seed: int = 1) -> dict[str, Any]:
+    """Return arguments of ``trainkit.train`` for KTO: those for DPO, with the two walks of each pair as samples."""
+    arguments = dpo(seed)
+    return {**arguments, **{name: labelled(arguments[name]) for name in ("samples", "eval_samples")}}
+
+
+def labelled(found: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return two samples for each pair, with labels."""
+    sides = (("chosen", True), ("rejected", False))
+    return [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": label} for pair in found for side, label in sides
+    ]

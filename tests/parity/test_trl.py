@@ -59,21 +59,25 @@ def model_path(tmp_path: Path) -> str:
 
 
 class Watch:
-    """A callback that notes the losses of a run."""
+    """A callback that notes the losses of a run, and its estimates of the KL if there are any."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.kl: list[float] = []
 
     @trainkit.hookimpl
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Keep the loss of one step."""
         if "loss/total" in metrics:
             self.losses.append(metrics["loss/total"])
+            self.kl.append(metrics.get("policy/kl", 0.0))
 
 
-def ours(method: dict[str, Any], path: str, samples: list[dict[str, str]], run_dir: Path) -> tuple[list[float], Any]:
+def ours(
+    method: dict[str, Any], path: str, samples: list[dict[str, Any]], run_dir: Path, watch: Watch | None = None
+) -> tuple[list[float], Any]:
     """Losses of a run, and the order in which it saw the samples."""
-    watch = Watch()
+    watch = watch or Watch()
     trainer = trainkit.train(
         path,
         samples=samples,
@@ -102,7 +106,7 @@ def order(trainer: Any) -> list[int]:
     return seen
 
 
-def theirs(kind: str, path: str, samples: list[dict[str, str]], out: Path, **settings: Any) -> list[float]:
+def theirs(kind: str, path: str, samples: list[dict[str, Any]], out: Path, **settings: Any) -> list[float]:
     """Losses of a run of TRL's trainer on samples in their order."""
     import trl
     from datasets import Dataset
@@ -156,6 +160,27 @@ def test_dpo_follows_trl(mine: dict[str, Any], trl: dict[str, Any], model_path: 
     """TRL's sigmoid has no label smoothing any more, and its kto_pair is gone; ours stand in the plugin's tests."""
     losses, seen = ours({"name": "dpo", **mine}, model_path, PAIRS, tmp_path / "ours")
     assert_follow(losses, theirs("DPO", model_path, [PAIRS[i] for i in seen], tmp_path / "trl", **trl))
+
+
+LABELLED = [{**row, "label": index % 3 > 0} for index, row in enumerate(SAMPLES)]
+WEIGHTS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
+
+
+@pytest.mark.parametrize("settings", [{}, WEIGHTS], ids=["defaults", "weights"])
+def test_kto_follows_trl(settings: dict[str, Any], model_path: str, tmp_path: Path) -> None:
+    """Every step has all samples: TRL shifts the outputs within a batch, ours within the dataset."""
+    rows, watch = LABELLED[:ROWS], Watch()
+    losses, _ = ours({"name": "kto", **settings}, model_path, rows, tmp_path / "ours", watch)
+    assert max(watch.kl) > 0.1, "the estimate of the KL is not always 0"
+    assert_follow(losses, theirs("KTO", model_path, rows * STEPS, tmp_path / "trl", **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, WEIGHTS], ids=["defaults", "weights"])
+def test_kto_without_a_kl_follows_trl(settings: dict[str, Any], model_path: str, tmp_path: Path) -> None:
+    losses, seen = ours({"name": "kto", "reference_point": "zero", **settings}, model_path, LABELLED, tmp_path / "ours")
+    rows = [LABELLED[i] for i in seen]
+    trl = theirs("KTO", model_path, rows, tmp_path / "trl", loss_type="apo_zero_unpaired", **settings)
+    assert_follow(losses, trl)
 
 
 @pytest.mark.parametrize("centre", [None, 0.1])

@@ -386,7 +386,10 @@ def _advice(form: Format | None, wanted: str) -> str:
     if form in ("preference", "implicit preference") and wanted == "sample":
         return "Pairs are for preference methods, such as method='dpo'. "
     if form == "unpaired preference":
-        return "This method would train on samples labelled False as on the others; ilql uses labels as rewards. "
+        return (
+            "This method would train on samples labelled False as on the others; kto learns from labels, and ilql uses "
+            "them as rewards. "
+        )
     return ""
 
 

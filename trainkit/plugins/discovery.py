@@ -28,6 +28,7 @@ BUILT_IN = {
     "dpo": "trainkit-dpo",
     "early_stop": "trainkit-early-stop",
     "ilql": "trainkit-ilql",
+    "kto": "trainkit-kto",
     "online_dpo": "trainkit-dpo",
     "ppo": "trainkit-ppo",
     "reward": "trainkit-reward",
