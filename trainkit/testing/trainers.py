@@ -110,7 +110,7 @@ def tiny_trainer(
 def _rewards(inputs: tuple[str, ...]) -> list[Any] | None:
     if "rewards" in inputs:
         return [float(i % 3) for i in range(len(SAMPLES))]
-    return [i % 3 == 0 for i in range(len(SAMPLES))] if "labels" in inputs else None
+    return [i % 8 % 3 == 0 for i in range(len(SAMPLES))] if "labels" in inputs else None
 
 
 def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:

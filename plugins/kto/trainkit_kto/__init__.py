@@ -112,3 +112,10 @@ class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
             "logps/undesirable": Mean.of(logps, ~desirable),
             **({} if batch.kl is None else {"policy/kl": Mean.of(batch.kl)}),
         }
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        from trainkit_kto.kit import EFFECTS
+
+        return EFFECTS

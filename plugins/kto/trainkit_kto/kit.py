@@ -1,0 +1,37 @@
+"""What the settings of KTO do: measured by the conformance kit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trainkit.testing import Effect
+
+
+def loss_with_a_kl_of_10(trainer: Any) -> float:
+    """Return the loss before the first update, at β = 0.1, if the estimate of the KL is 10 nats."""
+    batch = trainer.store.experience
+    if batch.mismatched is not None:
+        batch = replace(batch, kl=torch.full((len(batch),), 10.0))
+    with torch.no_grad():
+        return float(trainer.loss(batch.to(trainer.accelerator.device))[0])
+
+
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    "beta": [
+        Effect("credit of desirable", rises=(0.1, 0.5, 1.0)),
+        Effect("credit of undesirable", falls=(0.1, 0.5, 1.0)),
+    ],
+    "desirable_weight": [
+        Effect("credit of desirable", rises=(0.5, 1.0, 2.0)),
+        Effect("credit of undesirable", same=(0.5, 1.0, 2.0)),
+    ],
+    "undesirable_weight": [
+        Effect("credit of desirable", same=(0.5, 1.0, 2.0)),
+        Effect("credit of undesirable", falls=(0.5, 1.0, 2.0)),
+    ],
+    # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
+    "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
+}
