@@ -127,7 +127,7 @@ def train(
     models = {"model_path": model_path, "reference_path": reference}
     settled = _settle_config(config, method, models, lambda: _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
-    _check_inputs(settled.method.name, trainer_class.inputs, present, samples)
+    _check_inputs(settled.method.name, trainer_class.inputs_for(settled.method), present, samples)
     # trainers of other models than language models take neither
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
