@@ -304,10 +304,9 @@ def _check_inputs(
 ) -> None:
     """Raise a `ConfigError` unless the data are those that the method learns from."""
     from trainkit.data import first_format
-    from trainkit.trainer.base import BaseRLTrainer
 
     inputs = trainer_class.inputs_for(method)
-    varies = trainer_class.inputs_for.__func__ is not BaseRLTrainer.inputs_for.__func__  # type: ignore[attr-defined]
+    varies = sum("inputs_for" in vars(base) for base in trainer_class.__mro__) > 1  # the class overrides it
     rated = {"rewards", "labels"} & {*inputs}
     met = {"prompts", "pairs", *present}  # prompts have a default; read_samples checks that samples are pairs
     met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
