@@ -21,6 +21,7 @@ COMPARING = [
     name
     for name, cls in ((name, trainkit.get_trainer(name)) for name in TRAINERS)
     if "prompts" in cls.inputs and cls.needs_reference is not trainkit.AcceleratedLoop.needs_reference
+    if "model" not in cls.tiny_arguments().get("config", {})  # a teacher, of which no old probabilities are needed
 ]
 """Those that ask what the policy said when it sampled."""
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}

@@ -636,6 +636,21 @@ def test_walks_from_preferences_run_both_stages(
 
 
 @pytest.mark.slow
+def test_a_student_is_distilled_from_its_teacher_and_compared_with_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    few = ["--steps", "1", "--teacher-steps", "1", "--sft-epochs", "1", "--run-dir", str(tmp_path)]
+    result = call("examples", "run", "distill_randomwalks", *few)
+    assert result.exit_code == 0, result.output
+    measured = []
+    for stage in ("distill", "teacher"):
+        lines = [json.loads(line) for line in (tmp_path / stage / "metrics.jsonl").read_text().splitlines()]
+        measured.append([line["eval/optimality"] for line in lines if "eval/optimality" in line])
+    row = next(line for line in result.stdout.splitlines() if "mean optimality" in line)
+    expected = [measured[0][0], measured[0][-1], measured[1][-1]]
+    assert row.replace("│", " ").split()[-3:] == [f"{value:.3f}" for value in expected]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "row", "metric"),
     [

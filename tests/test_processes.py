@@ -171,7 +171,7 @@ out, said = Path(sys.argv[1]), {}
 parts = {"layers": {"model__num_layers_unfrozen": 1}, "adapter": {"model__peft_config": {"r": 2}}}
 t5 = {"t5": {"model": tiny_t5(10)}, "t5 layers": {"model": tiny_t5(10), "model__num_layers_unfrozen": 1}}
 for name in sys.argv[2:]:
-    watched = {"train__eval_interval": 2, "train__save_best": "prompts" in get_trainer(name).inputs}
+    watched = {"train__eval_interval": 2, "train__save_best": "reward_fn" in get_trainer(name).inputs}
     for what, changes in {**parts, **(t5 if name in ("ppo", "rloo", "sft") else {})}.items():
         run = out / f"{name}-{what}"
         tiny_trainer(name, run, **changes, **watched, train__save_interval=2, train__total_steps=4).learn()

@@ -10,7 +10,7 @@ import torch
 
 from researchers import dapo, distillation, dr_grpo, ema_baseline, grpo, gspo, guess, kto, length_penalised, remax
 from trainkit.data import Row
-from trainkit.errors import ConfigError, DataError, RegistryError
+from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
 from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
 
@@ -126,3 +126,41 @@ def test_train_follows_the_declaration(tmp_path: Path, monkeypatch: pytest.Monke
         ConfigError, match=r"learns from environment and prompts; given reward_fn and prompts. Add envir"
     ):
         trainkit.train(prompts=prompts, reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
+
+
+def by_settings(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+    """Let the inputs of an algorithm with a reward function depend on a setting."""
+    cls = ALGORITHMS["_test_dr_grpo"]
+    monkeypatch.setattr(
+        cls, "inputs_for", classmethod(lambda cls, method: found if method.name == "_test_dr_grpo" else cls.inputs)
+    )
+
+
+def test_inputs_may_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainkit
+
+    by_settings(monkeypatch, "prompts")
+    tiny = tiny_trainer("_test_dr_grpo", tmp_path)
+    assert (tiny.inputs, type(tiny).inputs) == (("prompts",), ("reward_fn", "prompts"))
+    assert (tiny.reward_fn, tiny.rewarded, tiny.missing_rewards) == (None, False, [])
+    given: dict[str, Any] = {"prompts": ["ab"], "tokenizer": tiny.tokenizer, "config": tiny.config}
+    with pytest.raises(ConfigError, match=r"learns from prompts; given reward_fn and prompts. Remove reward_fn"):
+        trainkit.train(reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (("promts",), r"'_test_dr_grpo': inputs_for: its inputs name 'promts'; did you mean 'prompts'\?"),
+        (
+            ("samples",),
+            r"inputs_for returned \('samples',\), and inputs is \('reward_fn', 'prompts'\); an algorithm is",
+        ),
+    ],
+)
+def test_wrong_inputs_of_settings_are_refused(
+    found: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_settings(monkeypatch, *found)
+    with pytest.raises(PluginError, match=said):
+        tiny_trainer("_test_dr_grpo", tmp_path)

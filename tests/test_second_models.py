@@ -302,6 +302,31 @@ def test_second_models_that_do_not_fit_are_refused_at_construction(tmp_path: Pat
         tiny_trainer("ppo", tmp_path, arguments={"reference": make(TEACHER)}, model__reference_path=TEACHER)
 
 
+def test_a_second_model_with_another_tokenizer_is_refused_at_construction(tmp_path: Path) -> None:
+    """The vocabularies have the same size. Only padding may differ; a model without a tokenizer is not checked."""
+
+    def beside(name: str, letters: str, **special: str) -> str:
+        character_tokenizer(letters, **special).save_pretrained(tmp_path / name)
+        return saved(tmp_path / name, TEACHER)
+
+    fault = (
+        r"the tokenizer of '.*other' \(model\.reference_path\) differs from the run's in 2 tokens: 'a' has "
+        "the id 1 there and the id 0 here.* Give a model with the same tokenizer"
+    )
+    other = beside("other", "bacdefgh")
+    with pytest.raises(ConfigError, match=fault):
+        tiny_trainer("ppo", tmp_path / "run", model__reference_path=other)
+    with pytest.raises(ConfigError, match=r"\(frozen\(\)\) differs from the run's in 2 tokens"):
+        tiny_trainer("ppo", tmp_path / "run").frozen(other)
+    with pytest.raises(ConfigError, match="in 2 tokens: 'h' has no token there and the id 7 here"):
+        tiny_trainer("ppo", tmp_path / "run", model__reference_path=beside("few", "abcdefgi"))
+    for name, letters, special in (("same", LETTERS, {}), ("padding", LETTERS, {"pad_token": "<other>"})):
+        tiny_trainer("ppo", tmp_path / "run", model__reference_path=beside(name, letters, **special))
+    (tmp_path / "same" / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the tokenizer '.*same' \(model\.reference_path\) cannot be loaded"):
+        tiny_trainer("ppo", tmp_path / "run", model__reference_path=str(tmp_path / "same"))
+
+
 def test_a_reference_that_shares_trained_weights_is_refused(tmp_path: Path) -> None:
     live = make(tiny_gpt2(V))
     trainer = tiny_trainer("ppo", tmp_path, arguments={"reference": live})

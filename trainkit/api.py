@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config import TRLConfig, read_yaml
+from trainkit.config import MethodConfig, TRLConfig, read_yaml
 from trainkit.errors import ConfigError, describe
 from trainkit.plugins import get_trainer
 
@@ -127,7 +127,7 @@ def train(
     models = {"model_path": model_path, "reference_path": reference}
     settled = _settle_config(config, method, models, lambda: _usual_method(present, samples))
     trainer_class = get_trainer(settled.method.name)
-    _check_inputs(settled.method.name, trainer_class.inputs, present, samples)
+    _check_inputs(settled.method, trainer_class, present, samples)
     # trainers of other models than language models take neither
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
@@ -299,10 +299,14 @@ def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
     return hasattr(value, "config") and (hasattr(value, "parameters") or hasattr(value, "components"))
 
 
-def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str], samples: Any) -> None:
+def _check_inputs(
+    method: MethodConfig, trainer_class: type[AcceleratedLoop[Any]], present: list[str], samples: Any
+) -> None:
     """Raise a `ConfigError` unless the data are those that the method learns from."""
     from trainkit.data import first_format
 
+    inputs = trainer_class.inputs_for(method)
+    varies = sum("inputs_for" in vars(base) for base in trainer_class.__mro__) > 1  # the class overrides it
     rated = {"rewards", "labels"} & {*inputs}
     met = {"prompts", "pairs", *present}  # prompts have a default; read_samples checks that samples are pairs
     met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
@@ -313,8 +317,9 @@ def _check_inputs(name: str, inputs: tuple[str, ...], present: list[str], sample
     missing = [i for i in inputs if i not in met]
     unused = [p for p in present if p not in known]
     if missing or unused:
+        who = f"method {method.name!r}{' with these settings' if varies else ''}"
+        change = "Add " + " and ".join(missing) if missing else "Remove " + " and ".join(unused)
         raise ConfigError(
-            f"method {name!r} learns from {' and '.join(inputs)}; given {' and '.join(present)}. "
-            f"{'Add ' + ' and '.join(missing) if missing else 'Remove ' + ' and '.join(unused)}, "
-            "or name another method"
+            f"{who} learns from {' and '.join(inputs)}; given {' and '.join(present)}. {change}, "
+            f"{'change the settings, ' if varies else ''}or name another method"
         )

@@ -38,16 +38,16 @@ PAIRS = [
 ]
 
 
-def saved(auto: Any, path: Path, **fields: Any) -> str:
+def saved(auto: Any, path: Path, seed: int = 0, scale: int = 4, **fields: Any) -> str:
     """A model of random weights, and a tokenizer that adds no tokens by itself, saved."""
     tokenizer = character_tokenizer(LETTERS)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(**tiny_gpt2(len(tokenizer), **NO_DROPOUT, **fields))
     model = auto.from_config(config)
     with torch.no_grad():  # random weights say next to nothing; larger ones make every loss a different number
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)
+                parameter.mul_(scale)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -190,3 +190,104 @@ def test_reward_modelling_follows_trl(centre: float | None, tmp_path: Path) -> N
     losses, seen = ours(method, path, PAIRS, tmp_path / "ours")
     rows = [PAIRS[i] for i in seen]
     assert_follow(losses, theirs("Reward", path, rows, tmp_path / "trl", center_rewards_coefficient=centre))
+
+
+# ------------------------------------------------------------------------------------------------------ distillation
+
+Steps = list[list[tuple[list[int], list[int]]]]
+"""Prompt and response ids of the rows of each step."""
+
+
+class WatchRows(Watch):
+    """A callback that notes the rows of each step as well, for runs of one step per collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Steps = []
+
+    @trainkit.hookimpl
+    def on_experience(self, experience: Any) -> None:
+        """Keep the ids of the rows."""
+        found = experience.sequences
+        self.rows.append([(q.tolist(), r.tolist()) for q, r in zip(found.queries, found.responses, strict=True)])
+
+
+def their_distillation(
+    path: str, teacher: str, steps: Steps, out: Path, beta: float, temperature: float
+) -> list[float]:
+    """Losses of TRL's distillation on given responses. Prompts have one token, because TRL pads them on the left."""
+    import trl
+    from datasets import Dataset
+    from torch.nn.utils.rnn import pad_sequence
+
+    losses: list[float] = []
+
+    class Given(trl.DistillationTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            rows = steps[self.state.global_step]
+            prompts = torch.tensor([query for query, _ in rows])
+            completions = [torch.tensor(response) for _, response in rows]
+            mask = pad_sequence([torch.ones_like(each) for each in completions], batch_first=True)
+            return {
+                "prompt_ids": prompts,
+                "prompt_mask": torch.ones_like(prompts),
+                "completion_ids": pad_sequence(completions, batch_first=True),
+                "completion_mask": mask,
+                "num_items_in_batch": mask.sum().float(),
+            }
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(float(loss.detach()))
+            return loss
+
+    arguments = trl.DistillationConfig(
+        output_dir=str(out), per_device_train_batch_size=ROWS, max_steps=STEPS, learning_rate=OPTIMIZER["lr"],
+        lr_scheduler_type="constant", weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-6,
+        max_grad_norm=1.0, use_cpu=True, bf16=False, fp16=False, save_strategy="no", report_to="none", seed=1,
+        optim="adamw_torch", disable_tqdm=True, gradient_accumulation_steps=1, gradient_checkpointing=False, beta=beta,
+        temperature=temperature,
+    )  # fmt: skip
+    dataset: Any = Dataset.from_list([{"prompt": LETTERS[0]}] * STEPS * ROWS)
+    Given(model=path, teacher_model=teacher, args=arguments, train_dataset=dataset).train()
+    return losses
+
+
+DIVERGENCES: dict[str, tuple[dict[str, Any], float]] = {
+    "reverse": ({}, 1.0),
+    "forward": ({"divergence": "forward"}, 0.0),
+    "jensen_shannon": ({"divergence": "jensen_shannon", "beta": 0.3}, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize(("method", "temperature"), [("distill", 0.7), ("distill_offline", 1.0)])
+def test_distillation_follows_trl(method: str, temperature: float, name: str, model_path: str, tmp_path: Path) -> None:
+    """On responses of the policy at temperature 0.7, which TRL is given, and on samples at temperature 1."""
+    teacher = saved(AutoModelForCausalLM, tmp_path / "teacher", seed=1, scale=12)
+    (settings, beta), watch = DIVERGENCES[name], WatchRows()
+    samples = [(prompt, output) for prompt, output in zip(LETTERS * 4, words(48, 2), strict=True)]
+    trainer = trainkit.train(
+        model_path,
+        reference=teacher,
+        **({"prompts": list(LETTERS)} if method == "distill" else {"samples": samples}),
+        callbacks=[watch],
+        config={
+            "method": {"name": method, **settings},
+            "optimizer": OPTIMIZER,
+            "rollout": {"max_new_tokens": 8, "num_rollouts": ROWS, "temperature": temperature},
+            "train": {
+                "batch_size": ROWS, "total_steps": STEPS, "epochs": None, "max_grad_norm": 1.0,
+                "run_dir": str(tmp_path / "ours"), "eval_interval": 0, "save_interval": 0, "trackers": [],
+            },
+        },
+    )  # fmt: skip
+    rows = watch.rows if method == "distill" else given_rows(trainer, samples)
+    assert_follow(watch.losses, their_distillation(model_path, teacher, rows, tmp_path / "trl", beta, temperature))
+
+
+def given_rows(trainer: Any, samples: list[tuple[str, str]]) -> Steps:
+    """The ids of samples in the order of the steps, with EOS."""
+    ids = [(trainer.tokenizer(p)["input_ids"], trainer.tokenizer(o)["input_ids"]) for p, o in samples]
+    rows = [(p, [*o, trainer.tokenizer.eos_token_id]) for p, o in (ids[index] for index in order(trainer))]
+    return [rows[at : at + ROWS] for at in range(0, STEPS * ROWS, ROWS)]

@@ -1,4 +1,7 @@
-"""On-policy distillation: a divergence from a teacher on the student's own responses (Agarwal et al. 2023)."""
+"""On-policy distillation: a divergence from a teacher on the student's own responses (Agarwal et al. 2023).
+
+The plugin in plugins/distill does the same with the run's reference; here the teacher is a setting, by `frozen`.
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,10 @@ from trainkit.models.adapters import (
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
+from trainkit.models.value_head import find_file
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+"""Files of which a directory or repository with a tokenizer has at least one."""
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
@@ -135,6 +139,41 @@ def check_frozen(own: PreTrainedConfig, other: PreTrainedConfig, key: str, limit
         raise ConfigError(
             f"the model of {key} attends to at most {context} tokens, and the run's sequences may have "
             f"{limit or 'any number'}; set train.seq_length to {context} or less"
+        )
+
+
+def check_tokens(own: PreTrainedTokenizerBase, config: ModelConfig, source: Any, key: str) -> None:
+    """Check that the tokenizer in the directory or repository of a second model, if it has one, has the same tokens.
+
+    Padding tokens may differ, because padding has no effect.
+
+    Args:
+        own: the tokenizer of the run.
+        config: the settings of the trained model.
+        source: what `load_frozen` takes; only a hub id or a directory can have a tokenizer.
+        key: the name of the setting or argument, for error messages.
+
+    Raises:
+        ConfigError: a token has another id there, or none; or the tokenizer cannot be loaded.
+    """
+    if not isinstance(source, str):
+        return
+    kwargs = _of_second(config, source).kwargs
+    if not any(find_file(source, name, hub_arguments(kwargs)) for name in TOKENIZER_FILES):
+        return
+    known = {name: value for name, value in kwargs.items() if name in (*HUB, "trust_remote_code")}
+    try:
+        other = AutoTokenizer.from_pretrained(source, **known)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(_cannot_load("tokenizer", key, source, error)) from error
+    ids, others = own.get_vocab(), other.get_vocab()
+    padding = {own.pad_token, other.pad_token} - {own.eos_token, other.eos_token}
+    if differ := sorted({token for token, _ in ids.items() ^ others.items()} - padding):
+        here, there = (f"the id {v[differ[0]]}" if differ[0] in v else "no token" for v in (ids, others))
+        raise ConfigError(
+            f"the tokenizer of {source!r} ({key}) differs from the run's in {len(differ)} tokens: {differ[0]!r} has "
+            f"{there} there and {here} here, so the two models would read different text. Give a model with the same "
+            "tokenizer"
         )
 
 

@@ -18,8 +18,8 @@ ARROWS = {
 }
 """The methods that an algorithm implements, and the input and output of each."""
 METHODS = (
-    *ARROWS, "keep", "needs_reference", "passes", "samples_per_prompt", "experience_rows", "prepare_experience",
-    "prepare_step", "judge", "steer", "after_step", "state_dict", "load_state_dict",
+    *ARROWS, "inputs_for", "keep", "needs_reference", "passes", "samples_per_prompt", "experience_rows",
+    "prepare_experience", "prepare_step", "judge", "steer", "after_step", "state_dict", "load_state_dict",
     "write_model", "model_card", "evaluation", "fit_prompts", "read_samples", "arrange", "default_prompts",
     "make_reference", "tiny_arguments", "tiny_contexts", "tiny_effects", "tiny_structure",
 )  # fmt: skip
@@ -45,7 +45,13 @@ SHORTEST, EDITS = 8, 2
 
 def fault(cls: type, settings: Mapping[str, Any]) -> str:
     """Return what is wrong with a trainer class whose method has ``settings``, by name; empty if nothing is."""
-    return _misspelt(cls) or _missing(cls) or _wrong_inputs(cls) or _wrong_group(cls, settings) or _wrong_memory(cls)
+    return (
+        _misspelt(cls)
+        or _missing(cls)
+        or wrong_inputs(_inputs(cls))
+        or _wrong_group(cls, settings)
+        or _wrong_memory(cls)
+    )
 
 
 def _missing(cls: type) -> str:
@@ -58,8 +64,8 @@ def _missing(cls: type) -> str:
     return f"it does not define {arrows}; write it in the class"
 
 
-def _wrong_inputs(cls: type) -> str:
-    inputs = getattr(cls, "inputs", ("samples",))
+def wrong_inputs(inputs: tuple[str, ...]) -> str:
+    """Return what is wrong with a declaration of `inputs`; empty if nothing is."""
     known = sorted({name for form in INPUTS for name in form})
     for name in inputs:
         if name not in known:
@@ -68,6 +74,10 @@ def _wrong_inputs(cls: type) -> str:
         forms = ", ".join(" + ".join(sorted(form)) for form in INPUTS)
         return f"its inputs are {tuple(inputs)!r}, which is no combination that can be trained on; give one of: {forms}"
     return ""
+
+
+def _inputs(cls: type) -> tuple[str, ...]:
+    return tuple(getattr(cls, "inputs", ("samples",)))
 
 
 def _wrong_group(cls: type, settings: Mapping[str, Any]) -> str:

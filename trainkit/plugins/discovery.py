@@ -25,6 +25,8 @@ from trainkit.plugins.inspection import TRAINER, UNKNOWN, read_module
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
     "ddpo": "trainkit-ddpo",
+    "distill": "trainkit-distill",
+    "distill_offline": "trainkit-distill",
     "dpo": "trainkit-dpo",
     "early_stop": "trainkit-early-stop",
     "ilql": "trainkit-ilql",

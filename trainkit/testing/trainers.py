@@ -81,6 +81,8 @@ def tiny_trainer(
     usual = _of_language(cls) if issubclass(cls, AccelerateRLTrainer) else {}
     given = {**usual, **cls.tiny_arguments(), **arguments}
     path, sections = given.pop("model_path"), given.pop("config", {})
+    if model and sections.get("model", {}).get("reference_path"):  # it must read what the model reads
+        sections = {**sections, "model": {**sections["model"], "reference_path": dict(model)}}
     defaults: dict[str, dict[str, Any]] = {
         "method": {
             "name": name,
@@ -94,6 +96,8 @@ def tiny_trainer(
     config: TRLConfig[Any] = TRLConfig.from_dict(
         {key: {**section, **sections.get(key, {})} for key, section in defaults.items()}
     ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
+    if usual:
+        given = {**_paying(cls.inputs_for(config.method)), **given}
     prompts, samples, rewards = (given.pop(key, None) for key in ("prompts", "samples", "rewards"))
     trainer = cls(config, callbacks=callbacks, **given)
     if trainer.online:
@@ -122,6 +126,10 @@ def _of_language(cls: type[AccelerateRLTrainer[Any]]) -> dict[str, Any]:
         "prompts": list(PROMPTS),
         "samples": PAIRS if "pairs" in cls.inputs else SAMPLES,
         "rewards": _rewards(cls.inputs),
-        "reward_fn": count_first_letters if "reward_fn" in cls.inputs else None,
-        "environment": Letters if "environment" in cls.inputs else None,
     }
+
+
+def _paying(inputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the reward function or the environment of an algorithm that learns from one."""
+    known = {"reward_fn": count_first_letters, "environment": Letters}
+    return {name: value if name in inputs else None for name, value in known.items()}

@@ -33,6 +33,7 @@ from trainkit.models import (
 from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
     check_frozen,
+    check_tokens,
     load_frozen,
     load_frozen_config,
     name_eos,
@@ -156,14 +157,15 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 merged. Or a live model or policy, with its adapter if it has one; it is frozen in place.
 
         Raises:
-            ConfigError: the model cannot be loaded, or does not fit the trained one: another vocabulary, a shorter
-                context, or only one of them is an encoder-decoder.
+            ConfigError: the model cannot be loaded, or does not fit the trained one: another vocabulary, other tokens
+                in the tokenizer saved with it, a shorter context, or only one of them is an encoder-decoder.
         """
         return self._freeze(path_or_model, "frozen()")
 
     def _freeze(self, source: Any, key: str) -> Frozen:
         """Check the second model that ``source`` is or names, and return it, to be loaded later."""
         check_frozen(self.model_config, load_frozen_config(self.config.model, source, key), key, self.limit)
+        check_tokens(self.tokenizer, self.config.model, source, key)
         made = Frozen(partial(self._load_frozen, source, key, len(self.frozen_models)))
         self.frozen_models.append(made)
         if "_prepared" in vars(self):

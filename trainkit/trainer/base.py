@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, RolloutStore, Row
-from trainkit.errors import ConfigError, describe
+from trainkit.errors import ConfigError, PluginError, describe
 from trainkit.metrics import Metrics
+from trainkit.plugins.contract import wrong_inputs
 from trainkit.rollouts import MetricFn, RewardFn
 
 M = TypeVar("M", bound=MethodConfig)
@@ -27,6 +28,24 @@ class Verdict(Enum):
     """Skip the step."""
     STOP = "stop"
     """Skip the step and all remaining steps on this collection."""
+
+
+def checked_inputs(cls: type[BaseRLTrainer[Any]], method: MethodConfig) -> tuple[str, ...]:
+    """Return what a trainer class learns from with the settings ``method``.
+
+    Raises:
+        PluginError: `inputs_for` returned something that cannot be trained on, or turned an online algorithm into an
+            offline one, or the reverse.
+    """
+    found = cls.inputs_for(method)
+    if fault := wrong_inputs(found):
+        raise PluginError(f"{method.name!r}: inputs_for: {fault}")
+    if ("prompts" in found) != ("prompts" in cls.inputs):
+        raise PluginError(
+            f"{method.name!r}: inputs_for returned {found!r}, and inputs is {cls.inputs!r}; an algorithm is online, "
+            "with prompts, or offline, with samples"
+        )
+    return found
 
 
 class BaseRLTrainer(ABC, Generic[M]):
@@ -47,7 +66,8 @@ class BaseRLTrainer(ABC, Generic[M]):
     """What the algorithm learns from. Online: ``("reward_fn", "prompts")``, where an environment may take the place of
     the reward function; ``("environment", "prompts")``; or ``("prompts",)``, without rewards. Offline:
     ``("samples",)``; ``("samples", "rewards")``, a number per sample; ``("samples", "labels")``, true or false per
-    sample; or ``("samples", "pairs")``, samples that are pairs of ``chosen`` and ``rejected``."""
+    sample; or ``("samples", "pairs")``, samples that are pairs of ``chosen`` and ``rejected``. In a trainer they are
+    those of `inputs_for`."""
 
     group: ClassVar[str] = ""
     """Name of the method's setting for the number of responses to each prompt in a collection; empty: one response."""
@@ -95,6 +115,7 @@ class BaseRLTrainer(ABC, Generic[M]):
         if stop_sequences:
             config = config.evolve(rollout={"stop_sequences": stop_sequences})
         self.config = config
+        self.inputs = checked_inputs(type(self), config.method)  # type: ignore[misc]
         self.reward_fn, self.metric_fn, self.logit_mask = reward_fn, metric_fn, logit_mask
         self.store: RolloutStore[Any] = RolloutStore()
         for name, first in self.remembers.items():
@@ -133,6 +154,15 @@ class BaseRLTrainer(ABC, Generic[M]):
     def samples_per_prompt(self) -> int:
         """Number of responses to each prompt in a collection, where they are adjacent rows."""
         return int(getattr(self.method, self.group)) if self.group else 1
+
+    @classmethod
+    def inputs_for(cls, method: M) -> tuple[str, ...]:  # noqa: ARG003  (for those that override it)
+        """Return what the algorithm learns from with the settings ``method``; by default `inputs`.
+
+        Override it if a setting adds a reward function, such as a coefficient of rewards. With the default settings it
+        returns `inputs`.
+        """
+        return cls.inputs
 
     # ----------------------------------------------------------------------------------- the three methods to implement
 

@@ -493,6 +493,8 @@ def learns(bench: Bench) -> None:
         _improves(bench)
     elif {"rewards", "labels"} & {*subject.trainer_class.inputs}:
         _samples_the_better(bench)
+    elif subject.chooses_reference:  # such as a teacher, which it comes closer to, and not to the samples
+        _loss_falls(bench)
     else:
         _imitates(bench)
 
@@ -591,7 +593,7 @@ def _improves(bench: Bench) -> None:
 
 
 def _loss_falls(bench: Bench) -> None:
-    """Fail unless the loss of an algorithm without rewards is lower at the end of a run than at its beginning."""
+    """Fail unless the loss is lower at the end of a run than at its beginning, for algorithms without rewards."""
     told = Logged()
     bench.trainer(callbacks=[told], optimizer__lr=1e-2, train__total_steps=40).learn()
     losses = [metrics["loss/total"] for metrics in told.steps.values() if "loss/total" in metrics]
