@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, TokenBatch, TRLConfig, register_trainer
 from trainkit.errors import ConfigError
 from trainkit.functional import exact, jensen_shannon, masked_mean, per_response
 from trainkit.metrics import Mean, Metrics
-from trainkit.testing import tiny_gpt2
+from trainkit_distill.kit import Declared
 
 
 class DistillOfflineConfig(MethodConfig):
@@ -25,7 +25,13 @@ class DistillOfflineConfig(MethodConfig):
     divergence: Literal["reverse", "forward", "jensen_shannon"] = "reverse"
     """What is minimised: KL(π‖teacher), KL(teacher‖π), or the generalised Jensen-Shannon divergence with `beta`."""
     beta: float = Field(0.5, gt=0, lt=1)
-    """β: weight of the teacher in the mixture of `jensen_shannon`; has no effect on other divergences."""
+    """β: weight of the teacher in the mixture; for `jensen_shannon` only."""
+
+    @model_validator(mode="after")
+    def _beta_is_used(self) -> Self:
+        if self.beta != 0.5 and self.divergence != "jensen_shannon":
+            raise ValueError(f"beta is for the divergence 'jensen_shannon', not {self.divergence!r}; remove it")
+        return self
 
 
 class DistillConfig(DistillOfflineConfig):
@@ -48,7 +54,7 @@ class DistillBatch(TokenBatch):
 C = TypeVar("C", bound=DistillOfflineConfig)
 
 
-class Distillation(AccelerateRLTrainer[C]):
+class Distillation(Declared, AccelerateRLTrainer[C]):
     """What both trainers share: the teacher is the chosen reference, and the loss a mean over response tokens."""
 
     needs_reference: ClassVar[bool] = True
@@ -66,16 +72,6 @@ class Distillation(AccelerateRLTrainer[C]):
         told = self.policy(batch.sequences, reference=self.reference, divergence=measure)
         loss = told.divergence - batch.advantages.unsqueeze(1) * told.logprobs
         return masked_mean(loss, mask), {"loss/divergence": Mean.of(told.divergence, mask)}
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return a teacher for the tests, which have 10 tokens; its weights are larger than the policy's."""
-        return {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `beta` has an effect."""
-        return {"beta": {"method.divergence": "jensen_shannon"}}
 
 
 @register_trainer("distill")
