@@ -27,6 +27,7 @@ BUILT_IN = {
     "ddpo": "trainkit-ddpo",
     "dpo": "trainkit-dpo",
     "early_stop": "trainkit-early-stop",
+    "grpo": "trainkit-grpo",
     "ilql": "trainkit-ilql",
     "online_dpo": "trainkit-dpo",
     "ppo": "trainkit-ppo",
