@@ -48,7 +48,7 @@ class RLOOConfig(MethodConfig):
     """ε of the clipped surrogate; has no effect in the first step on a collection."""
     missing_eos_penalty: float | None = Field(None, gt=0)
     """Penalty subtracted from the score of a response truncated at the length limit. None: no penalty."""
-    missing_eos_score: float | None = Field(None, allow_inf_nan=False)
+    missing_eos_score: float | None = Field(None, ge=-1e6, le=1e6)
     """Score of a response truncated at the length limit, instead of its own; async_rlhf's is −1. None: its own."""
 
     @model_validator(mode="after")
