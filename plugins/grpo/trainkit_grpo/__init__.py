@@ -133,7 +133,7 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
         else:
             losses = clipped_surrogate(ratio, advantages, cliprange=low, cliprange_high=high)
             clipped = losses > -advantages * ratio
-        found = {"policy/ratio": Mean.of(ratio, mask), "policy/clipfrac": Mean.of(clipped, mask)}
+        found: Metrics = {"policy/ratio": Mean.of(ratio, mask), "policy/clipfrac": Mean.of(clipped, mask)}
         found["policy/approx_kl"] = Mean.of(ratio - 1 - log_ratio, mask)
         if self.needs_reference:
             k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
