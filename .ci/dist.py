@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 LICENCE = "LICENSE"
-THIRD_PARTY = "examples/plugins/grpo"
+THIRD_PARTY = "examples/plugins/reinforce_pp"
 """The third-party plugin that is trained with."""
 TASK = """\
 from trainkit.testing.bandit import Bandit
@@ -36,7 +36,7 @@ def bandit():
     return {name: arguments[name] for name in ("tokenizer", "reward_fn", "prompts", "logit_mask")}
 """
 CONFIG = """\
-method: {name: grpo, group_size: 4}
+method: {name: reinforce_pp}
 model: {model_path: {model_type: gpt2, vocab_size: 10, n_layer: 2, n_head: 2, n_embd: 32}}
 rollout: {max_new_tokens: 1, num_rollouts: 8, batch_size: 8}
 train: {run_dir: run, batch_size: 8, total_steps: 3, eval_interval: 1, save_interval: 1, trackers: []}

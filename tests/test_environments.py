@@ -25,7 +25,7 @@ from trainkit.rollouts.environments import call_all
 from trainkit.testing import EOS, character_tokenizer
 from trainkit.testing.trainers import LETTERS, Letters, tiny_trainer
 
-ONLINE = ["ppo", "rloo", "rft", "online_dpo", "best_of_k"]
+ONLINE = ["ppo", "rloo", "grpo", "rft", "online_dpo", "best_of_k"]
 every_online = pytest.mark.parametrize("name", ONLINE)
 
 

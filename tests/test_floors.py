@@ -146,7 +146,7 @@ def test_heavy_packages_stay_in_their_rooms() -> None:
 
 def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
     plugins = {path.stem for place in PLUGINS for path in place.glob("*/trainkit_*")}
-    assert {"trainkit_ppo", "trainkit_sft", "trainkit_ddpo", "trainkit_grpo"} <= plugins
+    assert {"trainkit_ppo", "trainkit_sft", "trainkit_ddpo", "trainkit_reinforce_pp"} <= plugins
     wrong = []
     for path in [path for place in (ROOT / "trainkit", *PLUGINS) for path in sources(place)]:
         for line, target, *_ in imports(path):
@@ -168,7 +168,7 @@ def test_plugins_use_public_names_only() -> None:
 
 def test_tests_of_strangers_use_public_names_only() -> None:
     tests = sorted((ROOT / "examples/plugins").glob("*/tests/*.py"))
-    assert len(tests) >= 3
+    assert len(tests) >= 2
     named = {target for path in tests for _, target, *_ in imports(path) if target.split(".")[0] == "trainkit"}
     assert named <= {*PUBLIC, "trainkit.testing.bandit", "trainkit.testing.trainers"}
 

@@ -575,6 +575,12 @@ def test_surrogate_is_the_negated_minimum_of_the_clipped_and_the_unclipped_objec
     close(loss, -min(ratio * advantage, clipped * advantage))
 
 
+def test_the_upper_clipping_range_may_be_another_one():
+    # ρ = 1.5, .5 with A = 1 and −1, clipped to [.8, 1.3]: −1.3, −.5 and 1.5, .8
+    ratio, advantages = torch.tensor([1.5, 0.5, 1.5, 0.5]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    close(clipped_surrogate(ratio, advantages, cliprange=0.2, cliprange_high=0.3), [-1.3, -0.5, 1.5, 0.8], **FLOAT32)
+
+
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3), st.floats(0.01, 1))
 def test_value_loss_is_half_the_larger_squared_error(value, old, target, cliprange):
     tensors = (torch.tensor(x, dtype=torch.float64) for x in (value, old, target))

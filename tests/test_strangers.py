@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "examples" / "plugins"
-WORKING = {"grpo": 60, "reinforce_pp": 60, "remax": 60, "csv": 30}
+WORKING = {"reinforce_pp": 60, "remax": 60, "csv": 30}
 """Those that work, and how many lines of code each may have."""
 BROKEN = {
     "broken_import": "ModuleNotFoundError",
@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "rollout": {"max_new_tokens": 1, "num_rollouts": 8, "batch_size": 8},
     "train": {"batch_size": 8, "total_steps": 2, "eval_interval": 1, "save_interval": 1, "trackers": []},
 }
-GRPO = {"name": "grpo", "group_size": 4}
+METHOD = {"name": "reinforce_pp"}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_its_own_tests_pass_where_it_is_installed(strangers: FreshVenv, name: st
 def test_a_run_with_two_strangers_is_resumed_and_loses_and_repeats_no_line(
     strangers: FreshVenv, tmp_path: Path
 ) -> None:
-    config = {"method": GRPO, "train": {**CONFIG["train"], "trackers": ["csv"]}}
+    config = {"method": METHOD, "train": {**CONFIG["train"], "trackers": ["csv"]}}
     train(strangers, tmp_path, config=config)
     train(strangers, tmp_path, "train.total_steps=4", "train.resume=auto", config=config)
     rows = [line.split(",") for line in (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]]
@@ -144,7 +144,7 @@ def test_a_run_that_names_a_broken_one_is_told_whose_it_is_and_the_next_one_work
     strangers: FreshVenv, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
-    config = {**CONFIG, "method": GRPO, "train": {**CONFIG["train"], "run_dir": "run"}}
+    config = {**CONFIG, "method": METHOD, "train": {**CONFIG["train"], "run_dir": "run"}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     done = strangers.run("python", "-c", NAMED, *BROKEN, cwd=tmp_path)
     told, steps = json.loads(done.stdout.splitlines()[-1])

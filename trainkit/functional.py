@@ -215,12 +215,15 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- losses
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, cliprange: float) -> Tensor:
-    """Return the negated PPO objective per element, max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε)). [*], [*] -> [*].
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, cliprange: float, cliprange_high: float | None = None
+) -> Tensor:
+    """Return the negated PPO objective per element, max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε_high)). [*], [*] -> [*].
 
-    Source: Schulman et al. 2017, equation 7.
+    ``cliprange_high`` is ε_high; None: ε. Source: Schulman et al. 2017, equation 7; Yu et al. 2025 for ε_high.
     """
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
+    high = cliprange if cliprange_high is None else cliprange_high
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + high))
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:

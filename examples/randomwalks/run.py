@@ -1,4 +1,4 @@
-"""Random walks: SFT of a small model on walks, from random weights, then PPO, RLOO or RFT with a reward for short ones.
+"""Random walks: SFT of a small model from random weights, then PPO, RLOO, GRPO or RFT with a reward for short walks.
 
 Run as ``trainkit examples run randomwalks``, or ``python examples/randomwalks/run.py``.
 """
@@ -19,7 +19,7 @@ METRIC = "eval/optimality"
 def main(argv: list[str] | None = None) -> None:
     """Run SFT and the online method, and show what the latter changed."""
     parser = option_parser("randomwalks", __doc__)
-    methods = ["ppo", "rloo", "rft"]
+    methods = ["ppo", "rloo", "grpo", "rft"]
     parser.add_argument("--method", choices=methods, default="ppo", help="the method after SFT (default: ppo)")
     parser.add_argument("--steps", type=positive, help="number of steps after SFT (default: that of the YAML file)")
     parser.add_argument("--sft-epochs", type=positive, help="number of SFT epochs (default: that of sft.yaml)")

@@ -106,5 +106,5 @@ def ppo(seed: int = 1) -> dict[str, Any]:
     }
 
 
-rloo = rft = ppo
+rloo = grpo = rft = ppo
 """The arguments for the other algorithms, which are the same."""

@@ -210,8 +210,8 @@ BUGS = (
         "grpo",
         ("kl_pulls_back",),
         patch="""
--        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, with the current policy
-+        k3 = kl_k3(zero_masked(batch.old_logprobs, mask), zero_masked(batch.ref_logprobs, mask))
+-            k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
++            k3 = kl_k3(zero_masked(batch.old_logprobs, mask), zero_masked(batch.ref_logprobs, mask))
 """,
     ),
     Bug(
@@ -258,8 +258,8 @@ BUGS = (
         "grpo",
         ("finite_at_extremes",),
         patch="""
--        advantages = centred / (groups.std(1, keepdim=True) + 1e-6)
-+        advantages = centred / groups.std(1, keepdim=True)
+-            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
++            advantages = advantages / groups.std(1, keepdim=True)
 """,
     ),
     Bug(
@@ -728,8 +728,8 @@ BUGS = (
         "grpo",
         ("reported_kl",),
         patch="""
--        k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # equation 4, with the current policy
-+        k3 = kl_k3(zero_masked(batch.ref_logprobs, mask), logprobs)
+-            k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
++            k3 = kl_k3(zero_masked(batch.ref_logprobs, mask), logprobs)
 """,
     ),
     Bug(

@@ -291,3 +291,131 @@ def given_rows(trainer: Any, samples: list[tuple[str, str]]) -> Steps:
     ids = [(trainer.tokenizer(p)["input_ids"], trainer.tokenizer(o)["input_ids"]) for p, o in samples]
     rows = [(p, [*o, trainer.tokenizer.eos_token_id]) for p, o in (ids[index] for index in order(trainer))]
     return [rows[at : at + ROWS] for at in range(0, STEPS * ROWS, ROWS)]
+
+
+# ------------------------------------------------------------------------------------------------------------- GRPO
+
+GROUP, LONGEST, PASSES = 4, 6, 4
+"""Responses to a prompt, their largest length, and passes over a collection, which is one step in each."""
+PROMPTS = [word[:2] for word in words(40, 1)]
+"""Prompts of one length: TRL pads them on the left, and gives GPT-2 no positions that start behind the padding."""
+
+
+def vowels(outputs: list[str], **_: Any) -> list[float]:
+    """A reward whose deviation is large: beside it, it makes no difference that TRL adds 1e-4 to it, and not 1e-6."""
+    return [100.0 * sum(letter in "aei" for letter in output) + 10 * len(output) for output in outputs]
+
+
+def few(outputs: list[str], **_: Any) -> list[float]:
+    """The same, smaller, for advantages that are not divided by a deviation."""
+    return [reward / 100 for reward in vowels(outputs)]
+
+
+class Rollouts:
+    """A callback that keeps the prompts, responses and scores of every collection, as token ids and numbers."""
+
+    def __init__(self) -> None:
+        self.collections: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
+
+    @trainkit.hookimpl
+    def on_experience(self, trainer: Any, rollouts: list[Any]) -> None:
+        """Keep one collection."""
+        (found,) = rollouts
+        sequences, scores = found.sequences, trainer.score(found)
+        ids = ([row.tolist() for row in rows] for rows in (sequences.queries, sequences.responses))
+        self.collections.append((*ids, scores.tolist()))  # type: ignore[arg-type]
+
+
+def sampled(method: dict[str, Any], path: str, run_dir: Path) -> tuple[list[float], Rollouts]:
+    """Losses of our run, and what it sampled."""
+    watch, rollouts = Watch(), Rollouts()
+    trainkit.train(
+        path,
+        prompts=PROMPTS,
+        reward_fn=few if method.get("scale") == "none" else vowels,
+        callbacks=[watch, rollouts],
+        config={
+            "method": {"name": "grpo", "group_size": GROUP, "grpo_epochs": PASSES, **method},
+            "optimizer": {**OPTIMIZER, "lr": 1e-3},
+            "rollout": {"num_rollouts": 2 * ROWS, "batch_size": 2 * ROWS, "max_new_tokens": LONGEST},
+            "train": {
+                "batch_size": 2 * ROWS, "total_steps": STEPS, "max_grad_norm": 1.0, "run_dir": str(run_dir),
+                "save_interval": 0, "eval_interval": 0, "trackers": [],
+            },
+        },
+    )  # fmt: skip
+    return watch.losses, rollouts
+
+
+def replayed(path: str, out: Path, rollouts: Rollouts, **settings: Any) -> list[float]:
+    """Losses of TRL's trainer on the same responses with the same scores."""
+    import trl
+    from datasets import Dataset
+
+    losses: list[float] = []
+    left = iter(rollouts.collections)
+
+    class Watched(trl.GRPOTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(float(loss.detach()))
+            return loss
+
+    def replay(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        queries, responses, scores = next(left)
+        logprobs = [[0.0] * len(response) for response in responses]  # of the sampler; not used
+        return {"prompt_ids": queries, "completion_ids": responses, "logprobs": logprobs, "score": scores}
+
+    def given(prompts: list[str], completions: list[str], score: list[float], **_: Any) -> list[float]:
+        return score
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=2 * ROWS, num_generations=GROUP, num_iterations=PASSES,
+        steps_per_generation=1, max_completion_length=LONGEST, max_steps=STEPS, learning_rate=1e-3,
+        lr_scheduler_type="constant", weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-6,
+        max_grad_norm=1.0, use_cpu=True, bf16=False, fp16=False, save_strategy="no", report_to="none", seed=1,
+        optim="adamw_torch", disable_tqdm=True, gradient_checkpointing=False, **settings,
+    )  # fmt: skip
+    trainer = Watched(
+        model=path,
+        args=arguments,
+        reward_funcs=given,
+        rollout_func=replay,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+    )
+    trainer.train()
+    return losses
+
+
+SEQUENCE = {"average": "responses", "ratio_level": "sequence", "cliprange": 0.1, "cliprange_high": 0.15}
+GRPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # without TRL's weight for k3, the ratio, which is that of DeepSeek-V3.2
+    "grpo": (
+        {"average": "responses", "kl_coef": 0.1}, {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}
+    ),
+    "dr_grpo": (
+        {"average": "constant", "scale": "none"}, {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
+    ),
+    "dapo": ({"cliprange_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0}),
+    "dapo of a batch": ({"scale": "batch"}, {"loss_type": "dapo", "scale_rewards": "batch", "beta": 0.0}),
+    "gspo": (
+        SEQUENCE,
+        {
+            "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15,
+            "beta": 0.0,
+        },
+    ),
+    # in TRL, epsilon_high is the largest weight itself, and there is no smallest one
+    "cispo": (
+        {"surrogate": "cispo", "cliprange": 1.0, "cliprange_high": 0.1},
+        {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRPO)
+def test_grpo_follows_trl(case: str, model_path: str, tmp_path: Path) -> None:
+    """TRL gets the responses and scores of our run; it computes advantages, ratios and losses from them."""
+    mine, trl = GRPO[case]
+    losses, rollouts = sampled(mine, model_path, tmp_path / "ours")
+    assert_follow(losses, replayed(model_path, tmp_path / "trl", rollouts, **trl))

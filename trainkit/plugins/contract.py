@@ -18,7 +18,7 @@ ARROWS = {
 }
 """The methods that an algorithm implements, and the input and output of each."""
 METHODS = (
-    *ARROWS, "inputs_for", "keep", "needs_reference", "passes", "samples_per_prompt", "experience_rows",
+    *ARROWS, "inputs_for", "keep", "keeps", "needs_reference", "passes", "samples_per_prompt", "experience_rows",
     "prepare_experience", "prepare_step", "judge", "steer", "after_step", "state_dict", "load_state_dict",
     "write_model", "model_card", "evaluation", "fit_prompts", "read_samples", "arrange", "default_prompts",
     "make_reference", "tiny_arguments", "tiny_contexts", "tiny_effects", "tiny_structure",

@@ -29,6 +29,7 @@ BUILT_IN = {
     "distill_offline": "trainkit-distill",
     "dpo": "trainkit-dpo",
     "early_stop": "trainkit-early-stop",
+    "grpo": "trainkit-grpo",
     "ilql": "trainkit-ilql",
     "kto": "trainkit-kto",
     "online_dpo": "trainkit-dpo",

@@ -117,10 +117,11 @@ class Subject:
         """Whether the trainer learns from the rewards of what it samples."""
         return bool({"reward_fn", "environment"} & {*self.trainer_class.inputs})
 
-    @property
+    @cached_property
     def keeps(self) -> bool:
-        """Whether the trainer chooses what it trains on, with a method `keep`."""
-        return self.language and self.trainer_class.keep is not AccelerateRLTrainer.keep
+        """Whether the trainer chooses what it trains on, with a method `keep`, at its default settings."""
+        overridden = self.language and self.trainer_class.keep is not AccelerateRLTrainer.keep
+        return overridden and bool(tiny_trainer(self.name, Path("unused")).keeps)
 
     @property
     def plays(self) -> bool:

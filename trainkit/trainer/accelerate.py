@@ -100,7 +100,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def __init__(self, config: TRLConfig[M], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         rollout = self.config.rollout
-        if rollout.max_refills != type(rollout).model_fields["max_refills"].default and not self._keeps:
+        if rollout.max_refills != type(rollout).model_fields["max_refills"].default and not self.keeps:
             raise ConfigError(
                 f"rollout.max_refills is {rollout.max_refills}, and {config.method.name!r} trains on everything that "
                 "it samples; remove it"
@@ -214,13 +214,17 @@ class AccelerateRLTrainer(TextTrainer[M]):
         return torch.ones(len(rollouts), dtype=torch.bool, device=self.accelerator.device)
 
     @property
-    def _keeps(self) -> bool:
-        """Whether the algorithm chooses what it trains on."""
+    def keeps(self) -> bool:
+        """Whether the algorithm chooses what it trains on, so that the loop calls `keep`.
+
+        By default, whether it overrides `keep`. An algorithm that does so with some of its settings only overrides this
+        too.
+        """
         return getattr(self.keep, "__func__", None) is not AccelerateRLTrainer.keep
 
     def collect_experience(self) -> int:
         """Push the experience of one collection to the store; return the number of this process's prompts."""
-        return dynamic.collect(self) if self._keeps else super().collect_experience()
+        return dynamic.collect(self) if self.keeps else super().collect_experience()
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainkit
-from trainkit.data import Sequences
+from trainkit.data import Rollouts, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import leave_one_out
 from trainkit.testing import character_tokenizer, tiny_gpt2
@@ -63,6 +63,37 @@ def test_token_kl_is_paid_from_the_token_on(tmp_path: Path) -> None:
     tokens = prepared(tmp_path, method__kl_level="token", method__ratio_level="token")
     expected = torch.tensor([[0, 1.3, 1.4, 1.6], [0, -1.3, -0.9, 0]])
     torch.testing.assert_close(tokens.advantages, expected)
+
+
+def scored(tmp_path: Path, scores: torch.Tensor, **changes: Any) -> list[list[float]]:
+    """The rewards per token of two responses of 3 and 2 tokens, of which the second was truncated."""
+    trainer = tiny_trainer("rloo", tmp_path, **changes)
+    sequences = Sequences.from_lists([[1], [1]], [[2, 3, 8], [2, 3]])
+    ended = torch.tensor([True, False])
+    given = Rollouts([{"prompt": "b"}] * 2, sequences, None, ended, ["b"] * 2, [""] * 2)
+    rewards: list[list[float]] = trainer.experience(given, scores).scores.tolist()
+    return rewards
+
+
+def test_a_truncated_response_pays_a_penalty_or_has_a_fixed_score(tmp_path: Path) -> None:
+    """The score of the second is 1: 1 − 0.5 with a penalty of 0.5, and −1 instead; its last token is the third."""
+    scores, first = torch.tensor([3.0, 1.0]), [0, 0, 0, 3.0]
+    assert scored(tmp_path / "a", scores) == [first, [0, 0, 1.0, 0]]
+    assert scored(tmp_path / "b", scores, method__missing_eos_penalty=0.5) == [first, [0, 0, 0.5, 0]]
+    assert scored(tmp_path / "c", scores, method__missing_eos_score=-1.0) == [first, [0, 0, -1.0, 0]]
+
+
+def test_rewards_per_token_of_a_truncated_response_are_replaced_together(tmp_path: Path) -> None:
+    dense = torch.tensor([[0, 1.0, 0, 2.0], [0, 4.0, 1.0, 0]])
+    assert scored(tmp_path / "a", dense, method__missing_eos_score=-1.0) == [[0, 1.0, 0, 2.0], [0, 0, -1.0, 0]]
+    assert scored(tmp_path / "b", dense, method__missing_eos_penalty=3.0) == [[0, 1.0, 0, 2.0], [0, 4.0, -2.0, 0]]
+
+
+def test_two_rules_for_truncated_responses_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing_eos_penalty is 0\.5, and missing_eos_score -1\.0 .*give one"):
+        tiny_trainer("rloo", tmp_path, method__missing_eos_penalty=0.5, method__missing_eos_score=-1.0)
+    with pytest.raises(ConfigError, match=r"method\.missing_eos_penalty: should be greater than 0"):
+        tiny_trainer("rloo", tmp_path, method__missing_eos_penalty=-1.0)
 
 
 def test_levels_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from trainkit.functional import (
     leave_one_out,
     masked_mean,
     masked_sum,
+    penalise_cut,
     place_scores,
     zero_masked,
 )
@@ -45,6 +46,19 @@ class RLOOConfig(MethodConfig):
     """Whether the importance ratio is computed per response or per token."""
     cliprange: float = Field(0.2, gt=0)
     """ε of the clipped surrogate; has no effect in the first step on a collection."""
+    missing_eos_penalty: float | None = Field(None, gt=0)
+    """Penalty subtracted from the score of a response truncated at the length limit. None: no penalty."""
+    missing_eos_score: float | None = Field(None, ge=-1e6, le=1e6)
+    """Score of a response truncated at the length limit, instead of its own; async_rlhf's is −1. None: its own."""
+
+    @model_validator(mode="after")
+    def _one_rule_for_truncated_responses(self) -> Self:
+        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
+            raise ValueError(
+                f"missing_eos_penalty is {self.missing_eos_penalty}, and missing_eos_score {self.missing_eos_score} "
+                "replaces the score that it is subtracted from; give one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
@@ -99,8 +113,21 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         """Return scored rollouts with log-probabilities of policy and reference [B, T], before any update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference = self.reference(sequences)
-        placed = place_scores(scores, sequences.response_mask)
+        placed = self.scored(scores, rollouts.terminated, sequences.response_mask)
         return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
+
+    def scored(self, scores: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
+        """Return rewards per token, those of truncated responses by `missing_eos_penalty` or `missing_eos_score`.
+
+        [B] or [B, T], [B], [B, T] -> [B, T].
+        """
+        placed = place_scores(scores, mask)
+        if self.method.missing_eos_penalty is not None:
+            return penalise_cut(placed, terminated, mask, self.method.missing_eos_penalty)
+        if self.method.missing_eos_score is not None:
+            fixed = place_scores(placed.new_full((len(mask),), self.method.missing_eos_score), mask)
+            return torch.where(terminated.unsqueeze(-1), placed, fixed)
+        return placed
 
     def prepare_experience(self, experience: RLOORollouts) -> RLOOBatch:
         """Return the advantages, A = R − mean of the other R of the prompt, [B], or [B, T] with a ratio per token.
