@@ -417,7 +417,7 @@ REWRITING = PLAIN_TEMPLATE.replace(
 
 def test_a_template_that_rewrites_what_came_before_is_refused_at_construction(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"prompt 0, message 1 \(the assistant's .*think.*renders what came before it diff"
+        DataError, match=r"prompt 0, message 1 \(a trial answer .*think.*renders what came before it diff"
     ):
         chatty(tmp_path, Letters, REWRITING)
 
@@ -438,24 +438,30 @@ def raising(_: str) -> Any:
 FAULTS = {
     "raises": (
         fixed(raising),
-        r"Fixed, row 1 \('c' \(str\), episode_seed \d+\), turn 0: step\(output\) raised OSError",
+        r"Fixed, prompt 1 \(prompt 'c', episode_seed \d+\), turn 1: step\(output\) raised OSError",
     ),
     "no turn": (fixed("text"), r"step\(output\) returned 'text' \(str\); return Turn\(observation, reward, done\)"),
     "a reward of text": (fixed(Turn("a", "1")), r"the reward of its Turn is '1' \(str\); it should be a finite number"),  # type: ignore[arg-type]
     "a reward that is not finite": (fixed(Turn("a", float("nan"))), r"the reward of its Turn is nan"),
     "done that is no bool": (fixed(Turn("a", 0.0, "no")), r"done of its Turn is 'no' \(str\)"),  # type: ignore[arg-type]
-    "an empty observation": (fixed(Turn("")), r"the observation of its Turn is '' \(str\); it should be text or mess"),
+    "an empty observation": (
+        fixed(Turn("")),
+        r"the observation of its Turn is '' \(str\); unless the episode is done, it should be text, or a list of messages, which are dicts with 'role' and 'content'",
+    ),
     "a long observation": (
         fixed(Turn("a" * 90)),
         r"its observation has 90 tokens, and an episode may have 64; shorten",
     ),
-    "turn 1": (fixed(Turn("a"), raising), r"turn 1: step\(output\) raised OSError: no server"),
+    "turn 2": (fixed(Turn("a"), raising), r"turn 2: step\(output\) raised OSError: no server"),
     "a turn at reset": (
         fixed(prompt=Turn(done=True)),
         r"reset\(\) returned a Turn; an episode cannot be done at reset",
     ),
-    "no text at reset": (fixed(prompt=5), r"reset\(\) returned 5 \(int\); return text or messages"),
-    "nothing with step": (lambda row: object(), r"<lambda>, row 0 .*has no method step; write step\(output\) -> Turn"),
+    "no text at reset": (fixed(prompt=5), r"reset\(\) returned 5 \(int\); return text, or a list of messages"),
+    "nothing with step": (
+        lambda row: object(),
+        r"<lambda>, prompt 0 .*has no method step; write step\(output\) -> Turn",
+    ),
 }
 
 
@@ -464,10 +470,10 @@ def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path:
     good = Letters
 
     def one_is_bad(row: Any) -> Any:
-        return environment(row) if row.get("prompt") != "ab" or "row 1" not in said else good(row)
+        return environment(row) if row.get("prompt") != "ab" or "prompt 1" not in said else good(row)
 
     one_is_bad.__qualname__ = getattr(environment, "__qualname__", "x").rpartition(".")[2]
-    trainer = player(tmp_path, one_is_bad if "row 1" in said else environment, train__seq_length=64)
+    trainer = player(tmp_path, one_is_bad if "prompt 1" in said else environment, train__seq_length=64)
     before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
     with pytest.raises(EpisodeError, match=said):
         trainer.play(["ab", "c"])
@@ -478,7 +484,7 @@ def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path:
 
 
 def test_a_row_without_a_prompt_needs_an_environment_that_gives_one(tmp_path: Path) -> None:
-    with pytest.raises(EpisodeError, match=r"row 0 \(no prompt.*reset\(\) returned no prompt, and the row has none"):
+    with pytest.raises(EpisodeError, match=r"prompt 0 \(number 3.*reset\(\) returned no prompt, and the row has none"):
         player(tmp_path).play([{"number": 3}])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from researchers import dapo, distillation, dr_grpo, guess, kto, remax
+from researchers import dapo, distillation, dr_grpo, guess, kept_games, kto, remax
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, RegistryError
 from trainkit.testing.conformance import check_plugin
@@ -21,17 +21,13 @@ ALGORITHMS = {
     "_test_dapo": dapo.DapoTrainer,
     "_test_distillation": distillation.DistillationTrainer,
     "_test_turns": guess.TurnsTrainer,
+    "_test_kept_games": kept_games.KeptGamesTrainer,
 }
 EXPECTED: dict[str, dict[str, str]] = {
     "_test_remax": {"given_responses": "responses given to step() have no greedy response to compare with"},
     "_test_distillation": {
         "sampled_ids": "the check's model has another vocabulary than the teacher",
         "fields_have_effects": "the kit knows no other teacher",
-    },
-    "_test_turns": {
-        "sampling_distribution": "the check takes the outputs of all turns for one response",
-        "sampled_ids": "the check's tokenizer does not know the letters of the environment",
-        "eos_is_trained": "the check takes the outputs of all turns for one response",
     },
 }
 
