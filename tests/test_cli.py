@@ -486,6 +486,17 @@ def test_a_file_is_imported_once_and_does_not_hide_installed_modules(work: Path)
     assert hasattr(sys.modules["json"], "dumps")
 
 
+def test_a_name_that_a_file_lacks_is_answered_by_its_own_functions_and_classes(work: Path) -> None:
+    lines = ["from json import dumps", "from pathlib import Path", "value = 1", "class Maze: pass"]
+    lines += ["class _Hidden: pass", "def go(): pass"]
+    (work / "maze_for_cli.py").write_text("\n".join(lines), encoding="utf-8")
+    said = r"maze_for_cli.py has no function or class 'Mase'; did you mean 'Maze'\?; it has: Maze, go$"
+    with pytest.raises(ConfigError, match=said):
+        load_function("maze_for_cli.py:Mase")
+    assert load_function("maze_for_cli.py:Maze").__name__ == "Maze"
+    assert load_function("maze_for_cli.py:dumps") is json.dumps, "an imported one can be named"
+
+
 def test_a_file_can_import_its_neighbours(work: Path) -> None:
     (work / "folder").mkdir()
     (work / "folder" / "neighbour_for_cli.py").write_text("value = 3", encoding="utf-8")

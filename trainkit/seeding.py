@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """The number of the row in the stream, counted over all epochs."""
     epoch: int = 0
     """How often the stream has passed the whole dataset before."""
-    index: int | None = None
+    row: int | None = None
     """The index of the row in the dataset, for error messages; None if it is not known."""
 
 
@@ -130,7 +130,7 @@ def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, 
     """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
     found = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
     return [
-        row if row.get("seed") is not None else {**row, PLACE: Place(first + index, index=index)}
+        row if row.get("seed") is not None else {**row, PLACE: Place(first + index, row=index)}
         for index, row in enumerate(found)
     ]
 

@@ -128,7 +128,7 @@ class Episode:
     def fault(self, what: str) -> EpisodeError:
         """Return the error that ``what`` happened in this episode; it names the prompt and its columns."""
         place, columns = self.row.get(PLACE), columns_of([self.row])
-        index = None if place is None else place.index
+        index = None if place is None else place.row
         known = {name: values[0] for name, values in columns.items() if name != "episode_seed"}
         if self.row.get("prompt") is not None:
             known = {"prompt": self.row["prompt"], **known}

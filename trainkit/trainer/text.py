@@ -409,7 +409,7 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return a row without its index if prompts were dropped: it is then not the index in the user's list."""
         if PLACE not in row or self.config.rollout.overlong_prompts != "drop":
             return row
-        return {**row, PLACE: row[PLACE]._replace(index=None)}
+        return {**row, PLACE: row[PLACE]._replace(row=None)}
 
     def fill_store(self) -> None:
         """Fill the store with one collection; log a warning if all of its episodes failed."""
