@@ -181,9 +181,12 @@ def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that merges any two letters, so that nearly every sampled text has other ids, too."""
+    """Return a tokenizer that merges any two letters, so that nearly every sampled text has other ids, too.
+
+    It has as many tokens as that of `tiny_trainer`, so that it fits second models, such as a teacher.
+    """
     pairs = [(one, other) for one in "ab" for other in "ab"]
-    names = ["a", "b", *(one + other for one, other in pairs), EOS, PAD]
+    names = ["a", "b", *(one + other for one, other in pairs), "<c>", "<d>", EOS, PAD]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=pairs))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
