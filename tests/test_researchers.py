@@ -65,7 +65,8 @@ def test_a_required_setting_without_a_value_for_tests_is_named(tmp_path: Path, m
     monkeypatch.setattr(distillation.DistillationTrainer, "tiny_arguments", classmethod(lambda cls: {}))
     said = (
         "DistillationConfig has no default for teacher, so tests need values; add to DistillationTrainer a class "
-        "method tiny_arguments that returns {'config': {'method': {'teacher': ...}}}. A second language model has 10 tokens"
+        "method tiny_arguments that returns {'config': {'method': {'teacher': ...}}}. A second language model has 10 "
+        "tokens: tiny_gpt2(10)"
     )
     with pytest.raises(ConfigError, match=re.escape(said)):
         tiny_trainer("_test_distillation", tmp_path)
