@@ -333,8 +333,8 @@ def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
         ),
         (["run.yaml", "--task", "nowhere.py:online"], "there is no file 'nowhere.py'"),
         (["run.yaml", "--task", "nowhere_at_all:online"], "the module 'nowhere_at_all', which is not found"),
-        (["run.yaml", "--task", "task_for_cli.py"], "write FILE.py:FUNCTION or module:FUNCTION"),
-        (["run.yaml", "--task", "task_for_cli.py:onlin"], "no function 'onlin'; did you mean 'online'?"),
+        (["run.yaml", "--task", "task_for_cli.py"], "write FILE.py:NAME or module:NAME"),
+        (["run.yaml", "--task", "task_for_cli.py:onlin"], "no function or class 'onlin'; did you mean 'online'?"),
         (["run.yaml", "--task", "task_for_cli.py:wrong_type"], "return a dict of arguments of trainkit.train"),
         (["run.yaml", "--task", "task_for_cli.py:wrong_name"], "did you mean 'prompts'?"),
         (["run.yaml", "--task", "task_for_cli.py:demanding"], "cannot be called without path"),
@@ -484,6 +484,17 @@ def test_a_file_is_imported_once_and_does_not_hide_installed_modules(work: Path)
     assert load_function("json.py:f") is load_function(str(work / "json.py:f"))
     assert load_function("json.py:f")() == 1
     assert hasattr(sys.modules["json"], "dumps")
+
+
+def test_a_name_that_a_file_lacks_is_answered_by_its_own_functions_and_classes(work: Path) -> None:
+    lines = ["from json import dumps", "from pathlib import Path", "value = 1", "class Maze: pass"]
+    lines += ["class _Hidden: pass", "def go(): pass"]
+    (work / "maze_for_cli.py").write_text("\n".join(lines), encoding="utf-8")
+    said = r"maze_for_cli.py has no function or class 'Mase'; did you mean 'Maze'\?; it has: Maze, go$"
+    with pytest.raises(ConfigError, match=said):
+        load_function("maze_for_cli.py:Mase")
+    assert load_function("maze_for_cli.py:Maze").__name__ == "Maze"
+    assert load_function("maze_for_cli.py:dumps") is json.dumps, "an imported one can be named"
 
 
 def test_a_file_can_import_its_neighbours(work: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import trainkit
 from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import PLAIN_TEMPLATE
-from trainkit.errors import ConfigError, DataError, EpisodeError
+from trainkit.errors import ConfigError, DataError, EpisodeError, RewardError
 from trainkit.functional import gae
 from trainkit.rollouts import Environment, Turn, assemble
 from trainkit.rollouts.environments import call_all
@@ -340,6 +340,7 @@ def chatty(place: Path, environment: Any, template: str = PLAIN_TEMPLATE, **chan
         [{"role": "system", "content": "be"}, {"role": "user", "content": "a"}],
     ]
     arguments = {"environment": environment, "reward_fn": None, "tokenizer": tokenizer, "prompts": prompts}
+    arguments |= changes.pop("arguments", {})
     model = {
         "model_type": "gpt2",
         "vocab_size": len(tokenizer),
@@ -417,9 +418,80 @@ REWRITING = PLAIN_TEMPLATE.replace(
 
 def test_a_template_that_rewrites_what_came_before_is_refused_at_construction(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"prompt 0, message 1 \(the assistant's .*think.*renders what came before it diff"
+        DataError, match=r"prompt 0, message 1 \(a trial answer .*think.*renders what came before it diff"
     ):
         chatty(tmp_path, Letters, REWRITING)
+
+
+OF_TOOLS = PLAIN_TEMPLATE.replace(
+    "{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}"
+)
+
+
+def test_an_observation_that_the_template_does_not_render_is_an_error(tmp_path: Path) -> None:
+    trainer = chatty(tmp_path, fixed(Turn([{"role": "tool", "content": "two"}]), Turn(done=True)), OF_TOOLS)
+    said = (
+        r"Fixed, prompt 0 \(prompt .*\), turn 1: the chat template does not render the message of the role 'tool' "
+        r"\('two' \(str\)\); use a template that supports the role, or another role, such as 'user'"
+    )
+    with pytest.raises(EpisodeError, match=said):
+        trainer.play()
+    good = chatty(tmp_path, fixed(Turn([{"role": "user", "content": "two"}]), Turn(done=True)), OF_TOOLS)
+    assert good.play().terminated.all()
+
+
+def test_whether_the_template_renders_a_role_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.rollouts import episodes
+
+    tried: list[str] = []
+    honest = episodes._is_ignored
+
+    def noted(chat: Any, messages: Any, index: int) -> bool:
+        tried.append(messages[index]["role"])
+        return honest(chat, messages, index)
+
+    monkeypatch.setattr(episodes, "_is_ignored", noted)
+    observation = [{"role": "tool", "content": "two"}, {"role": "user", "content": "ok"}]
+    trainer = chatty(tmp_path, fixed(Turn(observation), Turn(observation), Turn(done=True)))
+    assert tried == ["user", "system", "user"], "the messages of the two kinds of prompts"
+    tried.clear()
+    for _ in range(2):
+        trainer.play()
+    assert tried == ["tool", "user"]
+
+
+def test_a_prompt_that_the_template_does_not_render_is_refused_at_construction(tmp_path: Path) -> None:
+    template = PLAIN_TEMPLATE.replace("in messages %}", "in messages if message.role != 'system' %}", 1)
+    with pytest.raises(DataError, match=r"prompt 1, message 0: the chat template does not render .* 'system' \('be'"):
+        chatty(tmp_path, Letters, template)
+
+
+WRONG_MESSAGES = {
+    "content None": ({"role": "tool", "content": None}, r"of the role 'tool' with the content None"),
+    "content of a number": ({"role": "tool", "content": 2}, r"with the content 2 \(int\); the content should be text"),
+    "content in parts": ({"role": "user", "content": [{"type": "text"}]}, "the content should be text"),
+    "no role": ({"content": "a"}, "message 2 should be a dict with 'role' and 'content'"),
+    "the model's role": (
+        {"role": "assistant", "content": "a"},
+        "a message of the role 'assistant', which is that of the model's outputs; use 'user' or 'tool'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "said"), WRONG_MESSAGES.values(), ids=WRONG_MESSAGES)
+def test_an_observation_of_wrong_messages_is_a_fault(message: Any, said: str, tmp_path: Path) -> None:
+    trainer = chatty(tmp_path, fixed(Turn([message])))
+    with pytest.raises(EpisodeError, match=f"turn 1: .*{said}"):
+        trainer.play(trainer.pipeline.rows[:1])
+    lenient = chatty(tmp_path, fixed(Turn([message])), environment__on_error="fail_episode")
+    assert lenient.play().failed.all()
+
+
+def test_a_template_without_a_generation_prompt_is_named_as_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"'### assistant.*before an answer, and not at the end of a .*add_generation_p"
+    ):
+        chatty(tmp_path, Letters, PLAIN_TEMPLATE.replace("add_generation_prompt", "false"))
 
 
 def test_messages_after_a_prompt_of_text_are_refused(tmp_path: Path) -> None:
@@ -438,24 +510,37 @@ def raising(_: str) -> Any:
 FAULTS = {
     "raises": (
         fixed(raising),
-        r"Fixed, row 1 \('c' \(str\), episode_seed \d+\), turn 0: step\(output\) raised OSError",
+        r"Fixed, prompt 1 \(prompt 'c', episode_seed \d+\), turn 1: step\(output\) raised OSError",
     ),
     "no turn": (fixed("text"), r"step\(output\) returned 'text' \(str\); return Turn\(observation, reward, done\)"),
     "a reward of text": (fixed(Turn("a", "1")), r"the reward of its Turn is '1' \(str\); it should be a finite number"),  # type: ignore[arg-type]
     "a reward that is not finite": (fixed(Turn("a", float("nan"))), r"the reward of its Turn is nan"),
     "done that is no bool": (fixed(Turn("a", 0.0, "no")), r"done of its Turn is 'no' \(str\)"),  # type: ignore[arg-type]
-    "an empty observation": (fixed(Turn("")), r"the observation of its Turn is '' \(str\); it should be text or mess"),
+    "an empty observation": (
+        fixed(Turn("")),
+        r"the observation of its Turn is '' \(str\); unless the episode is done, it should be text, or a list of mess",
+    ),
     "a long observation": (
         fixed(Turn("a" * 90)),
         r"its observation has 90 tokens, and an episode may have 64; shorten",
     ),
-    "turn 1": (fixed(Turn("a"), raising), r"turn 1: step\(output\) raised OSError: no server"),
+    "the class Turn": (fixed(lambda _: Turn), r"step\(output\) returned <class .*Turn'> \(type\); return Turn\("),
+    "an observation that is a message": (
+        fixed(Turn({"role": "user", "content": "a"})),
+        r"a list of messages, which are",
+    ),  # type: ignore[arg-type]
+    "an observation of strings": (fixed(Turn(["a"])), r"a list of messages, which are dicts with 'role' and 'content'"),  # type: ignore[list-item]
+    "turn 2": (fixed(Turn("a"), raising), r"turn 2: step\(output\) raised OSError: no server"),
     "a turn at reset": (
         fixed(prompt=Turn(done=True)),
         r"reset\(\) returned a Turn; an episode cannot be done at reset",
     ),
-    "no text at reset": (fixed(prompt=5), r"reset\(\) returned 5 \(int\); return text or messages"),
-    "nothing with step": (lambda row: object(), r"<lambda>, row 0 .*has no method step; write step\(output\) -> Turn"),
+    "no turn before the first output": (fixed(prompt=5), r"Fixed, prompt 0 \([^)]*\): reset\(\) returned 5"),
+    "no text at reset": (fixed(prompt=5), r"reset\(\) returned 5 \(int\); return text, or a list of messages"),
+    "nothing with step": (
+        lambda row: object(),
+        r"<lambda>, prompt 0 .*has no method step; write step\(output\) -> Turn",
+    ),
 }
 
 
@@ -464,10 +549,10 @@ def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path:
     good = Letters
 
     def one_is_bad(row: Any) -> Any:
-        return environment(row) if row.get("prompt") != "ab" or "row 1" not in said else good(row)
+        return environment(row) if row.get("prompt") != "ab" or "prompt 1" not in said else good(row)
 
     one_is_bad.__qualname__ = getattr(environment, "__qualname__", "x").rpartition(".")[2]
-    trainer = player(tmp_path, one_is_bad if "row 1" in said else environment, train__seq_length=64)
+    trainer = player(tmp_path, one_is_bad if "prompt 1" in said else environment, train__seq_length=64)
     before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
     with pytest.raises(EpisodeError, match=said):
         trainer.play(["ab", "c"])
@@ -478,8 +563,209 @@ def test_a_fault_names_class_row_and_turn(environment: Any, said: str, tmp_path:
 
 
 def test_a_row_without_a_prompt_needs_an_environment_that_gives_one(tmp_path: Path) -> None:
-    with pytest.raises(EpisodeError, match=r"row 0 \(no prompt.*reset\(\) returned no prompt, and the row has none"):
+    with pytest.raises(EpisodeError, match=r"prompt 0 \(number 3.*reset\(\) returned no prompt, and the row has none"):
         player(tmp_path).play([{"number": 3}])
+
+
+def raising_at(row_id: int) -> Any:
+    class Picky(Letters):
+        def __init__(self, row: Any) -> None:
+            super().__init__(row)
+            self.bad = row.get("id") == row_id
+
+        def step(self, output: str) -> Turn:
+            return raising(output) if self.bad else super().step(output)
+
+    return Picky
+
+
+def test_an_error_names_the_prompt_by_its_index_and_columns(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab", "id": at, "level": "x" * 60} for at in range(8)]
+    said = (
+        r"Picky, prompt 5 \(prompt 'ab', id 5, level 'x{38}…, episode_seed \d+\), turn 1: step\(output\) raised OSErr"
+    )
+    for play in ("play", "train", "evaluate"):
+        trainer = player(tmp_path / play, raising_at(5), train__eval_interval=1 if play == "evaluate" else 0)
+        trainer.add_prompt_pipeline(rows)
+        trainer.add_eval_pipeline(rows)
+        with pytest.raises(EpisodeError, match=said):
+            trainer.play(rows) if play == "play" else trainer.learn()
+    with pytest.raises(EpisodeError, match=r"Picky, a prompt \(prompt 'ab', seed 3, id 5, episode_seed"):
+        trainer.play([{"prompt": "ab", "seed": 3, "id": 5}])
+    dropping = player(tmp_path / "drop", raising_at(5), rollout__overlong_prompts="drop")
+    with pytest.raises(EpisodeError, match=r"Picky, a prompt \(prompt 'ab', id 5, level"):
+        dropping.play([{"prompt": "a" * 99}, *rows])
+    many = [{"prompt": "ab", "id": 5, **{f"c{at}": at for at in range(9)}}]
+    with pytest.raises(EpisodeError, match=r"c0 0, c1 1, c2 2, c3 3, …, episode_seed"):
+        trainer.play(many)
+
+
+class NoArgument(Letters):
+    def __init__(self) -> None:
+        super().__init__({"episode_seed": 1})
+
+
+class NoConstructor:
+    def step(self, output: str) -> Turn:
+        return Turn(done=True)
+
+
+class TwoOutputs(Letters):
+    def step(self, output: str, info: Any) -> Turn:  # type: ignore[override]
+        return Turn(done=True)
+
+
+class NoOutput(Letters):
+    def step(self) -> Turn:  # type: ignore[override]
+        return Turn(done=True)
+
+
+class SeededReset(Letters):
+    def reset(self, seed: int) -> str:
+        return "ab"
+
+
+SIGNATURES = {
+    "a constructor without a row": (NoArgument, r"made by NoArgument\(row\), .*; write def __init__\(self, row\)"),
+    "no constructor": (NoConstructor, r"made by NoConstructor\(row\), .*; write def __init__\(self, row\)"),
+    "a function without a row": (lambda: Letters({}), r"<lambda>\(row\), which cannot be called so: too many"),
+    "step with two outputs": (TwoOutputs, r"missing a required argument: 'info'; write def step\(self, output\)"),
+    "step without output": (NoOutput, r"NoOutput: step\(output\) cannot be .*; write def step\(self, output\)"),
+    "reset with a seed": (SeededReset, r"reset\(\) cannot be called so: .*'seed'; write def reset\(self\)"),
+}
+
+
+@pytest.mark.parametrize(("environment", "said"), SIGNATURES.values(), ids=SIGNATURES)
+def test_an_environment_that_cannot_be_called_is_refused_at_construction(
+    environment: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        player(tmp_path, environment)
+
+
+def test_an_environment_of_a_function_is_checked_when_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match=r"\): the environment .*NoOutput.*; write def step\(self, output\)"):
+        player(tmp_path, lambda row: NoOutput(row)).play(["ab"])
+
+
+def test_static_methods_and_further_defaults_fit(tmp_path: Path) -> None:
+    class Fits:
+        def __init__(self, row: Any, size: int = 3) -> None: ...
+
+        @staticmethod
+        def reset() -> str:
+            return "ab"
+
+        def step(self, output: str, *more: Any, **others: Any) -> Turn:
+            return Turn(done=True)
+
+    assert player(tmp_path, Fits).play([{}]).terminated.all()
+
+
+BAD_STEPS = {
+    "raises": raising,
+    "too long": Turn("a" * 90),
+    "not of the vocabulary": Turn("zzz"),
+    "messages after text": Turn([{"role": "user", "content": "a"}]),
+    "exits": lambda _: sys.exit(3),
+}
+
+
+@pytest.mark.parametrize("answer", BAD_STEPS.values(), ids=BAD_STEPS)
+def test_any_fault_of_a_step_ends_its_episode_alone(answer: Any, tmp_path: Path) -> None:
+    changes = {"environment__on_error": "fail_episode", "environment__fail_reward": -1.0, "train__seq_length": 64}
+    trainer = player(tmp_path, fixed(Turn("h", 0.5), answer), **changes)
+    found = trainer.play(["ab", "c"])
+    assert found.failed.all()
+    assert not found.terminated.any()
+    for turns in found.turns:
+        assert [turn["reward"] for turn in turns] == [0.5, -1.0]
+        assert "error" not in turns[0]
+        assert turns[1]["observation"] == ""
+        assert ", turn 2: " in turns[1]["error"]
+    with pytest.raises(EpisodeError, match="turn 2: "):
+        player(tmp_path, fixed(Turn("h", 0.5), answer), train__seq_length=64).play(["ab"])
+
+
+def test_an_observation_that_leaves_no_room_truncates_the_episode(tmp_path: Path) -> None:
+    changes = {"environment__on_error": "fail_episode", "train__seq_length": 64}
+    for length, failed in ((62, False), (64, False), (65, True)):
+        found = player(tmp_path, fixed(Turn("a" * length)), **changes).play(["ab"])
+        assert found.failed.tolist() == [failed]
+        assert not found.terminated.any()
+        assert found.sequences.input_ids.size(1) < 62, "the observation is not read"
+
+
+def test_the_first_failure_is_logged_and_every_one_is_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"environment__on_error": "fail_episode", "train__eval_interval": 3}
+    trainer = player(tmp_path, raising_at(1), **changes)
+    rows = [{"prompt": "ab", "id": 0}, {"prompt": "c", "id": 1}]
+    trainer.add_prompt_pipeline(rows)
+    trainer.add_eval_pipeline(rows)
+    trainer.learn()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1, "once"
+    assert "Picky, prompt 1 (prompt 'c', id 1, episode_seed" in told[0]
+    assert "step(output) raised OSError: no server. The episode ends with the reward 0" in told[0]
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for line in lines:
+        errors = [turn["error"] for turn in line["episode"] if "error" in turn]
+        assert len(errors) == (line["prompt"] == "c")
+        assert all("raised OSError: no server" in error for error in errors)
+    assert {line["kind"] for line in lines} == {"evaluation", "rollout"}
+
+
+def test_a_collection_of_failures_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = player(tmp_path, fixed(raising), environment__on_error="fail_episode")
+    trainer.collect()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2
+    assert told[1].startswith("step 0: all 16 episodes of the collection failed: fixed.<locals>.Fixed, prompt 0 (")
+
+
+def interrupting(_: str) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fail_episode"])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_an_interrupt_stops_the_run_and_an_exit_is_a_failure(kind: str, on_error: str, tmp_path: Path) -> None:
+    def made(fault: Any) -> Any:
+        class Async(Letters):
+            async def step(self, output: str) -> Turn:  # type: ignore[override]
+                await asyncio.sleep(0)
+                return fault(output) if self.draws.random() < 2 else Turn()
+
+        return Async if kind == "async" else fixed(fault)
+
+    with pytest.raises(KeyboardInterrupt):
+        player(tmp_path, made(interrupting), environment__on_error=on_error).play(["ab", "c"])
+    exiting = player(tmp_path, made(lambda _: sys.exit(3)), environment__on_error=on_error)
+    if on_error == "raise":
+        with pytest.raises(EpisodeError, match=r"step\(output\) raised SystemExit: 3$"):
+            exiting.play(["ab", "c"])
+    else:
+        assert exiting.play(["ab", "c"]).failed.all()
+
+
+def test_an_exception_without_a_text_is_named_without_a_colon(tmp_path: Path) -> None:
+    def stop(_: str) -> Any:
+        raise StopIteration
+
+    with pytest.raises(EpisodeError, match=r"raised StopIteration$"):
+        player(tmp_path, fixed(stop)).play(["ab"])
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop"])
+def test_a_prompt_of_reset_that_is_too_long_is_not_advised_to_be_dropped(overlong: Any, tmp_path: Path) -> None:
+    trainer = player(tmp_path, fixed(prompt="a" * 99), rollout__overlong_prompts=overlong)
+    said = r"its prompt has 99 tokens, and at most 58 leave room .* or set rollout.overlong_prompts to 'truncate'$"
+    with pytest.raises(EpisodeError, match=r"Fixed, .*prompt.*\(episode_seed \d+\): " + said):
+        trainer.play([{}])
+    with pytest.raises(EpisodeError, match=r"\(episode_seed \d+\): its prompt 'zz' \(str\) cannot be encoded"):
+        player(tmp_path, fixed(prompt="zz")).play([{}])
 
 
 def test_an_episode_that_fails_can_end_with_a_reward_and_is_counted(tmp_path: Path) -> None:
@@ -597,13 +883,17 @@ def test_an_instance_or_a_class_without_step_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rollout__max_turns": 3}, "rollout.max_turns"),
-        ({"environment__timeout": 3.0}, "environment.timeout"),
-        ({"rollout__max_episode_tokens": 30}, "rollout.max_episode_tokens"),
+        ({"rollout__max_turns": 3}, "rollout.max_turns is set, and there is no environment; give one, or remove it"),
+        ({"environment__timeout": 3.0}, "environment.timeout is set"),
+        ({"rollout__max_episode_tokens": 30}, "rollout.max_episode_tokens is set"),
+        (
+            {"rollout__max_turns": 3, "environment__timeout": 3.0},
+            "environment.timeout and rollout.max_turns are set, and there is no environment; give one, or remove them",
+        ),
     ],
 )
 def test_settings_of_environments_need_one(changes: Any, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{named} is set, and there is no environment; give one, or remove it"):
+    with pytest.raises(ConfigError, match=named):
         tiny_trainer("ppo", tmp_path, **changes)
 
 
@@ -634,6 +924,48 @@ def test_generate_answers_once_and_plays_nothing(tmp_path: Path) -> None:
     found = player(tmp_path).generate(["ab"])
     assert found.turns is None
     assert found.rewards is None
+
+
+def test_generate_without_a_prompt_points_to_play(tmp_path: Path) -> None:
+    trainer = player(tmp_path)
+    for rows in ([{"level": 1}], [{}], [{"prompt": None}]):
+        with pytest.raises(DataError, match=r"generate\(\) needs prompts, and row 0 has none; .* call play\(rows\)"):
+            trainer.generate(rows)
+    with pytest.raises(DataError, match="row 1 has none; give it under the key 'prompt'"):
+        tiny_trainer("ppo", tmp_path).generate(["a", {"level": 1}])
+
+
+def test_play_says_what_it_plays(tmp_path: Path) -> None:
+    trainer = player(tmp_path)
+    with pytest.raises(DataError, match=r"play\(\) takes one prompt or a list of prompts; given 3 \(int\)"):
+        trainer.play(3)
+    trainer.eval_rows = []
+    with pytest.raises(
+        DataError, match=r"play\(\) plays the evaluation prompts, and there are none; give rows: play\("
+    ):
+        trainer.play()
+
+
+def test_an_episode_is_replayed_by_its_seed(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    class Drawn(Letters):
+        def __init__(self, row: Any) -> None:
+            super().__init__(row)
+            seeds.append(row["episode_seed"])
+
+        def reset(self) -> str:
+            return "".join(self.draws.choice(LETTERS) for _ in range(8))
+
+    trainer = player(tmp_path, Drawn)
+    first = trainer.play([{}, {}])
+    again = trainer.play([{"episode_seed": seeds[1]}, {"prompt": "ab", "episode_seed": seeds[0]}])
+    assert again.prompts == first.prompts[::-1]
+    assert seeds[2:] == seeds[1::-1]
+    with pytest.raises(DataError, match=r"prompt 0 has the episode_seed -1 .*should be a non-negative integer"):
+        trainer.play([{"episode_seed": -1}])
+    with pytest.raises(DataError, match="prompt 0 has a column 'episode_seed', and trainkit gives reward functions or"):
+        trainer.add_prompt_pipeline([{"prompt": "ab", "episode_seed": 5}])
 
 
 # ------------------------------------------------------------------------------------------------------------- step
@@ -690,3 +1022,53 @@ def test_temperatures_and_stop_strings_apply_to_every_turn(tmp_path: Path) -> No
     assert greedy[0] == greedy[1]
     assert SamplingConfig().max_new_tokens == 40
     assert len(LETTERS) == 8
+
+
+def test_step_refuses_episodes_that_were_taken_apart(tmp_path: Path) -> None:
+    trainer = player(tmp_path)
+    found = trainer.play(["ab", "c"])
+    before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
+    scores = found.rewards.sum(1).tolist()
+    for arguments in ((found.queries, found.responses, scores), (found.queries, found.responses, scores, None)):
+        with pytest.raises(DataError, match=r"without the environment's observations.*; call step\(rollouts, scores\)"):
+            trainer.step(*arguments)
+    assert all(torch.equal(value, before[key]) for key, value in trainer.unwrapped.state_dict().items())
+    after = found.sequences.attention_mask & ~found.sequences.prompt_mask
+    responses = [ids[keep] for ids, keep in zip(found.sequences.input_ids, after, strict=True)]
+    masks = [mask[keep] for mask, keep in zip(found.sequences.response_mask, after, strict=True)]
+    trainer.step(found.queries, responses, scores, masks)
+
+
+def test_step_takes_the_rewards_of_episodes_as_they_are(tmp_path: Path) -> None:
+    """Rewards [B, T] of `play` are those that a run trains on; sums over an episode are not, for PPO."""
+    trainer = player(tmp_path, method__init_kl_coef=0.0)
+    found = trainer.play(["ab", "c"])
+    seen: list[torch.Tensor] = []
+    honest = trainer.experience
+    trainer.experience = lambda rollouts, scores: (seen.append(scores), honest(rollouts, scores))[1]
+    trainer.step(found, found.rewards)
+    torch.testing.assert_close(seen[0], found.rewards, rtol=0, atol=0)
+    torch.testing.assert_close(seen[0], trainer.score(found), rtol=0, atol=0)
+    for wrong, said in (
+        (found.rewards * float("nan"), "the reward nan of row 0, token 0, is not finite"),
+        (found.rewards + 1, r"the reward 1 of row 0, token 0, is at no response token; give finite rewards where"),
+    ):
+        with pytest.raises(RewardError, match=said):
+            trainer.step(found, wrong)
+    with pytest.raises(RewardError, match="2-D array of shape"):
+        trainer.step(found, found.rewards[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "ilql", "reward", "ddpo"])
+@pytest.mark.parametrize("given", [{}, {"samples": ["a", "b"]}, {"config": {"rollout": {"max_turns": 3}}}])
+def test_a_method_that_cannot_play_says_so_before_anything_else(name: str, given: Any) -> None:
+    config = {**given.get("config", {}), "train": {"trackers": []}}
+    arguments = {"model_path": "nowhere", "environment": Letters, **given, "config": config}
+    said = (
+        rf"method '{name}' learns from .* and cannot use an environment. Remove environment.* or use a method that can:"
+    )
+    with pytest.raises(ConfigError, match=said) as error:
+        trainkit.train(method=name, **arguments)
+    able = str(error.value).rpartition(": ")[2].split(", ")
+    assert {*ONLINE} <= {*able}
+    assert not {"sft", "dpo", "ilql", "reward", "ddpo"} & {*able}

@@ -22,7 +22,7 @@ SPINE = (
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
 LAZY = {
-    ("api", "data"),
+    ("api", "data"), ("api", "trainer"),
     ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "models"), ("cli", "plugins"), ("cli", "testing"),
     ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version

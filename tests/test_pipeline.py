@@ -125,8 +125,8 @@ def test_a_dataset_is_read_row_by_row_as_rows_are_taken() -> None:
     assert rows.read == []
     taken = pipeline.take(98, 4)
     assert rows.read == [*pipeline.order(0)[98:], *pipeline.order(1)[:2]]
-    places = [Place(98, 0), Place(99, 0), Place(100, 1), Place(101, 1)]
-    assert taken == [{"prompt": str(i), PLACE: place} for i, place in zip(rows.read, places, strict=True)]
+    places = [(98, 0), (99, 0), (100, 1), (101, 1)]
+    assert taken == [{"prompt": str(i), PLACE: Place(*at, i)} for i, at in zip(rows.read, places, strict=True)]
 
 
 def test_a_pipeline_over_nothing_is_refused() -> None:

@@ -698,8 +698,10 @@ def test_rows_that_are_not_of_the_stream_are_told_apart_by_their_prompts() -> No
 def test_rows_that_are_generated_from_have_places_unless_they_have_seeds() -> None:
     given = [{"prompt": "a", PLACE: Place(7)}, {"prompt": "b", "seed": 3}, {"prompt": "c"}]
     assert placed(given, 10) == [
-        {"prompt": "a", PLACE: Place(10)}, {"prompt": "b", "seed": 3}, {"prompt": "c", PLACE: Place(12)}
-    ]  # fmt: skip
+        {"prompt": "a", PLACE: Place(10, row=0)},
+        {"prompt": "b", "seed": 3},
+        {"prompt": "c", PLACE: Place(12, row=2)},
+    ]
 
 
 PHILOX = [  # known answers of the authors' implementation, Random123 1.14

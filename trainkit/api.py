@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import MethodConfig, TRLConfig, read_yaml
-from trainkit.errors import ConfigError, describe
-from trainkit.plugins import get_trainer
+from trainkit.errors import ConfigError, TrainkitError, describe
+from trainkit.plugins import BUILT_IN, available_trainers, get_trainer, is_registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,8 @@ def train(
         "rewards": rewards,
     }
     present = [name for name, value in given.items() if value is not None]
+    if environment is not None:
+        _check_plays(_named_method(config, method) or "ppo")
     _check_combination(present)
     if metric_fn is not None and samples is not None and eval_prompts is None:
         raise ConfigError("metric_fn is called at evaluations, which have no prompts; give eval_prompts too")
@@ -220,13 +222,7 @@ def _settle_config(
     """
     fields = _config_sections(config)
     section = fields.get("method")
-    named = section if isinstance(section, str) else _as_dict(section).get("name")
-    for given in (method, named):
-        if given is not None and not isinstance(given, str):
-            raise ConfigError(f"method should be a string; given {describe(given)}")
-    if method and named and method.lower() != named.lower():
-        raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
-    name = method or named or usual()
+    name = _named_method(config, method) or usual()
     get_trainer(name)  # raises at once if the algorithm is not installed
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
     for key, given in models.items():
@@ -238,6 +234,54 @@ def _settle_config(
             path = given if isinstance(given, str) else _config_fields(given, key)
             fields["model"] = {**model, key: path}
     return TRLConfig.from_dict(fields)
+
+
+def _named_method(config: Any, method: Any) -> str | None:
+    """Return the method that the argument or the configuration names; None if neither does."""
+    section = _config_sections(config).get("method")
+    named = section if isinstance(section, str) else _as_dict(section).get("name")
+    for given in (method, named):
+        if given is not None and not isinstance(given, str):
+            raise ConfigError(f"method should be a string; given {describe(given)}")
+    if method and named and method.lower() != named.lower():
+        raise ConfigError(f"method is {method!r} and the config's method is {named!r}; give one of the two")
+    name: str | None = method or named
+    return name
+
+
+def _check_plays(name: str) -> None:
+    """Raise a `ConfigError` unless the method can learn from an environment; it names those that can."""
+    trainer_class = get_trainer(name)
+    if _plays(trainer_class):
+        return
+    data, offline = " and ".join(trainer_class.inputs), "samples" in trainer_class.inputs
+    raise ConfigError(
+        f"method {name!r} learns from {data} and cannot use an environment. Remove environment"
+        f"{' and give samples' if offline else ''}, or use a method that can: {', '.join(_playing_methods())}"
+    )
+
+
+def _playing_methods() -> list[str]:
+    """Return the methods that can use an environment, of those that are imported or trainkit's own.
+
+    Others are not imported, because the run does not name them.
+    """
+    found = []
+    for name in available_trainers():
+        try:
+            if (name in BUILT_IN or is_registered(name)) and _plays(get_trainer(name)):
+                found.append(name)
+        except TrainkitError:  # it cannot be used, so it is not recommended
+            continue
+    return found
+
+
+def _plays(trainer_class: type[Any]) -> bool:
+    """Return whether trainers of the class learn from rewards of text that they sample."""
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+    inputs = {*trainer_class.inputs}
+    return issubclass(trainer_class, AccelerateRLTrainer) and bool({"reward_fn", "environment"} & inputs)
 
 
 def _usual_method(present: list[str], samples: Any) -> str:

@@ -30,6 +30,8 @@ class Place(NamedTuple):
     """The number of the row in the stream, counted over all epochs."""
     epoch: int = 0
     """How often the stream has passed the whole dataset before."""
+    row: int | None = None
+    """The index of the row in the dataset, for error messages; None if it is not known."""
 
 
 PLACE = "__place__"
@@ -48,7 +50,11 @@ def generator(seed: int, purpose: str, *keys: int, device: torch.device | str = 
     return torch.Generator(device).manual_seed(derive_seed(seed, purpose, *keys))
 
 
-def check_seed(seed: Any, what: str) -> int | None:
+SEEDED = {"seed": "how a response is sampled", "episode_seed": "the random numbers of an environment"}
+"""The columns of rows that are seeds, and what they decide."""
+
+
+def check_seed(seed: Any, what: str, column: str = "seed") -> int | None:
     """Return the ``seed`` of a prompt as a non-negative integer; None if it has none.
 
     Raises:
@@ -58,7 +64,7 @@ def check_seed(seed: Any, what: str) -> int | None:
         return None
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
         raise DataError(
-            f"{what} has the seed {describe(seed)}; the column 'seed' decides how a response is sampled and should be "
+            f"{what} has the {column} {describe(seed)}; the column {column!r} decides {SEEDED[column]} and should be "
             "a non-negative integer. Give one, or rename the column"
         )
     return int(seed)
@@ -93,7 +99,7 @@ def response_seeds(
     found: list[int] = []
     for index, (row, query) in enumerate(zip(rows, queries, strict=True)):
         own, place = check_seed(row.get("seed"), f"prompt {index}"), row.get(PLACE)
-        key = (-1 if own is None else own, *query) if place is None else tuple(place)
+        key = (-1 if own is None else own, *query) if place is None else (place.position, place.epoch)
         number = seen[key]
         seen[key] += 1
         if own is not None:
@@ -110,16 +116,23 @@ def episode_seeds(
 ) -> list[int]:
     """Return the seed of each row's environment, as `response_seeds`, but the same for all responses to a row.
 
-    Responses to one row are compared with each other, so their environments must set the same task.
+    Responses to one row are compared with each other, so their environments must set the same task. A column
+    ``episode_seed`` of a row is its seed: an episode that is played again.
     """
-    pairs = zip(rows, queries, strict=True)
-    return [response_seeds(seed, f"{purpose} environment", [row], [query])[0] for row, query in pairs]
+    found = []
+    for row, query in zip(rows, queries, strict=True):
+        own = row.get("episode_seed")
+        found.append(response_seeds(seed, f"{purpose} environment", [row], [query])[0] if own is None else own)
+    return found
 
 
 def placed(rows: Iterable[Mapping[str, Any]], first: int = 0) -> list[dict[str, Any]]:
     """Return the rows with places from position ``first`` on; rows with a column ``seed`` get none."""
     found = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
-    return [row if row.get("seed") is not None else {**row, PLACE: Place(p)} for p, row in enumerate(found, first)]
+    return [
+        row if row.get("seed") is not None else {**row, PLACE: Place(first + index, row=index)}
+        for index, row in enumerate(found)
+    ]
 
 
 def turn_seed(response: int, turn: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
 from torch import Tensor
 
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Sequences, TRLConfig, register_trainer
@@ -23,7 +22,7 @@ class DistillationConfig(MethodConfig):
 
     name: str = "_test_distillation"
     """The registered name."""
-    teacher: str | dict[str, Any] = Field(default_factory=lambda: tiny_gpt2(10, initializer_range=0.5))
+    teacher: str | dict[str, Any]
     """The teacher: a hub id, a directory, or the fields of a model config."""
     divergence: Literal["reverse", "forward", "jensen_shannon"] = "reverse"
     """The divergence of the student from the teacher."""
@@ -39,6 +38,16 @@ class DistillationTrainer(AccelerateRLTrainer[DistillationConfig]):
     def __init__(self, config: TRLConfig[DistillationConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.teacher = self.frozen(self.method.teacher)
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Return a teacher for the tokenizer of tests."""
+        return {"config": {"method": {"teacher": tiny_gpt2(10, initializer_range=0.5)}}}
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return another teacher."""
+        return {"teacher": {"method.teacher": tiny_gpt2(10, initializer_range=0.2)}}
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> Sequences:
         """Return the sampled responses [B, T]."""

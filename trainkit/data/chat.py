@@ -104,7 +104,7 @@ class Chat:
             raise DataError(
                 f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Set the "
                 "template that your model was trained with, or a plain one:\n"
-                "    from trainkit.data.chat import PLAIN_TEMPLATE\n"
+                "    from trainkit.data import PLAIN_TEMPLATE\n"
                 "    tokenizer.chat_template = PLAIN_TEMPLATE  # then trainkit.train(..., tokenizer=tokenizer)"
             )
         template: str = self.tokenizer.get_chat_template(tools=self.settings.get("tools"))

@@ -30,7 +30,7 @@ from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import Chat, is_conversation
 from trainkit.data.pipeline import check_text, is_stream
 from trainkit.errors import DataError, describe
-from trainkit.seeding import check_seed
+from trainkit.seeding import SEEDED, check_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,11 +86,11 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
-def prompt_rows(prompts: Prompts, *, needed: bool = True) -> list[Row]:
+def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False) -> list[Row]:
     """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
 
     A prompt is text or a conversation, or a dict with one of them under ``prompt``. Unless prompts are ``needed``, a
-    dict may lack it: an environment gives the prompt.
+    dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``.
 
     Raises:
         DataError: there are no prompts, or one is not text, is empty or cannot be encoded; names its index.
@@ -109,12 +109,13 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True) -> list[Row]:
             raise _wrong(row, "prompt", f"prompt {index}")
         if (needed or row.get("prompt") is not None) and not is_conversation(row["prompt"]):
             check_text(row["prompt"], f"prompt {index}")
-        if taken := [name for name in row if name in GIVEN]:
+        if taken := [name for name in row if name in GIVEN and not (replayed and name == "episode_seed")]:
             raise DataError(
-                f"prompt {index} has a column {taken[0]!r}, and reward functions get {', '.join(GIVEN)} from trainkit; "
-                "rename the column"
+                f"prompt {index} has a column {taken[0]!r}, and trainkit gives reward functions or environments "
+                f"{', '.join(GIVEN)} itself; rename the column"
             )
-        check_seed(row.get("seed"), f"prompt {index}")
+        for column in SEEDED:
+            check_seed(row.get(column), f"prompt {index}", column)
         rows.append(row)
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")

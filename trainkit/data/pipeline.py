@@ -50,9 +50,12 @@ class Pipeline:
 
     def take(self, start: int, count: int, *, rank: int = 0, world: int = 1) -> list[Row]:
         """Return rows ``start`` to ``start + count``, with their `PLACE`; on process ``rank``, every world-th."""
-        positions = range(start + rank, start + count, world)
-        places = [Place(p, p // len(self)) for p in positions]
-        return [{**self.rows[self.order(at.epoch)[at.position % len(self)]], PLACE: at} for at in places]
+        found = []
+        for position in range(start + rank, start + count, world):
+            epoch, at = divmod(position, len(self))
+            index = self.order(epoch)[at]
+            found.append({**self.rows[index], PLACE: Place(position, epoch, index)})
+        return found
 
 
 WINDOW = 256
@@ -138,8 +141,13 @@ class PromptEncoder:
         self.tokenizer, self.budget, self.overlong, self.ends = tokenizer, budget, overlong, ends
         self._known: dict[str, list[int]] = {}  # prompts recur with every sample and every epoch
 
-    def __call__(self, prompt: Any, what: str = "the prompt") -> list[int]:
+    def __call__(self, prompt: Any, what: str = "the prompt", *, may_drop: bool = False) -> list[int]:
         """Return the token ids of a prompt, which is text, or ids that are used unchanged.
+
+        Args:
+            prompt: the prompt.
+            what: names it in errors.
+            may_drop: it is one of a list of prompts, from which ``overlong="drop"`` would remove it.
 
         Raises:
             DataError: the prompt is not text, or has no tokens or too many; ``what`` names it.
@@ -161,11 +169,12 @@ class PromptEncoder:
             return ids
         if self.overlong == "truncate":
             return ids[-self.budget :]
+        ways = "'truncate' or 'drop'" if may_drop else "'truncate'"
         room = "are read" if self.ends else "leave room for the response"
         raise DataError(
             f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. Shorten it, "
             f"{'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if that is the limit, "
-            "or set rollout.overlong_prompts to 'truncate' or 'drop'"
+            f"or set rollout.overlong_prompts to {ways}"
         )
 
     def _encode(self, prompt: str, what: str) -> list[int]:
@@ -189,7 +198,7 @@ class PromptEncoder:
             overlong += too_long
             if too_long and self.overlong == "drop":
                 continue
-            self(row["prompt"], f"prompt {index}")
+            self(row["prompt"], f"prompt {index}", may_drop=True)
             kept.append(row)
         if not kept:
             raise DataError(

@@ -16,22 +16,33 @@ from trainkit.errors import ConfigError, TrainkitError, suggest
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Return the function that ``FILE.py:FUNCTION`` or ``module:FUNCTION`` names.
+    """Return the function or class that ``FILE.py:NAME`` or ``module:NAME`` names.
 
     Raises:
         ConfigError: it is not of that form, there is no such file, module or function, or importing it failed.
     """
     source, _, name = reference.rpartition(":")
     if not source or not name:
-        raise ConfigError(f"given {reference!r}; write FILE.py:FUNCTION or module:FUNCTION")
+        raise ConfigError(f"given {reference!r}; write FILE.py:NAME or module:NAME")
     module = load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        choices = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        own = _own(module)
         raise ConfigError(
-            f"{source} has no function {name!r}{suggest(name, choices)}; it has: {', '.join(choices) or 'none'}"
+            f"{source} has no function or class {name!r}{suggest(name, own)}; it has: {', '.join(own) or 'none'}"
         )
     return function
+
+
+def _own(module: ModuleType) -> list[str]:
+    """Return the names of the functions and classes that are defined in a module, not imported into it."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
 
 
 def load_file(path: Path) -> ModuleType:

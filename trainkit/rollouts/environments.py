@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from trainkit.config import EnvironmentConfig
 from trainkit.data import Row, finite, is_conversation
+from trainkit.data.batches import columns_of
 from trainkit.data.formats import plain
 from trainkit.errors import ConfigError, EpisodeError, describe
 from trainkit.seeding import PLACE
@@ -73,8 +74,42 @@ def check_maker(maker: Any) -> EnvironmentMaker:
             f"the environment {maker.__qualname__} has no method step; write step(output) -> Turn(observation, reward, "
             "done)"
         )
+    name = getattr(maker, "__qualname__", type(maker).__qualname__)
+    define = "def __init__(self, row)" if inspect.isclass(maker) else f"def {name}(row)"
+    if why := _misfit(maker, "row"):
+        raise ConfigError(f"the environment is made by {name}(row), which cannot be called so: {why}; write {define}")
+    if inspect.isclass(maker) and (why := _wrong_method(maker)):
+        raise ConfigError(f"the environment {name}: {why}")
     made: EnvironmentMaker = maker
     return made
+
+
+METHODS = {"reset": (), "step": ("output",)}
+"""The methods of an environment and their arguments."""
+
+
+def _wrong_method(environment: Any) -> str:
+    """Return which method of an environment, or of a class of environments, takes other arguments; empty if none."""
+    for name, arguments in METHODS.items():
+        plain_function = inspect.isfunction(inspect.getattr_static(environment, name, None))
+        given = ("self", *arguments) if inspect.isclass(environment) and plain_function else arguments
+        if why := _misfit(getattr(environment, name, None), *given):
+            called = f"{name}({', '.join(arguments)})"
+            return f"{called} cannot be called so: {why}; write def {name}({', '.join(('self', *arguments))})"
+    return ""
+
+
+def _misfit(function: Any, *arguments: str) -> str:
+    """Return why ``function`` cannot be called with so many arguments; empty if it can, or if that is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no function, or one without a signature, such as those written in C
+        return ""
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 @dataclass
@@ -82,23 +117,44 @@ class Episode:
     """An episode while it is played."""
 
     row: Row
-    index: int
-    """The number of its row in the batch, for error messages."""
     name: str
     """The environment's class, for error messages."""
     environment: Any = None
-    turns: int = 0
-    """Outputs so far."""
-    failed: bool = False
-    """Whether the environment has failed, with ``on_error: fail_episode``."""
+    turn: int = 0
+    """The number of the turn, from 1; 0 before the first output."""
+    failure: str = ""
+    """How the environment has failed, with ``on_error: fail_episode``."""
 
     def fault(self, what: str) -> EpisodeError:
-        """Return the error that ``what`` happened in this episode."""
-        prompt = describe(self.row.get("prompt"), 40) if self.row.get("prompt") is not None else "no prompt"
+        """Return the error that ``what`` happened in this episode; it names the prompt and its columns."""
+        place, columns = self.row.get(PLACE), columns_of([self.row])
+        index = None if place is None else place.row
+        known = {name: values[0] for name, values in columns.items() if name != "episode_seed"}
+        if self.row.get("prompt") is not None:
+            known = {"prompt": self.row["prompt"], **known}
+        told = [f"{name} {_short(value, 40)}" for name, value in known.items()]
+        seed = f"episode_seed {self.row.get('episode_seed')}"
         return EpisodeError(
-            f"{self.name}, row {self.index} ({prompt}, episode_seed {self.row.get('episode_seed')}), "
-            f"turn {self.turns}: {what}"
+            f"{self.name}, {'a prompt' if index is None else f'prompt {index}'} "
+            f"({', '.join([*told[:MOST_COLUMNS], *['…'] * (len(told) > MOST_COLUMNS), seed])})"
+            f"{f', turn {self.turn}' if self.turn else ''}: {what}"
         )
+
+    def fail(self, error: EpisodeError, config: EnvironmentConfig) -> Turn:
+        """End the episode as failed, and return its last turn. With ``on_error: raise``, raise ``error`` instead."""
+        if config.on_error == "raise":
+            raise error
+        self.failure = str(error)
+        return Turn("", config.fail_reward, done=True)
+
+
+MOST_COLUMNS = 6
+"""Columns of a prompt that errors quote."""
+
+
+def _short(value: Any, limit: int) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig) -> tuple[list[Episode], list[Any]]:
@@ -115,7 +171,7 @@ def make(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig
 
 def _made(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfig) -> list[Episode]:
     name = getattr(maker, "__qualname__", type(maker).__qualname__)
-    episodes = [Episode(row, index, name) for index, row in enumerate(rows)]
+    episodes = [Episode(row, name) for row in rows]
     columns = [{key: value for key, value in row.items() if key != PLACE} for row in rows]
     made = call_all([lambda row=row: maker(row) for row in columns], config)  # type: ignore[misc]
     for episode, result in zip(episodes, made, strict=True):
@@ -125,7 +181,12 @@ def _made(maker: EnvironmentMaker, rows: Sequence[Row], config: EnvironmentConfi
                 f"the environment {describe(episode.environment)} has no method step; write step(output) -> "
                 "Turn(observation, reward, done)"
             )
+        if not inspect.isclass(maker) and (why := _wrong_method(episode.environment)):
+            raise episode.fault(f"the environment {describe(episode.environment)}: {why}")
     return episodes
+
+
+TEXT_OR_MESSAGES = "text, or a list of messages, which are dicts with 'role' and 'content'; neither may be empty"
 
 
 def _prompt(episode: Episode, given: Any) -> Prompt | None:
@@ -133,13 +194,15 @@ def _prompt(episode: Episode, given: Any) -> Prompt | None:
     if isinstance(given, Turn):
         raise episode.fault("reset() returned a Turn; an episode cannot be done at reset. Return the prompt")
     if given is not None and not (isinstance(given, str) and given) and not is_conversation(given):
-        raise episode.fault(f"reset() returned {describe(given)}; return text or messages, which are not empty")
+        raise episode.fault(f"reset() returned {describe(given)}; return {TEXT_OR_MESSAGES}")
     prompt: Prompt | None = given
     return prompt
 
 
 def step(episodes: Sequence[Episode], outputs: Sequence[str], config: EnvironmentConfig) -> list[Turn]:
     """Give each episode its output, and return the answers. An episode that fails ends, with ``fail_reward``.
+
+    The turn of each episode is counted before, so that errors about the answer have its number.
 
     Raises:
         EpisodeError: an environment raised an exception, took too long or returned something else than a `Turn`,
@@ -151,27 +214,27 @@ def step(episodes: Sequence[Episode], outputs: Sequence[str], config: Environmen
     ]
     turns = []
     for episode, result in zip(episodes, call_all(calls, config), strict=True):
+        episode.turn += 1
         try:
             turns.append(_turn(episode, _value(episode, result, "step(output)")))
-        except EpisodeError:
-            if config.on_error == "raise":
-                raise
-            episode.failed = True
-            turns.append(Turn("", config.fail_reward, done=True))
-        episode.turns += 1
+        except EpisodeError as error:
+            turns.append(episode.fail(error, config))
     return turns
 
 
 def _value(episode: Episode, result: Result, what: str) -> Any:
-    """Return the result of a call; raise an `EpisodeError` if it failed."""
-    if result.error is None:
+    """Return the result of a call; raise an `EpisodeError` if it failed. `KeyboardInterrupt` is raised unchanged."""
+    error = result.error
+    if error is None:
         return result.value
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     told = (
-        f"{what} took longer than environment.timeout, {result.error}; it is not waited for"
-        if isinstance(result.error, TimeoutError) and result.given_up
-        else f"{what} raised {type(result.error).__name__}: {result.error}"
+        f"{what} took longer than environment.timeout, {error}; it is not waited for"
+        if isinstance(error, TimeoutError) and result.given_up
+        else f"{what} raised {type(error).__name__}{f': {error}' if str(error) else ''}"
     )
-    raise episode.fault(told) from result.error
+    raise episode.fault(told) from error
 
 
 def _turn(episode: Episode, value: Any) -> Turn:
@@ -190,8 +253,8 @@ def _turn(episode: Episode, value: Any) -> Turn:
     seen = value.observation
     if not done and not (isinstance(seen, str) and seen) and not is_conversation(seen):
         raise episode.fault(
-            f"the observation of its Turn is {describe(seen)}; it should be text or messages, not empty, unless the "
-            "episode is done"
+            f"the observation of its Turn is {describe(seen)}; unless the episode is done, it should be "
+            f"{TEXT_OR_MESSAGES}"
         )
     return Turn(seen, reward, done)
 
@@ -281,11 +344,19 @@ class _Threads:
                 self._spawn()
 
 
+async def _caught(waiting: Awaitable[Any]) -> Result:
+    """Return the result of a coroutine. Of a task, asyncio would pass SystemExit on, and end all others with it."""
+    try:
+        return Result(await waiting)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return Result(error=error)
+
+
 def _late(config: EnvironmentConfig) -> TimeoutError:
     return TimeoutError(f"{config.timeout:g} s")
 
 
-def _await_all(waiting: Sequence[Coroutine[Any, Any, Any]], config: EnvironmentConfig) -> list[Result]:
+def _await_all(waiting: Sequence[Awaitable[Any]], config: EnvironmentConfig) -> list[Result]:
     """Run coroutines, up to ``config.workers`` at a time, in an event loop in a thread of its own."""
     if not waiting:
         return []
@@ -294,17 +365,13 @@ def _await_all(waiting: Sequence[Coroutine[Any, Any, Any]], config: EnvironmentC
 
     async def one(index: int, places: asyncio.Semaphore) -> None:
         async with places:
-            task = asyncio.ensure_future(waiting[index])
+            task = asyncio.ensure_future(_caught(waiting[index]))
             done, _ = await asyncio.wait([task], timeout=config.timeout)
             if not done:
                 task.cancel()
                 found[index] = Result(error=_late(config), given_up=True)
-            elif task.cancelled():
-                found[index] = Result(error=asyncio.CancelledError())
-            elif (error := task.exception()) is not None:
-                found[index] = Result(error=error)
             else:
-                found[index] = Result(task.result())
+                found[index] = Result(error=asyncio.CancelledError()) if task.cancelled() else task.result()
 
     async def every() -> None:
         places = asyncio.Semaphore(config.workers)

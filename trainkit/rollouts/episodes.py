@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,15 @@ from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import Chat, Rollouts, Row, is_conversation
 from trainkit.data.chat import SETTINGS
 from trainkit.data.pipeline import encode_text
-from trainkit.errors import DataError, describe
+from trainkit.errors import DataError, EpisodeError, describe
 from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
 from trainkit.rollouts.sampler import assemble, decode, placed_at
 from trainkit.seeding import PLACE, turn_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 Sample = Callable[[list[Row], list[list[int]], SamplingConfig, list[int]], Rollouts]
 """Samples one response for each (row, context as token ids, seed)."""
@@ -95,6 +98,7 @@ class Player:
         self.seconds = 0.0
         """Time spent in environments by the last call."""
         self._proven: set[str] = set()
+        self._warned = False
 
     def __call__(
         self, rows: list[Row], settings: SamplingConfig, seeds: Sequence[int], sample: Sample, eos: Sequence[int]
@@ -109,8 +113,8 @@ class Player:
             eos: the token ids that end an output.
 
         Raises:
-            EpisodeError: an environment failed, or returned something invalid.
-            DataError: a prompt or an observation does not fit into the context, or the template cannot render it.
+            EpisodeError: an environment failed or returned something invalid; a prompt does not fit into the context,
+                or an observation cannot fit into it; or the tokenizer or its chat template cannot write one of them.
         """
         self.seconds = 0.0
         episodes, prompts = self._timed(lambda: make(self.maker, rows, self.config))
@@ -137,7 +141,14 @@ class Player:
             raise episode.fault(
                 "reset() returned no prompt, and the row has none; return one, or give rows with a prompt"
             )
-        what = f"the prompt of {episode.name}, row {episode.index}"
+        try:
+            return self._written(episode, given, seed)
+        except DataError as error:
+            raise episode.fault(str(error)) from error
+
+    def _written(self, episode: Episode, given: Prompt, seed: int) -> _Script:
+        """Return the script that begins with a prompt."""
+        what = "its prompt"
         if is_conversation(given):
             messages = [dict(message) for message in given]
             text = self._chat(episode, what).prompt(messages)
@@ -154,15 +165,24 @@ class Player:
         return _Script(ids, seed, text, messages)
 
     def check_template(self, messages: Sequence[Mapping[str, Any]], row: Row, what: str) -> None:
-        """Check that the chat template keeps earlier messages, once for each kind of conversation.
+        """Check that the chat template renders all messages, and keeps them, once for each kind of conversation.
 
         Raises:
-            DataError: as `check_template`.
+            DataError: it does not render a message; or as `check_template`.
         """
-        kind = repr(([message.get("role") for message in messages], [row.get(name) for name in SETTINGS]))
-        if kind not in self._proven:
-            check_template(self.tokenizer, [dict(message) for message in messages], row, what)
-            self._proven.add(kind)
+        told = [dict(message) for message in messages]
+        if self._is_new("prompt", row, *[message.get("role") for message in told]):
+            chat = Chat(self.tokenizer, row, what)
+            for index in range(len(told)):
+                if _is_ignored(chat, told, index):
+                    raise DataError(f"{what}, message {index}: {_ignores(told[index])}")
+            check_template(self.tokenizer, told, row, what)
+
+    def _is_new(self, kind: str, row: Row, *roles: Any) -> bool:
+        """Return whether this is called for the first time with this kind of messages, their roles and settings."""
+        key, known = repr((kind, roles, [row.get(name) for name in SETTINGS])), len(self._proven)
+        self._proven.add(key)
+        return len(self._proven) > known
 
     def _chat(self, episode: Episode, what: str) -> Chat:
         return Chat(self.tokenizer, episode.row, what)
@@ -201,51 +221,79 @@ class Player:
 
     def _answer(self, episode: Episode, script: _Script, turn: Turn, eos: Sequence[int]) -> None:
         """Record the reward of an output, and append the observation if the episode goes on."""
+        ids: list[int] = []
+        if not turn.done and episode.turn < self.max_turns:
+            try:
+                ids = self._observed(episode, script, turn.observation, eos)
+            except EpisodeError as error:
+                turn = episode.fail(error, self.config)
         script.rewards[-1] = turn.reward
         script.said[-1] |= {"reward": turn.reward, "observation": "" if turn.done else turn.observation}
-        script.terminated = turn.done and not episode.failed
-        script.done = turn.done or episode.turns >= self.max_turns
+        if episode.failure:
+            script.said[-1]["error"] = episode.failure
+            self._warn(episode)
+        script.terminated = turn.done and not episode.failure
+        no_room = self.max_tokens is not None and len(script.context) + len(ids) >= self.max_tokens
+        script.done = turn.done or episode.turn >= self.max_turns or no_room
         if script.done:
-            return
-        ids = self._observed(episode, script, turn.observation, eos)
-        if self.max_tokens is not None and len(ids) > self.max_tokens:
-            raise episode.fault(
-                f"its observation has {len(ids)} tokens, and an episode may have {self.max_tokens}; shorten it, or "
-                "raise rollout.max_episode_tokens or train.seq_length"
-            )
-        if self.max_tokens is not None and len(script.context) + len(ids) >= self.max_tokens:
-            script.done = True  # no room for another output: truncated
             return
         script.ids += ids
         script.sampled += [False] * len(ids)
         script.rewards += [0.0] * len(ids)
 
+    def _warn(self, episode: Episode) -> None:
+        """Log the first failed episode; the others are counted."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s. The episode ends with the reward %g, because environment.on_error is 'fail_episode'. This is the "
+                "first failure, and further ones are not logged: the metric environment/failures is their share, and "
+                "samples.jsonl has the reason under 'error' in the last turn of a failed episode",
+                episode.failure,
+                self.config.fail_reward,
+            )
+
     def _observed(self, episode: Episode, script: _Script, observation: Prompt, eos: Sequence[int]) -> list[int]:
-        """Return the token ids of an observation, with the template's own text around it if there is one."""
-        what = f"the observation of {episode.name}, row {episode.index}, turn {episode.turns}"
+        """Return the token ids of an observation, with the template's own text around it if there is one.
+
+        Raises:
+            EpisodeError: it cannot be written or encoded, or is longer than an episode may be.
+        """
+        try:
+            text = self._text_of(episode, script, observation, eos)
+            ids = encode_text(self.tokenizer, text, "its observation")
+        except DataError as error:
+            raise episode.fault(str(error)) from error
+        if not ids:
+            raise episode.fault(f"its observation {describe(text)} has no tokens; give text that the tokenizer keeps")
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            raise episode.fault(
+                f"its observation has {len(ids)} tokens, and an episode may have {self.max_tokens}; shorten it, or "
+                "raise rollout.max_episode_tokens or train.seq_length"
+            )
+        return ids
+
+    def _text_of(self, episode: Episode, script: _Script, observation: Prompt, eos: Sequence[int]) -> str:
+        """Return the text between the last output and the next one; append the observation to the messages."""
         if script.messages is None:
-            if not isinstance(observation, str):
-                raise episode.fault(
-                    "its observation is messages, and its prompt is text; return text in both or neither"
-                )
-            return self._encoded(episode, observation, what)
-        new = [{"role": "user", "content": observation}] if isinstance(observation, str) else [*map(dict, observation)]
-        chat = self._chat(episode, what)
+            if isinstance(observation, str):
+                return observation
+            raise episode.fault("its observation is messages, and its prompt is text; return text in both or neither")
+        new = _observation(episode, observation)
+        chat = self._chat(episode, "its observation")
         before = chat.prompt(script.messages) + PROBE
         script.messages = [*_answered(script.messages, PROBE), *new]
         whole = chat.prompt(script.messages)
         if not whole.startswith(before):
-            raise _rewritten(what, before, whole)
+            raise _rewritten("its observation", before, whole)
+        for index, message in enumerate(new, len(script.messages) - len(new)):
+            new_role = self._is_new("observation", episode.row, message["role"])
+            if new_role and _is_ignored(chat, script.messages, index):
+                raise episode.fault(_ignores(message))
         text, last = whole[len(before) :], script.ids[-1]
         if last in eos:  # sampled, and so not written again
             text = text.removeprefix(decode(self.tokenizer, [[last]], skip_special_tokens=False)[0])
-        return self._encoded(episode, text, what)
-
-    def _encoded(self, episode: Episode, text: str, what: str) -> list[int]:
-        ids = encode_text(self.tokenizer, text, what)
-        if not ids:
-            raise episode.fault(f"its observation {describe(text)} has no tokens; give text that the tokenizer keeps")
-        return ids
+        return text
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -278,7 +326,7 @@ class Player:
             made,
             rewards=placed_at(after, torch.tensor([reward for script in scripts for reward in script.rewards])),
             turns=[script.said for script in scripts],
-            failed=torch.tensor([episode.failed for episode in episodes], device=made.terminated.device),
+            failed=torch.tensor([bool(episode.failure) for episode in episodes], device=made.terminated.device),
         )
 
 
@@ -323,6 +371,47 @@ def _answered(messages: Sequence[dict[str, Any]], output: str) -> list[dict[str,
     return [*messages, {"role": "assistant", "content": output}]
 
 
+def _observation(episode: Episode, observation: Prompt) -> list[dict[str, Any]]:
+    """Return an observation as messages.
+
+    Raises:
+        EpisodeError: a message is the assistant's, or its content is not text.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    for message in observation:
+        if message.get("role") == "assistant":
+            raise episode.fault(
+                "its observation has a message of the role 'assistant', which is that of the model's outputs; use "
+                "'user' or 'tool'"
+            )
+        if "role" in message and not isinstance(message.get("content"), str):
+            raise episode.fault(
+                f"its observation has a message of the role {message['role']!r} with the content "
+                f"{describe(message.get('content'))}; the content should be text"
+            )
+    return [dict(message) for message in observation]
+
+
+def _is_ignored(chat: Chat, messages: Sequence[dict[str, Any]], index: int) -> bool:
+    """Return whether the chat template renders the same text with another content of a message."""
+    content = messages[index].get("content")
+    if not isinstance(content, str):  # e.g. calls of tools, of which no other value is known
+        return False
+    other = {**messages[index], "content": PROBE if content.strip() != PROBE else f"{PROBE} {PROBE}"}
+    try:
+        return chat.prompt(messages) == chat.prompt([*messages[:index], other, *messages[index + 1 :]])
+    except DataError:  # the template reads the content, and refuses another one
+        return False
+
+
+def _ignores(message: Mapping[str, Any]) -> str:
+    return (
+        f"the chat template does not render the message of the role {message['role']!r} "
+        f"({describe(message['content'], 40)}); use a template that supports the role, or another role, such as 'user'"
+    )
+
+
 def _rewritten(what: str, before: str, whole: str) -> DataError:
     at = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
     return DataError(
@@ -342,10 +431,17 @@ def check_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[s
     for probe in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
         answered = told
         for number in range(2):
-            before = chat.prompt(answered) + probe
+            asked = chat.prompt(answered)
             answered = [*_answered(answered, probe), {"role": "user", "content": PROBE}]
             whole = chat.prompt(answered)
-            if not whole.startswith(before):
-                raise _rewritten(
-                    f"{what}, message {len(told) + 2 * number} (the assistant's {describe(probe)})", before, whole
+            if whole.startswith(asked + probe):
+                continue
+            which = f"{what}, message {len(told) + 2 * number} (a trial answer {probe!r})"
+            header, found, _ = whole.removeprefix(asked).partition(probe)
+            if whole.startswith(asked) and found and not header.isspace():
+                raise DataError(
+                    f"{which}: the chat template writes {describe(header)} before an answer, and not at the end of a "
+                    "prompt, so the model would answer without it. Use a template that writes it there too, if "
+                    "add_generation_prompt is true"
                 )
+            raise _rewritten(which, asked + probe, whole)

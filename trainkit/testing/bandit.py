@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from trainkit.data import Row
+from trainkit.rollouts import Environment, Turn
 from trainkit.testing import character_tokenizer, tiny_gpt2
 
 LETTERS = "abcdefgh"
@@ -58,6 +61,20 @@ class Bandit:
             "prompts": list(self.prompts),
             "logit_mask": torch.arange(len(self.tokenizer)) < len(LETTERS),
         }
+
+    @property
+    def environment(self) -> Callable[[Row], Environment]:
+        """The same task as an environment: an episode of one turn, which pays the entry of `rewards`."""
+        bandit = self
+
+        class Pays:
+            def __init__(self, row: Row) -> None:
+                self.prompt = row["prompt"]
+
+            def step(self, output: str) -> Turn:
+                return Turn(reward=bandit.reward([self.prompt], [output])[0], done=True)
+
+        return cast(Callable[[Row], Environment], Pays)
 
     @torch.no_grad()
     def logprobs(self, model: PreTrainedModel) -> Tensor:

@@ -129,6 +129,11 @@ class Subject:
         return self.causal and self.samples_text and self.rewarded
 
     @property
+    def needs_environment(self) -> bool:
+        """Whether the trainer learns only with an environment."""
+        return "environment" in self.trainer_class.inputs
+
+    @property
     def language(self) -> bool:
         """Whether the trainer trains language models."""
         return issubclass(self.trainer_class, AccelerateRLTrainer)
@@ -188,6 +193,10 @@ class Bench:
     def under(self, **usual: Any) -> Bench:
         """Return a bench whose trainers have further changes; checks can be run on it under another condition."""
         return Bench(self.subject, self.place(), **{**self.usual, **usual})
+
+    def in_one_turn(self) -> Bench:
+        """Return a bench whose trainers sample one response per prompt, also those that need an environment."""
+        return self.under(rollout__max_turns=1) if self.subject.needs_environment else self
 
     def place(self) -> Path:
         """Return the path of a new directory, which does not exist yet."""

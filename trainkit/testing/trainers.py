@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainkit.config import TRLConfig
+from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.rollouts import Turn
 from trainkit.testing import character_tokenizer, tiny_gpt2
@@ -93,6 +94,7 @@ def tiny_trainer(
         "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
         "train": {"batch_size": 8, **SHORT},
     }
+    _require_settings(cls, {**defaults["method"], **sections.get("method", {})})
     config: TRLConfig[Any] = TRLConfig.from_dict(
         {key: {**section, **sections.get(key, {})} for key, section in defaults.items()}
     ).update({"train.run_dir": str(run_dir), **{key.replace("__", "."): value for key, value in changes.items()}})
@@ -109,6 +111,19 @@ def tiny_trainer(
     else:
         trainer.add_eval_samples(samples)
     return trainer
+
+
+def _require_settings(cls: Any, given: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if the method has settings without a default, and `tiny_arguments` gives no values."""
+    fields = cls.method_class.model_fields
+    if missing := [name for name, field in fields.items() if field.is_required() and name not in given]:
+        values = ", ".join(f"{name!r}: ..." for name in missing)
+        raise ConfigError(
+            f"{cls.method_class.__qualname__} has no default for {' and '.join(missing)}, so tests need values; add to "
+            f"{cls.__qualname__} a class method tiny_arguments that returns {{'config': {{'method': {{{values}}}}}}}. "
+            f"A second language model has {len(character_tokenizer(LETTERS))} tokens: "
+            f"tiny_gpt2({len(character_tokenizer(LETTERS))})"
+        )
 
 
 def _rewards(inputs: tuple[str, ...]) -> list[Any] | None:

@@ -38,9 +38,6 @@ from trainkit.models.loading import (
     load_frozen_config,
     name_eos,
 )
-from trainkit.rollouts import (
-    check_scores,
-)
 from trainkit.runs import run
 from trainkit.seeding import global_rng
 from trainkit.trainer import dynamic, generation
@@ -289,9 +286,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 ``responses``: the token ids after the prompts, 1-D tensors; never text, which need not encode to the
                 ids that were sampled (S-09).
 
-                ``scores``: a number per response, or a list of numbers per response for rewards per token.
+                ``scores``: a number per response, or a list of numbers per response for rewards per token; with
+                ``rollouts`` also a tensor [B, T] of rewards per token, aligned with ``rollouts.sequences`` and 0 where
+                there is no response token, such as ``rollouts.rewards``.
             response_masks: which ids of each response were sampled, 1-D bool tensors; the others, e.g. those of a tool,
-                are attended to and not trained on. None: all of them.
+                are attended to and not trained on. None: all of them, which is an error with an environment.
 
         Returns:
             The metrics of this step, averaged over its optimizer steps.
@@ -301,7 +300,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             TypeError: the number of arguments is that of neither form.
         """
         rollouts, scores = generation.step_arguments(self, arguments, response_masks)
-        checked = check_scores(scores, rollouts, "step(scores=...)").to(self.accelerator.device)
+        checked = generation.given_scores(scores, rollouts)
         run.begin(self)
         self.store.clear()
         self._rollouts = [rollouts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from trainkit.config import RolloutConfig, SamplingConfig, TRLConfig
 from trainkit.data import Rollouts, Row, is_conversation
 from trainkit.data.pipeline import as_ids
-from trainkit.errors import ConfigError, DataError, PluginError, describe
+from trainkit.errors import ConfigError, DataError, PluginError, RewardError, describe
 from trainkit.models.loading import eos_ids, pad_id
-from trainkit.rollouts import Purpose, Sampler, assemble, cut_at_stop, decode
+from trainkit.rollouts import Purpose, Sampler, assemble, check_scores, cut_at_stop, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,12 +41,17 @@ def settings(config: TRLConfig[Any], overrides: Mapping[str, Any]) -> SamplingCo
 
 
 def prompts_as_rows(
-    prompts: Any, input_ids: Tensor | None, attention_mask: Tensor | None, pad: int | None = None
+    prompts: Any,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    pad: int | None = None,
+    call: str = "generate()",
 ) -> list[Row]:
     """Return rows from one prompt or several (text, dicts or ids), or from what a tokenizer returns.
 
     Raises:
-        DataError: both or neither are given, there are no prompts, or ids without a mask begin or end with ``pad``.
+        DataError: both or neither are given, there are no prompts, or ids without a mask begin or end with ``pad``;
+            the message names ``call``.
     """
     if (prompts is None) == (input_ids is None):
         raise DataError("generate() takes prompts, or input_ids (with their attention_mask); give one of the two")
@@ -55,6 +60,8 @@ def prompts_as_rows(
     one = isinstance(prompts, str | Mapping) or (isinstance(prompts, Tensor) and prompts.dim() == 1)
     if one or (is_conversation(prompts) and all("role" in message for message in prompts)):
         prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise DataError(f"{call} takes one prompt or a list of prompts; given {describe(prompts)}")
     rows = [dict(p) if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
     if not rows:
         raise DataError("prompts is empty; give at least one prompt")
@@ -143,6 +150,12 @@ def step_arguments(
         raise TypeError(f"step() got {len(arguments) + len(masks)} arguments, {first}; call {STEP_FORMS}")
     if not given:
         queries, responses, scores, mask = (*arguments, *masks, None)[:4]
+        if mask is None and getattr(trainer, "environment", None) is not None:
+            raise DataError(
+                "step(queries, responses, scores) would train on episodes without the environment's observations, "
+                "which are not among the responses; call step(rollouts, scores) with what play() returned, or give "
+                "response_masks, which say what the model sampled, and responses with the observations"
+            )
         return given_rollouts(trainer, queries, responses, mask), scores
     rollouts, scores = arguments
     if not len(rollouts):
@@ -150,6 +163,28 @@ def step_arguments(
     prompts = [query.tolist() for query in rollouts.queries]
     _check_groups(trainer, prompts)
     return rollouts.to(trainer.accelerator.device), scores
+
+
+def given_scores(scores: Any, rollouts: Rollouts) -> Tensor:
+    """Return the scores that were given to ``step``, [B] or [B, T].
+
+    Raises:
+        RewardError: they are not of the form that reward functions return, nor aligned with the sequences [B, T]; or a
+            number is not finite, or belongs to a token that is no response token.
+    """
+    mask = rollouts.sequences.response_mask
+    if not isinstance(scores, Tensor) or scores.shape != mask.shape:
+        return check_scores(scores, rollouts, "step(scores=...)").to(mask.device)
+    rewards = scores.to(mask.device, torch.float32)
+    for wrong, why in ((~rewards.isfinite(), "is not finite"), ((rewards != 0) & ~mask, "is at no response token")):
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise RewardError(
+                f"step(scores=...) is a tensor of shape {tuple(scores.shape)}, rewards per token, and the reward "
+                f"{float(rewards[row, column]):g} of row {row}, token {column}, {why}; give finite rewards where "
+                "rollouts.sequences.response_mask is true, and 0 elsewhere"
+            )
+    return rewards
 
 
 def given_rollouts(

@@ -146,7 +146,10 @@ class TextTrainer(AcceleratedLoop[M]):
             if getattr(config.rollout, key) != type(config.rollout).model_fields[key].default:
                 given.append(f"rollout.{key}")
         if given:
-            raise ConfigError(f"{', '.join(given)} is set, and there is no environment; give one, or remove it")
+            are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+            raise ConfigError(
+                f"{' and '.join(given)} {are} set, and there is no environment; give one, or remove {them}"
+            )
 
     def _length_limit(self) -> int | None:
         """Return the largest number of tokens of prompt and response together, or of each if they are read separately.
@@ -398,9 +401,28 @@ class TextTrainer(AcceleratedLoop[M]):
             return self._respond(rows, queries, settings, purpose, seeds)
 
         own = episode_seeds(self.config.train.seed, purpose, rows, self._queries(rows))
-        rows = [{**row, "episode_seed": seed} for row, seed in zip(rows, own, strict=True)]
+        rows = [{**self._numbered(row), "episode_seed": seed} for row, seed in zip(rows, own, strict=True)]
         eos = eos_ids(self.unwrapped.model, self.tokenizer)
         return self.player(rows, settings, seeds, sample, eos).to(self.accelerator.device)
+
+    def _numbered(self, row: Row) -> Row:
+        """Return a row without its index if prompts were dropped: it is then not the index in the user's list."""
+        if PLACE not in row or self.config.rollout.overlong_prompts != "drop":
+            return row
+        return {**row, PLACE: row[PLACE]._replace(row=None)}
+
+    def fill_store(self) -> None:
+        """Fill the store with one collection; log a warning if all of its episodes failed."""
+        super().fill_store()
+        if self.environment is None or self.config.environment.on_error == "raise":
+            return
+        failures = [turns[-1]["error"] for part in self._rollouts for turns in part.turns or [] if "error" in turns[-1]]
+        mine = [(len(failures), sum(len(part) for part in self._rollouts), failures[:1])]
+        counts = self.gather(mine)
+        failed, played = sum(count for count, _, _ in counts), sum(count for _, count, _ in counts)
+        if 0 < failed == played and self.accelerator.is_main_process:
+            reason = next(first[0] for _, _, first in counts if first)
+            log.warning("step %d: all %d episodes of the collection failed: %s", self.progress.step, played, reason)
 
     def _respond(
         self,
@@ -460,6 +482,9 @@ class TextTrainer(AcceleratedLoop[M]):
         """
         self._check_generates("generate()")
         given = generation.prompts_as_rows(prompts, input_ids, attention_mask, self.tokenizer.pad_token_id)
+        for index, row in enumerate(given):
+            if row.get("prompt") is None:
+                raise DataError(f"generate() needs prompts, and row {index} has none; {self._instead_of_prompts}")
         rows = written_prompts(given, self.tokenizer)
         if self.config.train.resume:
             run.begin(self)  # the random numbers follow from the progress of the resumed run
@@ -469,6 +494,12 @@ class TextTrainer(AcceleratedLoop[M]):
         with self._discarding_records():
             rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
+
+    @property
+    def _instead_of_prompts(self) -> str:
+        if self.environment is None:
+            return "give it under the key 'prompt'"
+        return "the environment of this run gives the prompt: call play(rows), which plays episodes with it"
 
     def _check_generates(self, given: str) -> None:
         if not self.generates:
@@ -486,18 +517,23 @@ class TextTrainer(AcceleratedLoop[M]):
         """Play an episode with the environment for each prompt, and return the episodes; training is not affected.
 
         Args:
-            prompts: one prompt or several, as for `generate`; rows without a prompt if the environment gives it. None:
-                the evaluation prompts.
+            prompts: one prompt or several, as for `generate`; rows without a prompt if the environment gives it. A row
+                may have the ``episode_seed`` of another episode, which is then the seed of this one, too. None: the
+                evaluation prompts.
             **overrides: sampling settings over those of ``config.rollout``.
 
         Raises:
             ConfigError: there is no environment, or a setting does not exist or its value is not allowed.
+            DataError: there are no rows, or they are no prompts.
             EpisodeError: the environment failed, or returned something invalid.
         """
         if self.environment is None:
             raise ConfigError("play() needs an environment; give environment= to trainkit.train or to the trainer")
-        given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None)
-        rows, settings = self.read_prompts(given), self.settings(**overrides)
+        if prompts is None and not self.eval_rows:
+            raise DataError("play() plays the evaluation prompts, and there are none; give rows: play([{}, {}])")
+        given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None, call="play()")
+        rows = self.fit_prompts(prompt_rows(given, needed=False, replayed=True))
+        settings = self.settings(**overrides)
         if self.config.train.resume:
             run.begin(self)  # as in `generate`
         rows = placed(rows, self.progress.generated)

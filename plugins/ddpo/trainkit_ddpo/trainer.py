@@ -422,4 +422,5 @@ def _refuse_unused(config: TRLConfig[Any]) -> None:
     ]
     given += ["train.seq_length"] if config.train.seq_length is not None else []
     if given:
-        raise ConfigError(f"{', '.join(given)} is set, but does not apply to images, which ddpo makes; remove it")
+        verbs = ("is set, but does", "it") if len(given) == 1 else ("are set, but do", "them")
+        raise ConfigError(f"{' and '.join(given)} {verbs[0]} not apply to images, which ddpo makes; remove {verbs[1]}")

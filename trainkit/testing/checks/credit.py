@@ -481,12 +481,10 @@ def learns(bench: Bench) -> None:
     comparison with the wrong row.
     """
     subject = bench.subject
-    if credited(subject):
+    if credited(subject) or subject.needs_environment:
         _finds_rewards(bench)
-    elif subject.samples_text and not subject.rewarded:
-        _loss_falls(bench)
     elif subject.samples_text:
-        _improves(bench)
+        _loss_falls(bench)
     elif subject.language and "pairs" in subject.trainer_class.inputs:
         _prefers_the_chosen(bench)
     elif not subject.writes_text:
@@ -511,7 +509,10 @@ def _finds_rewards(bench: Bench) -> None:
     bandit = Bandit()
     # an algorithm that keeps nothing of equally good responses ends where it has learnt the bandit
     changes = {**RUN, "rollout__max_new_tokens": 1, "train__total_steps": 20 if bench.subject.keeps else 60}
-    trainer = bench.trainer(arguments=bandit.arguments, **changes)
+    arguments = bandit.arguments
+    if bench.subject.needs_environment:
+        arguments |= {"environment": bandit.environment, "reward_fn": None}
+    trainer = bench.trainer(arguments=arguments, **changes)
     before = _expected(bandit, trainer)
     trainer.learn()
     after, best = _expected(bandit, trainer), float(bandit.rewards.max(1).values.mean())

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trainkit.config import TRLConfig, default_config
+from trainkit.config import TRLConfig
 from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import ConfigError, DataError, NonFiniteError, RewardError, TrainkitError
 from trainkit.testing.checks.fields import (
@@ -39,12 +39,16 @@ def config_round_trip(bench: Bench) -> None:
 
     A run is resumed, shared and compared by its config.yaml. A setting that is lost there or not described is useless.
     """
-    config = default_config(bench.subject.name)
+    required = _required(bench.subject)
+    config: TRLConfig[Any] = TRLConfig.from_dict({"method": {"name": bench.subject.name, **required}})
     for each in (config, *_changed(bench, config)):
         _require_round_trips(bench, each)
     for name, field in config.method.__class__.model_fields.items():
         require(field.description, f"method.{name} has no docstring below it, which is its help text")
-        require(not field.is_required(), f"method.{name} has no default")
+        require(
+            not field.is_required() or name in required,
+            f"method.{name} has no default, and tiny_arguments gives no value for it",
+        )
         if is_number(field):
             require(bounds(field), f"method.{name} is a number without bounds; write Field({field.default!r}, ge=...)")
     for section, values in config.method.section_defaults.items():
@@ -56,6 +60,13 @@ def config_round_trip(bench: Bench) -> None:
     except ValidationError:
         return
     require(False, "the method's settings can be assigned to; keep the config frozen, as MethodConfig is")
+
+
+def _required(subject: Subject) -> dict[str, Any]:
+    """Return the values that `tiny_arguments` gives to the settings of the method that have no default."""
+    fields = subject.trainer_class.method_class.model_fields
+    given = subject.trainer_class.tiny_arguments().get("config", {}).get("method", {})
+    return {name: value for name, value in given.items() if fields[name].is_required()}
 
 
 def _changed(bench: Bench, config: TRLConfig[Any]) -> Iterator[TRLConfig[Any]]:
@@ -154,7 +165,7 @@ def _unknown_field(subject: Subject) -> None:
 
 
 def _configured(subject: Subject, field: str, value: Any) -> TRLConfig[Any]:
-    return TRLConfig.from_dict({"method": {"name": subject.name, field: value}})
+    return TRLConfig.from_dict({"method": {"name": subject.name, **_required(subject), field: value}})
 
 
 def _wrong(field: Any) -> list[Any]:

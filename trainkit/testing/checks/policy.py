@@ -13,6 +13,7 @@ from trainkit.data import Sequences
 from trainkit.models.trunk import tiny_input
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.checks.tools import (
+    Ids,
     Logged,
     for_loss,
     gradient,
@@ -99,6 +100,7 @@ def sampling_distribution(bench: Bench) -> None:
     """
     letters = torch.arange(VOCABULARY) < len(LETTERS)
     no_repeats = letters.unsqueeze(0) & ~torch.eye(VOCABULARY, dtype=torch.bool)
+    bench = bench.in_one_turn()
     for mask in (None, letters, no_repeats):
         trainer = bench.trainer(
             model=tiny_gpt2(VOCABULARY, **SHARP, **DROPOUT),
@@ -179,9 +181,12 @@ def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that merges any two letters, so that nearly every sampled text has other ids, too."""
+    """Return a tokenizer that merges any two letters, so that nearly every sampled text has other ids, too.
+
+    It has as many tokens as that of `tiny_trainer`, so that it fits second models, such as a teacher.
+    """
     pairs = [(one, other) for one in "ab" for other in "ab"]
-    names = ["a", "b", *(one + other for one, other in pairs), EOS, PAD]
+    names = ["a", "b", *(one + other for one, other in pairs), "<c>", "<d>", EOS, PAD]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=pairs))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
@@ -196,7 +201,7 @@ def sampled_ids(bench: Bench) -> None:
     """
     tokenizer = merging_tokenizer()
     arguments = {"tokenizer": tokenizer, "prompts": ["a", "b", "ab", "bab"]}
-    trainer = bench.collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
+    trainer = bench.in_one_turn().collected(model=tiny_gpt2(len(tokenizer)), arguments=arguments)
     sampled = {ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
@@ -213,11 +218,8 @@ def eos_is_trained(bench: Bench) -> None:
     model never learns to stop (S-01, S-35).
     """
     tokenizer = character_tokenizer(LETTERS, pad_token=EOS)
-    trainer = bench.collected(arguments={"tokenizer": tokenizer})
-    rollouts = [
-        part for part in trainer._rollouts for part in zip(ids_of(part.sequences), part.terminated, strict=True)
-    ]
-    ended = {ids: bool(terminated) for ids, terminated in rollouts}
+    trainer = bench.in_one_turn().collected(arguments={"tokenizer": tokenizer})
+    ended = _ended(trainer, of_episodes=bench.subject.needs_environment)
     require(
         not bench.subject.online or len(set(ended.values())) == 2, "no response was truncated, or none ended with EOS"
     )
@@ -230,6 +232,15 @@ def eos_is_trained(bench: Bench) -> None:
         for (ids, credit), row, count in zip(reading.rows(), real, many, strict=True):
             due = count if not bench.subject.online else int(ended.get(ids, True))
             _require_eos(tokenizer, ids, credit, row, due)
+
+
+def _ended(trainer: Any, *, of_episodes: bool) -> dict[Ids, bool]:
+    """Return whether EOS ended each response; an environment says only whether it ended the episode."""
+    eos, found = trainer.tokenizer.eos_token_id, dict[Ids, bool]()
+    for part in trainer._rollouts:
+        for ids, terminated in zip(ids_of(part.sequences), part.terminated.tolist(), strict=True):
+            found[ids] = ids[1][-1] == eos if of_episodes else terminated
+    return found
 
 
 def _require_eos(tokenizer: Any, ids: tuple[Any, Any], credit: Tensor, row: Tensor, due: int) -> None:
@@ -248,12 +259,18 @@ def _require_eos(tokenizer: Any, ids: tuple[Any, Any], credit: Tensor, row: Tens
 # ------------------------------------------------------------------------------------------------------- other models
 
 
-@check(where=lambda subject: subject.language and subject.trainer_class.encoder_decoders)
+def trains_encoder_decoders(subject: Subject) -> bool:
+    """Return whether the subject can train encoder-decoders, which do not read the turns of an episode as one text."""
+    return subject.language and subject.trainer_class.encoder_decoders and not subject.needs_environment
+
+
+@check(where=trains_encoder_decoders)
 def encoder_decoder(bench: Bench) -> None:
     """Check that encoder-decoders are trained like causal models: exact means, one policy before the first update.
 
     They read prompt and response separately, so positions counted from the prompt's end are off by its length (S-03,
-    S-23). A trainer that does not support them sets ``encoder_decoders = False``, and is not checked.
+    S-23). A trainer that does not support them sets ``encoder_decoders = False``, and is not checked; neither is one
+    that needs an environment.
     """
     model = tiny_t5(VOCABULARY)
     trainer = bench.collected(model=model)
