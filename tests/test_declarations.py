@@ -22,7 +22,7 @@ def test_a_built_in_declares_what_each_of_its_settings_does(name: str) -> None:
     assert {*cls.tiny_effects()} == Subject(name).method_fields - {"name"}
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
+@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
 def test_algorithms_with_a_surrogate_declare_their_structure(name: str) -> None:
     assert any(each.surrogate for each in get_trainer(name).tiny_structure())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics, RunningMoments
+from trainkit_grpo.kit import Declared
 
 
 class GRPOConfig(MethodConfig):
@@ -70,7 +71,7 @@ class GRPORows(GRPOBatch):
 
 
 @register_trainer("grpo")
-class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
+class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
     """Trainer of GRPO: A = (r − mean r) / std r over the group, then clipped surrogate + β·k3, both with gradient."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -142,8 +143,3 @@ class GRPOTrainer(AccelerateRLTrainer[GRPOConfig]):
             return masked_mean(losses, mask), found
         length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
         return (masked_sum(losses, mask, dim=1) / length).mean(), found
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `ratio_level` and `dynamic_sampling` have an effect."""
-        return {"ratio_level": {"method.average": "responses"}, "dynamic_sampling": {"rollout.max_new_tokens": 1}}

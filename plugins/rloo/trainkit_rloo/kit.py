@@ -25,6 +25,12 @@ def spread_within_responses(trainer: Any) -> float:
     return float((highest - lowest).mean())
 
 
+def truncated_score_of_5(trainer: Any) -> float:
+    """Return the sum of the rewards of a truncated response of two tokens with the score 5."""
+    scores, terminated = torch.tensor([5.0, 5.0]), torch.tensor([True, False])
+    return float(trainer.scored(scores, terminated, torch.tensor([[True, True]] * 2))[1].sum())
+
+
 TOKENS = {"method.ratio_level": "token"}
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "rloo_k": Effect("responses", rises=(2, 4, 8)),
@@ -33,6 +39,14 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "kl_level": Effect(spread_within_responses, rises=("sequence", "token")),
     "ratio_level": Effect("weight", rises=("sequence", "token")),
     "cliprange": Effect("unclipped", rises=(0.01, 0.1, 10.0)),
+    "missing_eos_penalty": [
+        Effect(truncated_score_of_5, equals={None: 5.0, 0.5: 4.5, 2.0: 3.0}),
+        Effect("credit of truncated", falls=(None, 0.5, 2.0)),
+    ],
+    "missing_eos_score": [
+        Effect(truncated_score_of_5, equals={None: 5.0, -1.0: -1.0, 2.0: 2.0}),
+        Effect("credit of truncated", rises=(-5.0, -1.0, 0.0)),
+    ],
 }
 STRUCTURE = (
     Structure(baseline="leave_one_out", surrogate="sequence", kl="response"),

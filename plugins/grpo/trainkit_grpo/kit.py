@@ -1,0 +1,63 @@
+"""What the settings of GRPO do, and its structure: measured by the conformance kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainkit.testing import Effect, Structure
+
+BY_RESPONSE = {"method.average": "responses"}
+
+
+@torch.no_grad()
+def advantage_of_the_best(trainer: Any) -> float:
+    """Return the advantage of the score 3 in the group 0, 0, 0, 3, beside a group with the scores 0, 2, 0, 2."""
+    rollouts = trainer.sample([{"prompt": prompt} for prompt in "aaaabbbb"])
+    scores = torch.tensor([0.0, 0, 0, 3, 0, 2, 0, 2], device=rollouts.terminated.device)
+    return float(trainer.prepare_experience(trainer.experience(rollouts, scores)).advantages[3])
+
+
+EFFECTS: dict[str, Effect | list[Effect]] = {
+    "group_size": Effect("responses", rises=(2, 4, 8)),
+    "grpo_epochs": Effect("collections", falls=(1, 2, 4)),
+    "kl_coef": Effect("divergence", falls=(0.01, 0.1, 1.0)),
+    # 9/4, and divided by the deviations 3/2 of the group and sqrt(87/56) of all eight
+    "scale": Effect(advantage_of_the_best, equals={"none": 2.25, "group": 1.5, "batch": 1.805166}),
+    "average": [
+        Effect("weight", falls=("tokens", "responses")),
+        Effect("weight", same=("responses", "constant")),
+        Effect("gradient of model", falls=("responses", "constant")),
+    ],
+    "surrogate": Effect("unclipped", rises=("clip", "cispo"), under={"method.cliprange": 0.05}),
+    "ratio_level": Effect("unclipped", rises=("token", "sequence"), under={"method.cliprange": 0.05}),
+    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0)),
+    "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={"method.cliprange": 0.01}),
+    "dynamic_sampling": Effect("size of advantages", rises=(False, True), under={"rollout.num_rollouts": 64}),
+}
+RANGE = ("cliprange", "cliprange_high")
+STRUCTURE = (
+    Structure(surrogate="token", cliprange=RANGE),
+    Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
+    Structure(surrogate="sequence_mean", cliprange=RANGE, under={**BY_RESPONSE, "method.ratio_level": "sequence"}),
+)
+
+
+class Declared:
+    """The declarations of GRPO."""
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return the settings under which `ratio_level` and `dynamic_sampling` have an effect."""
+        return {"ratio_level": BY_RESPONSE, "dynamic_sampling": {"rollout.max_new_tokens": 1}}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure of the surrogate."""
+        return STRUCTURE
