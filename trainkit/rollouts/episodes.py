@@ -171,18 +171,15 @@ class Player:
             DataError: it does not render a message; or as `check_template`.
         """
         told = [dict(message) for message in messages]
-        if self._is_new("prompt", row, *[message.get("role") for message in told]):
-            chat = Chat(self.tokenizer, row, what)
-            for index in range(len(told)):
-                if _is_ignored(chat, told, index):
-                    raise DataError(f"{what}, message {index}: {_ignores(told[index])}")
-            check_template(self.tokenizer, told, row, what)
-
-    def _is_new(self, kind: str, row: Row, *roles: Any) -> bool:
-        """Return whether this is called for the first time with this kind of messages, their roles and settings."""
-        key, known = repr((kind, roles, [row.get(name) for name in SETTINGS])), len(self._proven)
-        self._proven.add(key)
-        return len(self._proven) > known
+        kind = _kind("prompt", row, *[message.get("role") for message in told])
+        if kind in self._proven:
+            return
+        chat = Chat(self.tokenizer, row, what)
+        for index in range(len(told)):
+            if _is_ignored(chat, told, index):
+                raise DataError(f"{what}, message {index}: {_ignores(told[index])}")
+        check_template(self.tokenizer, told, row, what)
+        self._proven.add(kind)
 
     def _chat(self, episode: Episode, what: str) -> Chat:
         return Chat(self.tokenizer, episode.row, what)
@@ -287,9 +284,10 @@ class Player:
         if not whole.startswith(before):
             raise _rewritten("its observation", before, whole)
         for index, message in enumerate(new, len(script.messages) - len(new)):
-            new_role = self._is_new("observation", episode.row, message["role"])
-            if new_role and _is_ignored(chat, script.messages, index):
+            kind = _kind("observation", episode.row, message["role"])
+            if kind not in self._proven and _is_ignored(chat, script.messages, index):
                 raise episode.fault(_ignores(message))
+            self._proven.add(kind)
         text, last = whole[len(before) :], script.ids[-1]
         if last in eos:  # sampled, and so not written again
             text = text.removeprefix(decode(self.tokenizer, [[last]], skip_special_tokens=False)[0])
@@ -391,6 +389,11 @@ def _observation(episode: Episode, observation: Prompt) -> list[dict[str, Any]]:
                 f"{describe(message.get('content'))}; the content should be text"
             )
     return [dict(message) for message in observation]
+
+
+def _kind(what: str, row: Row, *roles: Any) -> str:
+    """Return what decides how messages are rendered, besides their content."""
+    return repr((what, roles, [row.get(name) for name in SETTINGS]))
 
 
 def _is_ignored(chat: Chat, messages: Sequence[dict[str, Any]], index: int) -> bool:
