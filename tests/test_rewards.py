@@ -490,3 +490,22 @@ def test_integer_and_float_rewards_train_alike(tmp_path: Path) -> None:
         trainer.learn()
         ends.append(trainer.unwrapped.state_dict())
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("rloo", "rloo: the 4 responses to each prompt have equal scores in the whole collection (the first has 0.5)"),
+        ("ppo", "ppo: all responses have equal scores in the whole collection (the first has 0.5)"),
+    ],
+)
+def test_scores_that_are_all_equal_are_told_once(
+    method: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rewards, times in (
+        (lambda outputs, **_: [0.5] * len(outputs), 1),
+        (lambda outputs, **_: [float(len(output)) for output in outputs], 0),
+    ):
+        caplog.clear()
+        tiny_trainer(method, tmp_path / str(times), arguments={"reward_fn": rewards}).learn()
+        assert sum(said in record.getMessage() for record in caplog.records) == times

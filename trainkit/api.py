@@ -52,7 +52,8 @@ def train(
     * ``reward_fn`` with ``prompts``: online reinforcement learning (``ppo``).
     * ``environment``, with or without ``prompts`` and ``reward_fn``: the same, in episodes of several turns.
     * ``prompts`` alone: algorithms that need no reward, such as distillation; name the ``method``.
-    * ``samples`` with ``rewards``, or labelled true or false: offline reinforcement learning (``ilql``).
+    * ``samples`` with ``rewards``: offline reinforcement learning (``ilql``).
+    * ``samples`` that are labelled true or false: Kahneman-Tversky optimisation (``kto``).
     * ``samples`` that are pairs of ``chosen`` and ``rejected``: preference optimisation (``dpo``).
     * other ``samples``: supervised fine-tuning (``sft``).
 
@@ -298,7 +299,7 @@ def _usual_method(present: list[str], samples: Any) -> str:
     from trainkit.data import first_format
 
     form = first_format(samples)
-    return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "ilql"}.get(form or "", "sft")
+    return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "kto"}.get(form or "", "sft")
 
 
 def _config_sections(config: Any) -> dict[str, Any]:

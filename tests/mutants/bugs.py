@@ -979,4 +979,76 @@ BUGS = (
 +        ratios = logps[0] - batch.ref_chosen, logps[1] - logps[1].detach()
 """,
     ),
+    Bug(
+        "deviation_of_one_process",
+        "each process divides by the standard deviation of its own rewards",
+        "of the field",
+        "grpo",
+        ("two_processes",),
+        patch="""
+-    scale: Literal["group", "batch", "none"] = "group"
++    scale: Literal["group", "batch", "none"] = "batch"
+@@
+-            moments.update(rewards, self.reduce)
++            moments.update(rewards)
+""",
+    ),
+    Bug(
+        "weight_without_equal_groups",
+        "rows whose advantage is 0 have no weight, although the loss averages over them",
+        "of the field",
+        "grpo",
+        ("accumulation", "micro_batches"),
+        patch="""
+-    average: Literal["tokens", "responses", "constant"] = "tokens"
++    average: Literal["tokens", "responses", "constant"] = "responses"
+@@
+-        return self.advantages.new_tensor(len(self))
++        return (self.advantages > 0).sum().float() + 1
+""",
+    ),
+    Bug(
+        "ratio_of_a_response_by_its_length",
+        "the ratio of a response is the product of its tokens' ratios, where the geometric mean is meant",
+        "of the field",
+        "grpo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-            log_ratio = zero_masked((log_ratio.sum(1) / lengths).unsqueeze(1).expand_as(mask), mask)
++            log_ratio = zero_masked(log_ratio.sum(1).unsqueeze(1).expand_as(mask), mask)
+""",
+    ),
+    Bug(
+        "upper_clip_range_ignored",
+        "the upper limit of the ratio is that of the lower one",
+        "of the field",
+        "grpo",
+        ("surrogate_is_pessimistic", "effects_as_declared"),
+        patch="""
+-        ratio, low, high = log_ratio.exp(), method.cliprange, method.cliprange_high or method.cliprange
++        ratio, low, high = log_ratio.exp(), method.cliprange, method.cliprange
+""",
+    ),
+    Bug(
+        "labels_exchanged",
+        "desirable samples are lowered and undesirable ones raised",
+        "of the field",
+        "kto",
+        ("labels_decide",),
+        patch="""
+-        margins = torch.where(desirable, rewards - point, point - rewards)
++        margins = torch.where(desirable, point - rewards, rewards - point)
+""",
+    ),
+    Bug(
+        "weights_of_labels_exchanged",
+        "each kind of sample has the weight of the other",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-        weights = torch.where(desirable, method.desirable_weight, method.undesirable_weight)
++        weights = torch.where(desirable, method.undesirable_weight, method.desirable_weight)
+""",
+    ),
 )

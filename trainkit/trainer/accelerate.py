@@ -104,6 +104,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
             )
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
+        self._collected: list[Tensor] = []  # scores of the parts of a collection
+        self._equal_scores_told = False
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -228,6 +230,29 @@ class AccelerateRLTrainer(TextTrainer[M]):
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
         return checked_batch(self, "experience", self.experience(rollouts, scores))
 
+    def fill_store(self) -> None:
+        """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
+        self._collected = []
+        super().fill_store()
+        if self.rewarded and not self._equal_scores_told and self._collected:
+            self._tell_equal_scores(torch.cat(self._collected))
+
+    def _tell_equal_scores(self, scores: Tensor) -> None:
+        """Log that the scores of all groups, or of all responses, of a collection are equal, if they are. [B]."""
+        k = self.samples_per_prompt
+        groups = scores.view(-1, k) if k > 1 else scores.view(1, -1)
+        differ = (groups != groups[:, :1]).any(1).sum().double()
+        if self.reduce(differ) or len(scores) * self.accelerator.num_processes == 1:
+            return
+        self._equal_scores_told = True
+        log.warning(
+            "%s: %s have equal scores in the whole collection (the first has %g), so they say nothing about which is "
+            "better; check the reward function, or give prompts that are neither too easy nor too hard",
+            self.config.method.name,
+            f"the {k} responses to each prompt" if k > 1 else "all responses",
+            float(scores[0]),
+        )
+
     def _record_scored(self, rollouts: Rollouts, scores: Tensor) -> None:
         found: m.Metrics = {
             "rollout/length": m.Mean.of(rollouts.sequences.response_mask.sum(1)),
@@ -235,6 +260,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         }
         if self.rewarded:
             whole = per_response(scores)
+            self._collected.append(whole.cpu())
             found |= {"reward/mean": m.Mean.of(whole), "reward/std": m.Std.of(whole)}
         self.record(found)
 

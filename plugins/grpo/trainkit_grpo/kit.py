@@ -8,7 +8,9 @@ import torch
 
 from trainkit.testing import Effect, Structure
 
-BY_RESPONSE = {"method.average": "responses"}
+ALONE = {"method.kl_coef": 0.0}
+"""The surrogate alone: the KL penalty has a gradient at clipped tokens, too."""
+BY_RESPONSE = {**ALONE, "method.average": "responses"}
 
 
 @torch.no_grad()
@@ -30,15 +32,15 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
         Effect("weight", same=("responses", "constant")),
         Effect("gradient of model", falls=("responses", "constant")),
     ],
-    "surrogate": Effect("unclipped", rises=("clip", "cispo"), under={"method.cliprange": 0.05}),
-    "ratio_level": Effect("unclipped", rises=("token", "sequence"), under={"method.cliprange": 0.05}),
-    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0)),
-    "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={"method.cliprange": 0.01}),
+    "surrogate": Effect("unclipped", rises=("clip", "cispo"), under={**ALONE, "method.cliprange": 0.05}),
+    "ratio_level": Effect("unclipped", rises=("token", "sequence"), under={**ALONE, "method.cliprange": 0.05}),
+    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0), under=ALONE),
+    "cliprange_high": Effect("unclipped", rises=(0.01, 0.1, 1.0), under={**ALONE, "method.cliprange": 0.01}),
     "dynamic_sampling": Effect("size of advantages", rises=(False, True), under={"rollout.num_rollouts": 64}),
 }
 RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
-    Structure(surrogate="token", cliprange=RANGE),
+    Structure(surrogate="token", cliprange=RANGE, under=ALONE),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
     Structure(surrogate="sequence_mean", cliprange=RANGE, under={**BY_RESPONSE, "method.ratio_level": "sequence"}),
 )
@@ -50,7 +52,7 @@ class Declared:
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
         """Return the settings under which `ratio_level` and `dynamic_sampling` have an effect."""
-        return {"ratio_level": BY_RESPONSE, "dynamic_sampling": {"rollout.max_new_tokens": 1}}
+        return {"ratio_level": {"method.average": "responses"}, "dynamic_sampling": {"rollout.max_new_tokens": 1}}
 
     @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
