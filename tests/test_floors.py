@@ -35,7 +35,7 @@ TYPE_ONLY = {
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
     ("cli", "config"), ("cli", "plugins"), ("cli", "testing"), ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
-    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"),
+    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
 }  # fmt: skip
 """Arrows of imports for type checkers alone."""
 ARROWS = 48

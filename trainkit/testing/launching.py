@@ -46,7 +46,8 @@ def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any
 
 
 def _written(folder: Path, rank: int) -> str:
-    return (folder / f"written-{rank}").read_text(encoding="utf-8", errors="replace")[-1500:]
+    path = folder / f"written-{rank}"  # one that was killed at once has written nothing
+    return path.read_text(encoding="utf-8", errors="replace")[-1500:] if path.exists() else ""
 
 
 def _environments() -> list[dict[str, str]]:

@@ -142,7 +142,8 @@ def by_hand(logits: list[float], divergence: str, beta: float, advantage: float,
 @pytest.mark.parametrize("advantage", [0.0, 1.5])
 def test_gradients_equal_finite_differences(divergence: str, advantage: float, tmp_path: Path) -> None:
     """By the logits of a state, in float64."""
-    trainer = distiller(tmp_path, method__divergence=divergence, method__beta=0.3)
+    mixed = {"method__beta": 0.3} if divergence == "jensen_shannon" else {}
+    trainer = distiller(tmp_path, method__divergence=divergence, **mixed)
     loss, _ = trainer.loss(DistillBatch(Sequences.from_lists([[0]], [[1]]), torch.tensor([advantage])))
     (slopes,) = torch.autograd.grad(loss, trainer.unwrapped.model.transformer.wte.weight)
     logits, step = [math.log(x) for x in P], 1e-6

@@ -341,7 +341,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str, tmp
 @pytest.fixture
 def registered(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a trainer whose defaults are the settings of a variant; it is forgotten after the test."""
-    base, name = GRPOTrainer.method_class, f"_test_{request.param}"
+    base, name = GRPOTrainer.method_class, f"_test_variant_{request.param}"
     defaults = {key: (base.model_fields[key].annotation, value) for key, value in VARIANTS[request.param].items()}
     config = create_model("Variant", __base__=base, name=(str, name), **defaults)  # type: ignore[call-overload]
     trainer = type("VariantTrainer", (GRPOTrainer,), {})
@@ -361,7 +361,7 @@ FURTHER = {"grpo": ["kl_pulls_back", "reported_kl", "reference_is_frozen"], "dap
 @pytest.mark.daily(registered=("dapo",))
 @pytest.mark.parametrize("registered", VARIANTS, indirect=True)
 def test_the_laws_hold_for_every_variant(registered: str) -> None:
-    check_trainer(registered, only=LAWS + FURTHER.get(registered.removeprefix("_test_"), []))
+    check_trainer(registered, only=LAWS + FURTHER.get(registered.removeprefix("_test_variant_"), []))
 
 
 # --------------------------------------------------------------------------------------------------------- learning

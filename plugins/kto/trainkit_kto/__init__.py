@@ -15,6 +15,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Row, Sequences, register
 from trainkit.data import Pipeline
 from trainkit.functional import exact, masked_sum, preference_accuracy
 from trainkit.metrics import Mean, Metrics
+from trainkit_kto.kit import Declared
 from trainkit_kto.samples import KTOBatch, Outputs, check_labels, mismatched
 
 
@@ -44,7 +45,7 @@ def kto_loss(margins: Tensor, weights: Tensor) -> Tensor:
 
 
 @register_trainer("kto")
-class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
+class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
     """Trainer of KTO: loss = mean λ(1 − σ(±β(r − z))), r = log π − log π_ref, z = an estimate of KL(π‖π_ref)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "labels")
@@ -112,10 +113,3 @@ class KTOTrainer(AccelerateRLTrainer[KTOConfig]):
             "logps/undesirable": Mean.of(logps, ~desirable),
             **({} if batch.kl is None else {"policy/kl": Mean.of(batch.kl)}),
         }
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_kto.kit import EFFECTS
-
-        return EFFECTS

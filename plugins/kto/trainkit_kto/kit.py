@@ -35,3 +35,12 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
     "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
 }
+
+
+class Declared:
+    """The declarations of KTO."""
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS

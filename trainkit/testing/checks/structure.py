@@ -200,8 +200,8 @@ def _pull(read: list[Reading]) -> dict[Ids, float]:
     """Return how much the loss raises the log-probability, or the score, of each row."""
     found: dict[Ids, float] = {}
     for reading in read:
-        for ids, credit in reading.rows():
-            found[ids] = found.get(ids, 0.0) + float(credit.sum())
+        for ids, pull in reading.pulls():
+            found[ids] = found.get(ids, 0.0) + pull
     return found
 
 

@@ -298,15 +298,18 @@ class Reading:
     uses neither."""
 
     def rows(self) -> list[tuple[Ids, Tensor]]:
-        """Return each row's ids and credit: how much the loss increases the log-probability of each response token.
-
-        For a model that scores texts: how much the loss increases the score, as one number.
-        """
-        if self.slopes is not None and self.slopes.dim() == 1:
-            return [(ids, -slope.view(1)) for ids, slope in zip(ids_of(self.sequences), self.slopes, strict=True)]
+        """Return each row's ids and credit: how much the loss increases the log-probability of each response token."""
         mask = self.sequences.response_mask
-        slopes = torch.zeros(mask.shape, device=mask.device) if self.slopes is None else self.slopes
+        read = self.slopes is not None and self.slopes.dim() == 2
+        slopes = self.slopes if read else torch.zeros(mask.shape, device=mask.device)
+        assert slopes is not None, "it is read"
         return [(ids, -own[keep]) for ids, own, keep in zip(ids_of(self.sequences), slopes, mask, strict=True)]
+
+    def pulls(self) -> list[tuple[Ids, float]]:
+        """Return each row's ids, and how much the loss increases its log-probability or its score."""
+        if self.slopes is None or self.slopes.dim() == 2:
+            return [(ids, float(credit.sum())) for ids, credit in self.rows()]
+        return list(zip(ids_of(self.sequences), (-self.slopes).tolist(), strict=True))
 
 
 def ids_of(sequences: Sequences) -> list[Ids]:
