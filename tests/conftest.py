@@ -30,14 +30,19 @@ settings.load_profile("trainkit")
 torch.set_num_threads(1)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name."""
-    slow = "fresh_venv" in getattr(item, "fixturenames", ())
-    for mark in item.iter_markers("daily"):
-        given = item.callspec.params  # type: ignore[attr-defined]
-        slow |= any(given[parameter] not in values for parameter, values in mark.kwargs.items())
-    if slow:
-        item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name.
+
+    This hook sees the tests of plugins too, whose folders have no conftest.
+    """
+    for item in items:
+        slow = "fresh_venv" in getattr(item, "fixturenames", ())
+        for mark in item.iter_markers("daily"):
+            given = item.callspec.params  # type: ignore[attr-defined]
+            slow |= any(given[parameter] not in values for parameter, values in mark.kwargs.items())
+        if slow:
+            item.add_marker(pytest.mark.slow)
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]

@@ -40,6 +40,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(PROBE).logits
 
 
+@pytest.mark.daily(name=("dpo", "ilql", "ppo", "reward", "sft"))
 @pytest.mark.parametrize("name", TRAINERS)
 def test_only_the_adapter_is_trained(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model__peft_config=LORA)
@@ -87,7 +88,7 @@ def test_an_adapter_on_the_upper_layers_leaves_a_trunk_that_runs_once() -> None:
     assert CausalPolicy(model).trunk.depth == 1
 
 
-@pytest.mark.daily(name=("dpo", "ppo"))
+@pytest.mark.daily(name=("ppo",), at=(1, 3))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_resumes_bit_equal_from_checkpoints_that_hold_the_adapter_alone(
@@ -130,7 +131,7 @@ def test_a_checkpoint_of_an_adapter_does_not_go_onto_other_weights(name: str, tm
     assert again.progress.step == 6
 
 
-@pytest.mark.daily(name=("ppo", "reward"))
+@pytest.mark.daily(name=("ppo",), base=("path",))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("kind", ["lora", "saved module", "pissa"])
 @pytest.mark.parametrize("base", ["random", "path"])

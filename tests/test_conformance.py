@@ -28,7 +28,7 @@ from trainkit.testing.conformance import (
     subjects_of,
 )
 
-DAILY = ("rloo",)
+DAILY = ("sft",)
 """The algorithm for which `make test` runs the whole kit; `make test-all` runs it for the others."""
 EVERYWHERE = {
     "accumulation", "batch_is_frozen", "eos_is_trained", "first_update", "gradient_reaches", "mask_law",
@@ -38,12 +38,15 @@ EVERYWHERE = {
 """Checks that `make test` runs for every algorithm: the laws of masks, alignment and exact means."""
 
 
+RELATED = {"best_of_k", "distill_offline", "online_dpo"}
+"""Algorithms whose batches and losses are those of another, which `make test-all` checks."""
 LAUNCHING = {"two_processes"}
 """Checks that start processes, which `make test-all` runs."""
 
 
 def planned(check: Check, subject: Subject) -> Any:
-    slow = check.name in LAUNCHING or (subject.name not in DAILY and check.name not in EVERYWHERE)
+    daily = subject.name in DAILY or (check.name in EVERYWHERE and subject.name not in RELATED)
+    slow = check.name in LAUNCHING or not daily
     return pytest.param(Case(check, subject), marks=[pytest.mark.slow] if slow else [])
 
 
@@ -118,11 +121,13 @@ def of(kind: str) -> list[str]:
     return [check.name for check in conformance.all_checks().values() if check.kind == kind]
 
 
+@pytest.mark.slow
 def test_a_sound_observer_conforms(plugin: Callable[[str], str]) -> None:
     report = check_plugin(plugin(WRITER))
     assert [result.check.name for result in report.results] == of("observer")
 
 
+@pytest.mark.slow
 def test_a_sound_sampler_conforms(plugin: Callable[[str], str]) -> None:
     report = check_plugin(plugin(SAMPLER))
     assert [result.check.name for result in report.results] == of("sampler")
@@ -430,6 +435,7 @@ def toy(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.modules.pop("kit_toy_trainer", None)
 
 
+@pytest.mark.slow
 def test_a_sound_critic_conforms(toy: Callable[..., str]) -> None:
     assert len(check_trainer(toy(), only=LAWS).results) == len(LAWS)
 

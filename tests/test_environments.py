@@ -726,8 +726,8 @@ def test_a_collection_of_failures_is_a_warning(tmp_path: Path, caplog: pytest.Lo
     trainer.collect()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 3
-    assert "all responses have equal scores" in told[1]
-    assert told[2].startswith("step 0: all 16 episodes of the collection failed: fixed.<locals>.Fixed, prompt 0 (")
+    assert "all responses have equal scores" in told[2]
+    assert told[1].startswith("step 0: all 16 episodes of the collection failed: fixed.<locals>.Fixed, prompt 0 (")
 
 
 def interrupting(_: str) -> Any:

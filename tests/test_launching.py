@@ -29,6 +29,7 @@ class AloneTrainer(AccelerateRLTrainer[AloneConfig]):
 """S-48: what accelerate has wrapped, and exchanges gradients of, is not what is called."""
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_only_on_the_path_is_found_and_its_gradients_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,7 @@ def test_a_run_resumed_around_an_early_stop_ends_as_if_it_had_not_been(name: str
     assert straight.progress.step == (6 if name in ONLINE else 2), "offline, a collection is all there is"
 
 
+@pytest.mark.daily(name=("ppo", "rft", "rloo"))
 @pytest.mark.parametrize("name", ONLINE)
 def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, tmp_path: Path) -> None:
     """A collection makes two steps in a pass: those that were skipped are not made on further prompts."""
@@ -316,6 +317,7 @@ def test_a_loop_of_ones_own_leaves_the_rest_of_a_stopped_collection_out(name: st
 # --------------------------------------------------------------------------------------- how long a run is
 
 
+@pytest.mark.daily(name=("ilql", "sft"))
 @pytest.mark.parametrize("name", [n for n in TRAINERS if n not in ONLINE])
 @pytest.mark.parametrize(
     ("limits", "steps"),
@@ -340,6 +342,7 @@ def test_epochs_and_total_steps_end_an_offline_run(
 # ------------------------------------------------------------------------------------------------- exports
 
 
+@pytest.mark.daily(name=("ilql", "ppo", "sft"))
 @on_models(LANGUAGE, tiny_t5)
 def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, tmp_path: Path) -> None:
     """S-19: base-model keys only; heads beside them."""
@@ -356,6 +359,7 @@ def test_export_loads_in_transformers_with_equal_logits(name: str, model: Any, t
     assert torch.equal(loaded(**inputs).logits, trainer.unwrapped.model(**inputs).logits)
 
 
+@pytest.mark.daily(name=("ilql", "ppo"))
 @on_models(LANGUAGE, tiny_t5)
 def test_training_on_from_an_export_takes_the_heads_along(name: str, model: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path / "run", model=model(10))

@@ -89,6 +89,7 @@ def test_without_shuffling_every_epoch_keeps_the_given_order() -> None:
     assert indices(Pipeline(numbered(3), seed=7, shuffle=False).take(1, 6)) == [1, 2, 0, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_order_is_the_same_in_every_process() -> None:
     """S-30: string hashes, which differ between processes, have no part in it."""
     code = "from trainkit.data.pipeline import Pipeline; p = Pipeline(range(20), seed=5); print(p.order(0), p.order(7))"

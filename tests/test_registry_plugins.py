@@ -533,6 +533,7 @@ def test_a_built_in_name_is_not_a_strangers_where_the_built_in_is_not_installed(
     assert "fake-own" not in available_trainers()
 
 
+@pytest.mark.slow
 def test_a_built_in_is_not_shadowed_by_a_decorator_that_runs_first(install):
     home = install("fake-early", {"fake-early": "fake_early"}, trainer_source("ppo"), version="0.2")
     code = """

@@ -296,6 +296,7 @@ def test_a_pipeline_of_ones_own_is_trained_live(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "line.pt").is_file()
 
 
+@pytest.mark.slow
 def test_it_learns_to_darken_what_was_bright(tmp_path: Path) -> None:
     config = {
         "method": {"num_steps": 6, "guidance_scale": 1.0, "cliprange": 1e-2},

@@ -177,6 +177,7 @@ def distilled(bandit: Bandit, tmp_path: Path, method: dict[str, Any], **data: An
     return trainer, trainer.reference.policy.model
 
 
+@pytest.mark.daily(divergence=("reverse",))
 @every_divergence
 def test_the_policy_becomes_the_teacher(divergence: str, tmp_path: Path) -> None:
     bandit = Bandit()
@@ -235,6 +236,7 @@ class Rewarded(DistillTrainer):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
 
 
+@pytest.mark.slow
 def test_rewards_are_credited_as_by_other_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
     monkeypatch.setattr(Rewarded, "method_class", RewardedConfig)

@@ -18,6 +18,7 @@ from trainkit.testing.trainers import tiny_trainer
 from trainkit_early_stop import EarlyStop, EarlyStopConfig
 
 
+@pytest.mark.slow
 @parametrize_checks("early_stop")
 def test_it_passes(check: Callable[[], None]) -> None:
     check()

@@ -358,7 +358,7 @@ LAWS = [
 FURTHER = {"grpo": ["kl_pulls_back", "reported_kl", "reference_is_frozen"], "dapo": ["keep_chooses"]}
 
 
-@pytest.mark.daily(registered=("dapo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("registered", VARIANTS, indirect=True)
 def test_the_laws_hold_for_every_variant(registered: str) -> None:
     check_trainer(registered, only=LAWS + FURTHER.get(registered.removeprefix("_test_variant_"), []))
@@ -372,6 +372,7 @@ def expected_reward(bandit: Bandit, model: Any) -> float:
     return float((bandit.logprobs(model).exp() * bandit.rewards).sum(1).mean())
 
 
+@pytest.mark.daily(variant=("dapo",))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_finds_the_rewards_of_a_bandit(variant: str, tmp_path: Path) -> None:
     """The policy covers 80 % of the distance from the first reward to that of the best arms.
