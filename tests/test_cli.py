@@ -455,6 +455,7 @@ def test_an_error_message_cannot_control_the_terminal(work: Path) -> None:
     assert "\x07" not in result.stderr
 
 
+@pytest.mark.slow
 def test_interrupting_exits_with_130(work: Path) -> None:
     (work / "slow.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(60)", encoding="utf-8")
     command = [sys.executable, "-m", "trainkit.cli", "train", "run.yaml", "--task", "slow.py:f"]
@@ -606,6 +607,7 @@ def test_an_encoder_decoder_runs_both_stages_and_reports_its_copies(tmp_path: Pa
     assert json.loads((run_dir / "ppo" / "model" / "config.json").read_text())["is_encoder_decoder"]
 
 
+@pytest.mark.slow
 def test_random_walks_run_both_stages_and_report_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     run_dir = tmp_path / "walks"

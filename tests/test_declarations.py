@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -22,9 +23,17 @@ def test_a_built_in_declares_what_each_of_its_settings_does(name: str) -> None:
     assert {*cls.tiny_effects()} == Subject(name).method_fields - {"name"}
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
-def test_algorithms_with_a_surrogate_declare_their_structure(name: str) -> None:
-    assert any(each.surrogate for each in get_trainer(name).tiny_structure())
+PARTS = {"clipped_surrogate(": "surrogate", "leave_one_out(": "baseline", "whiten(": "whitened"}
+"""Functions of the library, and the part of the structure that an algorithm which calls one has."""
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if Subject(name).language])
+def test_a_built_in_declares_the_structure_that_it_has(name: str) -> None:
+    cls = get_trainer(name)
+    source = inspect.getsource(cls)
+    for call, part in PARTS.items():
+        declared = any(getattr(each, part) for each in cls.tiny_structure())
+        assert declared == (call in source), f"{part} of {name}"
 
 
 def test_an_effect_is_said_in_one_way_and_compares_values() -> None:

@@ -187,6 +187,7 @@ def test_the_policy_becomes_the_teacher(divergence: str, tmp_path: Path) -> None
     assert max(bandit.divergences(trainer.unwrapped.model, teacher, math.inf)) < 0.002
 
 
+@pytest.mark.slow
 def test_with_rewards_it_ends_at_the_optimum_between_teacher_and_reward(tmp_path: Path) -> None:
     """The least of KL(π‖q) − w E R is at π* ∝ q exp(w R), enumerated."""
     bandit = Bandit()

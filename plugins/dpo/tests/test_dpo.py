@@ -431,6 +431,7 @@ def test_it_learns_which_letter_is_preferred(changes: dict[str, Any], tmp_path: 
     assert sum(first) / len(first) > 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
 def test_it_learns_a_bandit(name: str, tmp_path: Path) -> None:
     """The response worth most is found, for each of four prompts."""

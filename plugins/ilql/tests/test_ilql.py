@@ -452,6 +452,7 @@ def test_an_encoder_decoder_is_steered_by_its_decoders_states(make: Any, tmp_pat
     assert trainer.generate(["ab", "cdefgh"], beta=1e6, temperature=0, max_new_tokens=5).outputs == rollouts.outputs
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_learns_values(tmp_path: Path) -> None:
     trainer = taught([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8, tmp_path, model=tiny_t5(10))
     shares = {beta: trainer.generate(["a"] * 200, beta=beta).outputs.count("b") / 200 for beta in (0.0, 4.0)}
