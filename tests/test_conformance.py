@@ -45,8 +45,8 @@ LAUNCHING = {"two_processes"}
 
 
 def planned(check: Check, subject: Subject) -> Any:
-    daily = subject.name in DAILY or (check.name in EVERYWHERE and subject.name not in RELATED)
-    slow = check.name in LAUNCHING or not daily
+    daily = subject.name in DAILY or (check.name in EVERYWHERE and subject.name not in RELATED)  # no variants
+    slow = check.name.partition("@")[0] in LAUNCHING or not daily
     return pytest.param(Case(check, subject), marks=[pytest.mark.slow] if slow else [])
 
 

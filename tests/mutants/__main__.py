@@ -46,7 +46,7 @@ def table(bugs: list[Bug], found: Found) -> str:
 
 
 def _finders(found: Found) -> set[str]:
-    return {name for checks, _ in found.values() for name in checks}
+    return {name.partition("@")[0] for checks, _ in found.values() for name in checks}
 
 
 def main(names: list[str]) -> int:

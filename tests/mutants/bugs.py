@@ -208,7 +208,7 @@ BUGS = (
         "the divergence in the loss is computed from the old log-probabilities, and pulls nothing back",
         "of the field",
         "grpo",
-        ("kl_pulls_back",),
+        ("kl_pulls_back@kl",),
         patch="""
 -            k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
 +            k3 = kl_k3(zero_masked(batch.old_logprobs, mask), zero_masked(batch.ref_logprobs, mask))
@@ -726,7 +726,7 @@ BUGS = (
         "k3 takes the reference's log-probabilities for the policy's, and estimates no KL",
         "S-06: trlX",
         "grpo",
-        ("reported_kl",),
+        ("reported_kl@kl",),
         patch="""
 -            k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
 +            k3 = kl_k3(zero_masked(batch.ref_logprobs, mask), logprobs)
@@ -984,11 +984,8 @@ BUGS = (
         "each process divides by the standard deviation of its own rewards",
         "of the field",
         "grpo",
-        ("two_processes",),
+        ("two_processes@batch",),
         patch="""
--    scale: Literal["group", "batch", "none"] = "group"
-+    scale: Literal["group", "batch", "none"] = "batch"
-@@
 -            moments.update(rewards, self.reduce)
 +            moments.update(rewards)
 """,
@@ -998,11 +995,8 @@ BUGS = (
         "rows whose advantage is 0 have no weight, although the loss averages over them",
         "of the field",
         "grpo",
-        ("accumulation", "micro_batches"),
+        ("accumulation@kl", "micro_batches@kl"),
         patch="""
--    average: Literal["tokens", "responses", "constant"] = "tokens"
-+    average: Literal["tokens", "responses", "constant"] = "responses"
-@@
 -        return self.advantages.new_tensor(len(self))
 +        return (self.advantages > 0).sum().float() + 1
 """,
@@ -1049,6 +1043,73 @@ BUGS = (
         patch="""
 -        weights = torch.where(desirable, method.desirable_weight, method.undesirable_weight)
 +        weights = torch.where(desirable, method.undesirable_weight, method.desirable_weight)
+""",
+    ),
+    Bug(
+        "rewards_with_the_wrong_sign",
+        "beside a teacher, rewards push the policy away from what is rewarded",
+        "of the field",
+        "distill",
+        ("credit_of_scores@rewards",),
+        patch="""
+-        loss = told.divergence - batch.advantages.unsqueeze(1) * told.logprobs
++        loss = told.divergence + batch.advantages.unsqueeze(1) * told.logprobs
+""",
+    ),
+    Bug(
+        "estimate_of_the_kl_negated",
+        "the estimate of the KL, to which samples are compared, has the wrong sign",
+        "of the field",
+        "kto",
+        ("effects_as_declared",),
+        patch="""
+-        return replace(batch, kl=(ratio / count).float().expand(len(batch)))
++        return replace(batch, kl=-(ratio / count).float().expand(len(batch)))
+""",
+    ),
+    Bug(
+        "reference_half_live_in_the_loss",
+        "in half of the rows the KL penalty is that of the policy from itself",
+        "of the field",
+        "grpo",
+        ("reference_counts_in_every_row@kl",),
+        patch="""
+-            reference = self.reference(sequences).logprobs
++            reference = self.reference(sequences).logprobs
++            reference[::2] = policy.logprobs[::2]
+""",
+    ),
+    Bug(
+        "cispo_weight_undetached",
+        "the clipped weight of a token has a gradient",
+        "of the field",
+        "grpo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-            weight = ratio.detach().clamp(1 - low, 1 + high)
++            weight = ratio.clamp(1 - low, 1 + high)
+""",
+    ),
+    Bug(
+        "cispo_limits_exchanged",
+        "the lower limit of a weight is that of the upper one, and the reverse",
+        "of the field",
+        "grpo",
+        ("surrogate_is_pessimistic",),
+        patch="""
+-            weight = ratio.detach().clamp(1 - low, 1 + high)
++            weight = ratio.detach().clamp(1 - high, 1 + low)
+""",
+    ),
+    Bug(
+        "constant_that_is_none",
+        "what should be divided by a constant is divided by the length",
+        "of the field",
+        "grpo",
+        ("effects_as_declared",),
+        patch="""
+-        length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
++        length = lengths if method.average == "responses" else 4 * lengths
 """,
     ),
 )

@@ -22,10 +22,6 @@ SOURCES = [*ROOT.glob("plugins/*/trainkit_*/__init__.py"), *ROOT.glob("examples/
 FUTURE = "from __future__ import annotations\n"
 
 
-DEFAULTS = {"grpo": ("kl_coef: float = Field(0.0,", "kl_coef: float = Field(0.04,")}
-"""Defaults that are changed in every copy of a base, so that all checks that find bugs in it apply: old and new."""
-
-
 class PlantingError(Exception):
     """A bug does not fit the source that it is planted into, which must have changed since."""
 
@@ -57,8 +53,6 @@ def planted(bug: Bug) -> str:
         PlantingError: a text that is to be replaced is not there once.
     """
     text = _source_of(bug.base)
-    if bug.base in DEFAULTS:
-        text = _replaced(text, *DEFAULTS[bug.base], bug)
     for place in bug.patch.strip("\n").split("\n@@\n") if bug.patch else ():
         lines = place.split("\n")
         old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in ("- ", "+ "))

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -68,6 +68,24 @@ class Subject:
 
     name: str
     kind: Kind = "trainer"
+    variant: str = ""
+    """The name of the variant in `tiny_variants` whose settings all its trainers have; empty: the defaults."""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the variant, by dotted path."""
+        return dict(self.trainer_class.tiny_variants()[self.variant]) if self.variant else {}
+
+    @cached_property
+    def tiny(self) -> Any:
+        """A tiny trainer of the subject, which has not made its model."""
+        return tiny_trainer(self.name, Path("unused"), **self.settings)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the trainer learns from, with the settings of the variant."""
+        inputs: tuple[str, ...] = self.tiny.inputs if self.variant else self.trainer_class.inputs
+        return inputs
 
     @cached_property
     def module(self) -> ModuleType | None:
@@ -110,18 +128,18 @@ class Subject:
     @property
     def online(self) -> bool:
         """Whether the trainer learns from what it samples."""
-        return "prompts" in self.trainer_class.inputs
+        return "prompts" in self.inputs
 
     @property
     def rewarded(self) -> bool:
         """Whether the trainer learns from the rewards of what it samples."""
-        return bool({"reward_fn", "environment"} & {*self.trainer_class.inputs})
+        return bool({"reward_fn", "environment"} & {*self.inputs})
 
     @cached_property
     def keeps(self) -> bool:
-        """Whether the trainer chooses what it trains on, with a method `keep`, at its default settings."""
+        """Whether the trainer chooses what it trains on, with a method `keep`."""
         overridden = self.language and self.trainer_class.keep is not AccelerateRLTrainer.keep
-        return overridden and bool(tiny_trainer(self.name, Path("unused")).keeps)
+        return overridden and bool(self.tiny.keeps)
 
     @property
     def plays(self) -> bool:
@@ -131,7 +149,7 @@ class Subject:
     @property
     def needs_environment(self) -> bool:
         """Whether the trainer learns only with an environment."""
-        return "environment" in self.trainer_class.inputs
+        return "environment" in self.inputs
 
     @property
     def language(self) -> bool:
@@ -168,13 +186,13 @@ class Subject:
 
     @cached_property
     def needs_reference(self) -> bool:
-        """Whether the trainer uses a reference at its default settings."""
-        return bool(tiny_trainer(self.name, Path("unused")).needs_reference)
+        """Whether the trainer uses a reference."""
+        return bool(self.tiny.needs_reference)
 
     @cached_property
     def chooses_reference(self) -> bool:
         """Whether its settings name another reference than the model before the first update."""
-        return tiny_trainer(self.name, Path("unused")).chosen_reference is not None
+        return self.tiny.chosen_reference is not None
 
 
 class Bench:
@@ -187,7 +205,7 @@ class Bench:
     """
 
     def __init__(self, subject: Subject, folder: Path, **usual: Any) -> None:
-        self.subject, self.folder, self.usual = subject, folder, usual
+        self.subject, self.folder, self.usual = subject, folder, {**subject.settings, **usual}
         self._places = count()
 
     def under(self, **usual: Any) -> Bench:
@@ -262,6 +280,14 @@ class Check:
 
 _CHECKS: dict[str, Check] = {}
 
+OF_VARIANTS = {
+    "accumulation", "batch_mates", "credit_follows_scores", "credit_of_scores", "first_update", "keep_chooses",
+    "kl_pulls_back", "labels_decide", "mask_law", "metric_totals", "micro_batches", "padding_amount",
+    "prompts_may_repeat", "reference_counts_in_every_row", "reference_is_frozen", "reported_kl", "sides_of_pairs",
+    "two_processes", "weight_counts",
+}  # fmt: skip
+"""Checks that are also run for the variants that an algorithm declares: those of what is learnt in a step."""
+
 
 def check(
     *, kind: Kind = "trainer", where: Condition = lambda _: True
@@ -297,12 +323,19 @@ def subjects_of(name: str) -> list[Subject]:
     kinds += ["sampler"] if "make_sampler" in hooks else []
     if "trainer" in kinds:
         get_trainer(name)
-    return [Subject(found.name, kind) for kind in kinds]
+    variants = found.trainer_class.tiny_variants() if "trainer" in kinds else {}
+    return [
+        *(Subject(found.name, kind) for kind in kinds),
+        *(Subject(found.name, "trainer", each) for each in variants),
+    ]
 
 
 def checks_for(subject: Subject) -> list[Check]:
-    """Return the checks that apply to ``subject``."""
-    return [each for each in all_checks().values() if each.kind == subject.kind and each.where(subject)]
+    """Return the checks that apply to ``subject``; those of a variant have its name after an @."""
+    found = [each for each in all_checks().values() if each.kind == subject.kind and each.where(subject)]
+    if not subject.variant:
+        return found
+    return [replace(each, name=f"{each.name}@{subject.variant}") for each in found if each.name in OF_VARIANTS]
 
 
 # ------------------------------------------------------------------------------------------------------------ running

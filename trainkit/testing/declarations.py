@@ -85,20 +85,21 @@ class Structure:
 
     Args:
         baseline: ``leave_one_out``: a score is compared with the mean of the others of its group, so that one more in
-            the score is one more in the advantage.
+            the score raises the advantage by as much in groups of any size. The class has a ``group``.
         surrogate: the clipped surrogate is the pessimistic one, max(−Aρ, −A clip(ρ)), and ρ is an importance ratio per
-            ``token`` or per ``sequence``, or the geometric mean over the tokens of a response (``sequence_mean``).
+            ``token`` or per ``sequence``, or the geometric mean over the tokens of a response (``sequence_mean``); or
+            it is −A clip(ρ) log π with ρ per token and without gradient through ρ (``cispo``).
         cliprange: the names of the settings that say how far ρ may fall below 1 and rise above it.
         whitened: fields of the experience that have mean 0 and standard deviation 1 over the response tokens of a
             collection.
         unscaled: fields of the experience that rise, at the last token of a response, as much as its score.
         kl: where the KL penalty of a token counts: in the advantages of its whole ``response``, or of this ``token``
-            and the tokens before it. The setting `kl_coef` is its weight.
+            and the tokens before it. Its weight is a setting ``kl_coef``.
         under: settings, by dotted path, under which this is so.
     """
 
     baseline: Literal["leave_one_out"] | None = None
-    surrogate: Literal["token", "sequence", "sequence_mean"] | None = None
+    surrogate: Literal["token", "sequence", "sequence_mean", "cispo"] | None = None
     cliprange: tuple[str, str] = ("cliprange", "cliprange")
     whitened: tuple[str, ...] = ()
     unscaled: tuple[str, ...] = ()

@@ -84,9 +84,9 @@ class _Watched:
         return prepared
 
 
-def _learn(name: str, folder: Path) -> Said:
+def _learn(name: str, folder: Path, settings: Said) -> Said:
     """Make a whole run with evaluations and checkpoints, and return what it ended with."""
-    trainer = tiny_trainer(name, folder / "run", **RUN)
+    trainer = tiny_trainer(name, folder / "run", **settings, **RUN)
     watched = _Watched(trainer)
     trainer.learn()
     return {
@@ -97,9 +97,9 @@ def _learn(name: str, folder: Path) -> Said:
     }
 
 
-def _draw(name: str, folder: Path) -> Any:
+def _draw(name: str, folder: Path, settings: Said) -> Any:
     """Return the experience of one prompt, which both processes get; None offline."""
-    trainer = tiny_trainer(name, folder / "drawn")
+    trainer = tiny_trainer(name, folder / "drawn", **settings)
     if not trainer.online:
         return None
     trainer.add_prompt_pipeline(list(trainer.pipeline.rows[:1]))
@@ -108,10 +108,10 @@ def _draw(name: str, folder: Path) -> Any:
     return watched.said["made"]
 
 
-def _step(name: str, folder: Path, rank: int) -> Said:
+def _step(name: str, folder: Path, rank: int, given: Said) -> Said:
     """Make one step on the given rows, of which the first process takes fewer and shorter ones."""
-    given: Said = torch.load(folder / "given.pt", map_location="cpu", weights_only=False)
-    trainer = tiny_trainer(name, folder / "stepped", train__max_grad_norm=None, train__microbatch_size=3)
+    changes = {**given["settings"], "train__max_grad_norm": None, "train__microbatch_size": 3}
+    trainer = tiny_trainer(name, folder / "stepped", **changes)
     trainer.policy  # noqa: B018  (made before weights are loaded)
     trainer.unwrapped.load_state_dict(given["weights"])
     trainer.load_state_dict(given["state"])
@@ -124,7 +124,13 @@ def train(name: str, folder: Path, rank: int) -> None:
     """Train in each way, and save the results in ``folder``."""
     torch.set_num_threads(1)
     get_trainer(name)  # registers the classes of the given batches
-    said = {"step": _step(name, folder, rank), "drawn": _draw(name, folder), "run": _learn(name, folder)}
+    given: Said = torch.load(folder / "given.pt", map_location="cpu", weights_only=False)
+    settings = given["settings"]
+    said = {
+        "step": _step(name, folder, rank, given),
+        "drawn": _draw(name, folder, settings),
+        "run": _learn(name, folder, settings),
+    }
     torch.save(said, folder / f"said-{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -72,6 +72,15 @@ class PreparedTrainer(BaseRLTrainer[M]):
         return {}
 
     @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return settings, by the name of a variant, under which the kit repeats its checks of a step.
+
+        The kit runs an algorithm at its default settings. A part of it that is off by default, such as a KL penalty or
+        a mean over something else, is checked for in a variant: ``{"kl": {"method.kl_coef": 0.05}}``.
+        """
+        return {}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Effect | Sequence[Effect]]:
         """Return, by field of the method, what changing the field does, as one or several `trainkit.testing.Effect`.
 

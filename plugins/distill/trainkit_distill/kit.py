@@ -40,6 +40,12 @@ class Declared:
         return {"config": {"model": {"reference_path": tiny_gpt2(10, initializer_range=0.5)}}}
 
     @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return distillation with rewards, if the trainer has any."""
+        rewarded = "reward_coef" in cls.method_class.model_fields
+        return {"rewards": {"method.reward_coef": 10.0}} if rewarded else {}
+
+    @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
         """Return the settings under which `beta` may be set."""
         return {"beta": MIXED}

@@ -21,6 +21,21 @@ def advantage_of_the_best(trainer: Any) -> float:
     return float(trainer.prepare_experience(trainer.experience(rollouts, scores)).advantages[3])
 
 
+def credit_for_an_advantage_of_1(trainer: Any) -> float:
+    """Return N / |A| times the credit of the first token of a response, one of N, before the first update."""
+    batch = trainer.store.experience.to(trainer.accelerator.device)
+    kept: list[Any] = []
+    handle = trainer.policy.register_forward_hook(lambda *given: kept.append(given[2].logprobs))
+    try:
+        loss, _ = trainer.loss(batch)
+    finally:
+        handle.remove()
+    (slopes,) = torch.autograd.grad(loss, kept[0])
+    row = int(batch.advantages.abs().argmax())
+    first = int(batch.sequences.response_mask[row].int().argmax())
+    return float(-slopes[row, first] * len(batch) / batch.advantages[row])
+
+
 EFFECTS: dict[str, Effect | list[Effect]] = {
     "group_size": Effect("responses", rises=(2, 4, 8)),
     "grpo_epochs": Effect("collections", falls=(1, 2, 4)),
@@ -30,7 +45,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "average": [
         Effect("weight", falls=("tokens", "responses")),
         Effect("weight", same=("responses", "constant")),
-        Effect("gradient of model", falls=("responses", "constant")),
+        Effect(credit_for_an_advantage_of_1, equals={"constant": 1 / 6}, under=ALONE),
     ],
     "surrogate": Effect("unclipped", rises=("clip", "cispo"), under={**ALONE, "method.cliprange": 0.05}),
     "ratio_level": Effect("unclipped", rises=("token", "sequence"), under={**ALONE, "method.cliprange": 0.05}),
@@ -42,12 +57,23 @@ RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
     Structure(surrogate="token", cliprange=RANGE, under=ALONE),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
+    Structure(surrogate="cispo", cliprange=RANGE, under={**ALONE, "method.surrogate": "cispo"}),
+    Structure(
+        surrogate="cispo",
+        cliprange=RANGE,
+        under={**ALONE, "method.surrogate": "cispo", "method.cliprange": 0.1, "method.cliprange_high": 0.4},
+    ),
     Structure(surrogate="sequence_mean", cliprange=RANGE, under={**BY_RESPONSE, "method.ratio_level": "sequence"}),
 )
 
 
 class Declared:
     """The declarations of GRPO."""
+
+    @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return GRPO with a KL penalty and a mean over responses, and with the deviation of the collection."""
+        return {"kl": {"method.kl_coef": 0.04, "method.average": "responses"}, "batch": {"method.scale": "batch"}}
 
     @classmethod
     def tiny_contexts(cls) -> dict[str, dict[str, Any]]:

@@ -219,6 +219,11 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         return {"config": {"method": {"alpha": 0.1}}}
 
     @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return ILQL with tokens that are weighted by their advantage."""
+        return {"awac": {"method.beta_awac": 1.0}}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         from trainkit_ilql.kit import EFFECTS

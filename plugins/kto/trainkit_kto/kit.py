@@ -10,13 +10,15 @@ import torch
 from trainkit.testing import Effect
 
 
+@torch.no_grad()
 def loss_with_a_kl_of_10(trainer: Any) -> float:
-    """Return the loss before the first update, at β = 0.1, if the estimate of the KL is 10 nats."""
+    """Return the loss before the first update, at β = 0.1, if mismatched outputs have become likelier by 10 nats."""
     batch = trainer.store.experience
     if batch.mismatched is not None:
-        batch = replace(batch, kl=torch.full((len(batch),), 10.0))
-    with torch.no_grad():
-        return float(trainer.loss(batch.to(trainer.accelerator.device))[0])
+        earlier = replace(batch.mismatched, ref_logps=batch.mismatched.ref_logps - 10.0)
+        batch = replace(batch, mismatched=earlier)
+    trainer.policy  # noqa: B018  (moves the model to the device)
+    return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {

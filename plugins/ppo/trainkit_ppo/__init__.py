@@ -271,6 +271,12 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
 
     @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return PPO with an entropy bonus, scaled scores, bootstrapped and penalised truncated responses."""
+        shaped = {"scale_reward": "running", "missing_eos_penalty": 0.5, "bootstrap_truncated": True, "ent_coef": 0.1}
+        return {"shaped": {f"method.{name}": value for name, value in shaped.items()}}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         from trainkit_ppo.kit import EFFECTS

@@ -170,6 +170,11 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         return {"kl_level": {"method.ratio_level": "token"}}
 
     @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return RLOO with ratios and KL penalties of tokens."""
+        return {"token": {"method.ratio_level": "token", "method.kl_level": "token"}}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         from trainkit_rloo.kit import EFFECTS

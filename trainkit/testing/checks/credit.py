@@ -43,12 +43,12 @@ from trainkit.trainer.base import BaseRLTrainer
 
 def rated(subject: Subject) -> bool:
     """Return whether the subject learns from scores of responses or rewards of samples."""
-    return subject.rewarded or "rewards" in subject.trainer_class.inputs
+    return subject.rewarded or "rewards" in subject.inputs
 
 
 def credited(subject: Subject) -> bool:
     """Return whether the subject learns from scores that a reward function gives to text that it samples."""
-    return subject.samples_text and "reward_fn" in subject.trainer_class.inputs
+    return subject.samples_text and "reward_fn" in subject.inputs
 
 
 def scored(bench: Bench, scores: Sequence[Any]) -> Any:
@@ -485,11 +485,11 @@ def learns(bench: Bench) -> None:
         _finds_rewards(bench)
     elif subject.samples_text:
         _loss_falls(bench)
-    elif subject.language and "pairs" in subject.trainer_class.inputs:
+    elif subject.language and "pairs" in subject.inputs:
         _prefers_the_chosen(bench)
     elif not subject.writes_text:
         _improves(bench)
-    elif {"rewards", "labels"} & {*subject.trainer_class.inputs}:
+    elif {"rewards", "labels"} & {*subject.inputs}:
         _samples_the_better(bench)
     elif subject.chooses_reference:  # such as a teacher, which it comes closer to, and not to the samples
         _loss_falls(bench)

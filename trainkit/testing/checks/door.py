@@ -195,7 +195,7 @@ def _missing_inputs(bench: Bench) -> None:
     trainer.pipeline = None
     text = _message(DataError, trainer.learn, f"learn() without {data}")
     require(data in text, f"the error about missing {data} does not name them: {text}")
-    for paying in {"reward_fn", "environment"} & {*bench.subject.trainer_class.inputs}:
+    for paying in {"reward_fn", "environment"} & {*bench.subject.inputs}:
         trainer = bench.trainer()
         setattr(trainer, paying, None)
         text = _message(DataError, trainer.learn, f"learn() without {paying}")

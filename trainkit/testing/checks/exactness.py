@@ -169,7 +169,12 @@ def two_processes(bench: Bench) -> None:
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
-    given = {"weights": weights(trainer), "state": trainer.state_dict(), "batch": batch}
+    given = {
+        "weights": weights(trainer),
+        "state": trainer.state_dict(),
+        "batch": batch,
+        "settings": bench.subject.settings,
+    }
     folder = bench.place()
     said = launch(bench.subject.name, folder, given)
     alone, found = stepped(trainer, batch)

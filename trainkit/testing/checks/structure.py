@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data import Rollouts, Sequences
-from trainkit.functional import masked_mean, masked_sum
+from trainkit.data import Batch, Rollouts, Sequences
+from trainkit.errors import suggest
+from trainkit.functional import masked_sum
+from trainkit.plugins import hookimpl
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.checks.fields import trainer_with
 from trainkit.testing.checks.policy import SHARP, VOCABULARY
@@ -35,7 +37,7 @@ SIZES = (2, 3, 4)
 
 def compares_groups(subject: Subject) -> bool:
     """Return whether the subject compares the responses to a prompt by scores of a reward function."""
-    return subject.samples_text and bool(subject.trainer_class.group) and "reward_fn" in subject.trainer_class.inputs
+    return subject.samples_text and bool(subject.trainer_class.group) and "reward_fn" in subject.inputs
 
 
 def fractions(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
@@ -55,6 +57,7 @@ def scaled(factor: float, shift: float) -> Callable[..., list[float]]:
 def sized(bench: Bench, size: int) -> dict[str, Any]:
     """Return settings with which a prompt has ``size`` responses; its usual number if the setting refuses ``size``."""
     cls = bench.subject.trainer_class
+    require(cls.group, "the structure declares a baseline of a group, and the class has no `group`")
     if trainer_with(bench, {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size}) is None:
         size = bench.trainer().samples_per_prompt
     return {f"method.{cls.group}": size, "rollout.num_rollouts": 8 * size, "rollout.batch_size": 5}
@@ -81,7 +84,7 @@ def credit_follows_scores(bench: Bench) -> None:
         )
         credits_ = credits_of(trainer, trainer.store.experience)
         for group in _groups(trainer):
-            _require_order(group, credits_)
+            _require_order(group, credits_, strict=(factor, shift) == (1, 0))
 
 
 def _groups(trainer: Any) -> list[list[tuple[float, Ids]]]:
@@ -92,7 +95,7 @@ def _groups(trainer: Any) -> list[list[tuple[float, Ids]]]:
     return [sorted(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-def _require_order(group: list[tuple[float, Ids]], credits_: dict[Ids, Tensor]) -> None:
+def _require_order(group: list[tuple[float, Ids]], credits_: dict[Ids, Tensor], *, strict: bool) -> None:
     often = [ids for _, ids in group]
     rows = [(score, float(credits_.get(ids, torch.zeros(1)).sum()) / often.count(ids)) for score, ids in group]
     slack = 1e-4 * max(abs(credit) for _, credit in rows)
@@ -100,7 +103,7 @@ def _require_order(group: list[tuple[float, Ids]], credits_: dict[Ids, Tensor]) 
     seen = f"in a group of {len(group)}, responses with the scores have the credit {told}"
     falls = any(one[0] < other[0] and one[1] > other[1] + slack for one, other in combinations(rows, 2))
     require(not falls, f"{seen}; a better response should not have less")
-    if len({*often}) == len(group):
+    if strict and len({*often}) == len(group):  # large scores may be clipped to one
         require(rows[-1][1] - rows[0][1] > slack, f"{seen}; the best should have more than the worst")
 
 
@@ -117,35 +120,37 @@ def prompts_may_repeat(bench: Bench) -> None:
     that finds the groups by the text of their prompts merges these two.
     """
     settings = sized(bench, 3)
-    size = settings[f"method.{bench.subject.trainer_class.group}"]
-    alone, twice = (_credits_with(bench, settings, prompts, size) for prompts in (("a", "bc"), ("a", "a")))
-    shared = alone.keys() & twice.keys()
-    require(shared, "a prompt's responses depend on the other prompts of the collection")
-    for ids in shared:
-        require_close(
-            alone[ids],
-            twice[ids],
-            "the credit of responses in a collection in which no other group has their prompt, and in one with another",
-            rtol=1e-3,
-            atol=1e-6,
-        )
-
-
-def _credits_with(bench: Bench, settings: Mapping[str, Any], prompts: tuple[str, ...], size: int) -> dict[Ids, Tensor]:
-    """Return the credits of the first prompt's responses, as a share of their batch's weight."""
-    rows = [{"prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts)]
-    trainer = bench.trainer(
-        **{**settings, "rollout.num_rollouts": len(prompts) * size, "rollout.max_new_tokens": 3},
-        arguments={"reward_fn": fractions},
-    )
-    trainer.add_prompt_pipeline(rows)
+    trainer = bench.trainer(**{**settings, "rollout.max_new_tokens": 3}, arguments={"reward_fn": fractions})
+    size = trainer.samples_per_prompt
     trainer.collect()
-    first = Rollouts.cat(trainer._rollouts)
-    own = {ids for ids, row in zip(ids_of(first.sequences), first.rows, strict=True) if row.get("seed") == 0}
-    batch = trainer.store.experience
-    found = credits_of(trainer, batch)
-    once = [ids for ids in own if ids_of(first.sequences).count(ids) == 1]
-    return {ids: found[ids] * float(batch.weight) for ids in once if ids in found}
+    rollouts = Rollouts.cat(trainer._rollouts)
+    scores = fractions(rollouts.prompts, rollouts.outputs)[: 2 * size]
+    queries, responses = rollouts.queries[: 2 * size], rollouts.responses[: 2 * size]
+    found = []
+    for others in (queries[size:], [queries[0]] * size):
+        made = _Kept()
+        bench.trainer(**settings, callbacks=[made]).step([*queries[:size], *others], responses, scores)
+        found.append(credits_of(bench.collected(**settings), made.experience))
+    ids = ids_of(rollouts.sequences)
+    group, also = (
+        ids[:size],
+        {response for _, response in ids[size : 2 * size]},
+    )  # the credits of equal ids are added up
+    what = "the credit of a group's responses if the other group of the step has another prompt, and if it has the same"
+    for each in (each for each in group if group.count(each) == 1 and each[1] not in also):
+        one, other = (credits_.get(each, torch.zeros(len(each[1]))) for credits_ in found)
+        require_close(one, other, what, rtol=1e-3, atol=1e-6)
+
+
+class _Kept:
+    """An observer that keeps the last experience."""
+
+    experience: Batch
+
+    @hookimpl
+    def on_experience(self, experience: Batch) -> None:
+        """Keep the experience."""
+        self.experience = experience
 
 
 # ------------------------------------------------------------------------------------------------- pairs and labels
@@ -153,7 +158,7 @@ def _credits_with(bench: Bench, settings: Mapping[str, Any], prompts: tuple[str,
 
 def has_pairs(subject: Subject) -> bool:
     """Return whether the subject learns from pairs of a dataset."""
-    return "pairs" in subject.trainer_class.inputs
+    return "pairs" in subject.inputs
 
 
 @check(where=has_pairs)
@@ -171,10 +176,12 @@ def sides_of_pairs(bench: Bench) -> None:
         gap = len(other[1]) - len(one[1])
         what = "as long as" if gap == 0 else f"{abs(gap)} tokens {'longer' if gap > 0 else 'shorter'} than"
         require(
-            pull.get(one, 0) > 0 > pull.get(other, 0),
+            pull.get(one, 0) >= 0 >= pull.get(other, 0),
             f"in a pair whose rejected side is {what} the chosen one, the loss raises the chosen side by "
             f"{pull.get(one, 0):.4g} and the rejected one by {pull.get(other, 0):.4g}",
         )
+    whole = [sum(pull.get(ids, 0.0) for ids in side) for side in sides]  # a pair may have its margin already
+    require(whole[0] > 0 > whole[1], f"the loss raises chosen sides by {whole[0]:.4g}, rejected ones by {whole[1]:.4g}")
     _require_margins_pull(bench)
 
 
@@ -207,7 +214,7 @@ def _pull(read: list[Reading]) -> dict[Ids, float]:
 
 def has_labels(subject: Subject) -> bool:
     """Return whether the subject learns from samples that are labelled as good or bad."""
-    return "labels" in subject.trainer_class.inputs
+    return "labels" in subject.inputs
 
 
 @check(where=has_labels)
@@ -222,7 +229,7 @@ def labels_decide(bench: Bench) -> None:
     for ids, row in zip(ids_of(trainer.encode_samples(rows)), rows, strict=True):
         found = pull.get(ids, 0.0)
         require(
-            found > 0 if row["label"] else found < 0,
+            found > 0 if row["label"] else found <= 0,
             f"the loss raises the log-probability of a sample whose label is {row['label']} by {found:.4g}",
         )
 
@@ -315,29 +322,43 @@ def own_score_left_out(bench: Bench) -> None:
     of a step depends on k.
     """
     for structure in _declared(bench, "baseline"):
+        rises: dict[int, float] = {}
         for size in SIZES:
-            settings = {**sized(bench, size), **structure.under}
+            # with one token, it makes no difference what the loss divides a response by
+            settings = {**sized(bench, size), **structure.under, "rollout.max_new_tokens": 1}
             sampled = bench.collected(**settings, arguments={"reward_fn": fractions})
-            rollouts = Rollouts.cat(sampled._rollouts)
+            rollouts, size = Rollouts.cat(sampled._rollouts), sampled.samples_per_prompt
             at = _alone(rollouts)
-            own = rollouts.prompts[at], rollouts.outputs[at]
-            group = at - at % sampled.samples_per_prompt
-            mates = [ids_of(rollouts.sequences)[i] for i in range(group, group + sampled.samples_per_prompt) if i != at]
-            higher = bench.collected(**settings, arguments={"reward_fn": _raised(own)})
-            before, after = (_advantages(trainer) for trainer in (sampled, higher))
-            ids = ids_of(rollouts.sequences)[at]
-            rise = float((after[ids] - before[ids]).mean())
-            require(
-                abs(rise - 1) < 1e-3,
-                f"in groups of {sampled.samples_per_prompt}, a score that is higher by 1 raises the response's own "
-                f"advantage by {rise:.4f}; its own score must have no part in its baseline",
-            )
-            fall, due = float((after[mates[0]] - before[mates[0]]).mean()), -1 / (sampled.samples_per_prompt - 1)
-            require(
-                mates.count(mates[0]) > 1 or abs(fall - due) < 1e-3,
-                f"in groups of {sampled.samples_per_prompt}, a score that is higher by 1 changes the advantage of the "
-                f"others by {fall:.4f}, and not by {due:.4f}",
-            )
+            changes = _changes(bench, settings, sampled, _raised((rollouts.prompts[at], rollouts.outputs[at])))
+            ids = ids_of(rollouts.sequences)
+            rises[size] = changes[ids[at]]
+            for mate in _mates(ids, at, size):
+                require(
+                    abs(changes[mate] * (size - 1) + rises[size]) < 1e-3 * abs(rises[size]),
+                    f"in groups of {size}, a score that is higher by 1 raises its own advantage by {rises[size]:.4f} "
+                    f"and changes that of another response by {changes[mate]:.4f}; it should be "
+                    f"{-rises[size] / (size - 1):.4f}",
+                )
+        first = next(iter(rises.values()))
+        told = ", ".join(f"{rise:.4f} in groups of {size}" for size, rise in rises.items())
+        require(
+            all(abs(rise - first) < 1e-3 * abs(first) for rise in rises.values()) and first > 0,
+            f"a score that is higher by 1 raises its own advantage by {told}; a baseline of which the own score is no "
+            "part gives the same in all",
+        )
+
+
+def _changes(bench: Bench, settings: Mapping[str, Any], usual: Any, reward: Callable[..., Any]) -> dict[Ids, float]:
+    """Return by how much the mean advantage of each row differs from ``usual`` with another reward function."""
+    other = bench.collected(**settings, arguments={"reward_fn": reward})
+    before, after = _advantages(usual), _advantages(other)
+    return {ids: float((after[ids] - before[ids]).mean()) for ids in before.keys() & after.keys()}
+
+
+def _mates(ids: list[Ids], at: int, size: int) -> list[Ids]:
+    """Return the other responses of a group whose ids occur once in it."""
+    group = ids[at - at % size : at - at % size + size]
+    return [each for each in group if each != ids[at] and group.count(each) == 1]
 
 
 def _alone(rollouts: Rollouts) -> int:
@@ -367,9 +388,9 @@ def _advantages(trainer: Any) -> dict[Ids, Tensor]:
 def surrogate_is_pessimistic(bench: Bench) -> None:
     """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
 
-    Where ρ has left the range against A's direction, the gradient must bring it back: max(−Aρ, −A clip(ρ)). A
-    surrogate that is only clipped, a ratio of the policy to itself, and a range that is not used all train in the first
-    step on a collection, where ρ is 1, as they should.
+    With clipped weights (CISPO) it is clip(ρ)A. Otherwise, where ρ has left the range against A's direction, the
+    gradient must bring it back: max(−Aρ, −A clip(ρ)). A surrogate that is only clipped, a ratio of the policy to
+    itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
     """
     for structure in _declared(bench, "surrogate"):
         trainer = bench.collected(
@@ -384,13 +405,16 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
             nudged(trainer, size)
             after = readings(trainer, batch)[0]
             ratio = _ratio(_logprobs(trainer, before.sequences) - old, mask, structure.surrogate)
-            seen |= _require_pessimistic(before, after, ratio, (1 - low, 1 + high))
+            clipped = structure.surrogate == "cispo"
+            seen |= _require_surrogate(before, after, ratio, (1 - low, 1 + high), weights_clipped=clipped)
         missing = [where for where in PLACES if where not in seen]
         require(not missing, f"no ratio of the tiny run is {' or '.join(missing)}, so the surrogate cannot be checked")
 
 
 def _reach(trainer: Any, name: str) -> float:
     """Return how far the ratio may go; a range that is None is that of the setting ``cliprange``."""
+    known = type(trainer.method).model_fields
+    require(name in known, f"the structure names the clip range {name!r}, which is no setting{suggest(name, known)}")
     value = getattr(trainer.method, name)
     return float(trainer.method.cliprange if value is None else value)
 
@@ -403,7 +427,7 @@ def _logprobs(trainer: Any, sequences: Sequences) -> Tensor:
 
 def _ratio(log_ratio: Tensor, mask: Tensor, level: str | None) -> Tensor:
     """Return the importance ratio of each token, [B, T] -> [B, T]."""
-    if level == "token":
+    if level in ("token", "cispo"):
         return log_ratio.exp()
     sums = masked_sum(log_ratio, mask, dim=1)
     return (sums / mask.sum(1) if level == "sequence_mean" else sums).exp().unsqueeze(1).expand_as(log_ratio)
@@ -416,14 +440,16 @@ PLACES = (
 )
 
 
-def _require_pessimistic(before: Reading, after: Reading, ratio: Tensor, bounds: tuple[float, float]) -> set[str]:
-    """Fail unless the credit of every token is that of the pessimistic surrogate; return where ratios are."""
+def _require_surrogate(
+    before: Reading, after: Reading, ratio: Tensor, bounds: tuple[float, float], *, weights_clipped: bool
+) -> set[str]:
+    """Fail unless the credit of every token is that of the surrogate; return where ratios are."""
     assert before.slopes is not None, "the loss reads log-probabilities"
     assert after.slopes is not None, "the loss reads log-probabilities"
     mask, advantage, found = before.sequences.response_mask, -before.slopes, -after.slopes
     left = mask & ((advantage > 0) & (ratio > bounds[1]) | (advantage < 0) & (ratio < bounds[0]))
     back = mask & ((advantage > 0) & (ratio < bounds[0]) | (advantage < 0) & (ratio > bounds[1]))
-    due = (advantage * ratio).masked_fill(left, 0.0)
+    due = advantage * ratio.clamp(*bounds) if weights_clipped else (advantage * ratio).masked_fill(left, 0.0)
     places = dict(zip(PLACES, (left, back, mask & ~left & ~back), strict=True))
     for where, tokens in places.items():
         at = int(((found - due).abs() * tokens).argmax())
@@ -444,13 +470,13 @@ def whitened_once(bench: Bench) -> None:
     """
     for structure in _declared(bench, "whitened"):
         batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
-        mask = batch.sequences.response_mask
         for name in structure.whitened:
             values = getattr(batch, name)
-            mean = float(masked_mean(values, mask))
-            std = float(values[mask].std(correction=0))
+            values = values if values.dim() == 1 else values[batch.sequences.response_mask]
+            mean, std = float(values.mean()), float(values.std())
+            biased = float(values.std(correction=0))
             require(
-                abs(mean) < 1e-4 and abs(std - 1) < 1e-2,
+                abs(mean) < 1e-4 and min(abs(std - 1), abs(biased - 1)) < 1e-3,
                 f"{name} has the mean {mean:.4g} and the standard deviation {std:.4g} over the tokens of a collection",
             )
 
@@ -481,10 +507,11 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
     that the baseline lacks, is a penalty still, and lowers the divergence.
     """
     for structure in _declared(bench, "kl"):
-        settings = {**sized(bench, 3), **structure.under}
-        trainer = bench.trainer(**settings, arguments={"reward_fn": fractions})
-        trainer.collect()
-        rollouts = Rollouts.cat(trainer._rollouts)
+        require("kl_coef" in bench.subject.method_fields, "the structure declares kl, and there is no setting kl_coef")
+        grouped = bool(bench.subject.trainer_class.group)
+        settings = {**(sized(bench, 3) if grouped else {}), **structure.under}
+        trainer = bench.collected(**settings, arguments={"reward_fn": fractions})
+        rollouts, size = Rollouts.cat(trainer._rollouts), trainer.samples_per_prompt
         ids = ids_of(rollouts.sequences)
         at = next((i for i in range(len(ids)) if len(ids[i][1]) > 2 and ids.count(ids[i]) == 1), None)
         require(at is not None, "no response of the tiny run has three tokens")
@@ -493,27 +520,26 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
         shifted.policy  # noqa: B018  (the reference is made with it)
         with _shifted(shifted, {ids[at]: 1.0}, slice(1, 2)):
             shifted.collect()
-        before, after = (_advantages(each) for each in (trainer, shifted))
-        beta, size = trainer.method.kl_coef, trainer.samples_per_prompt
-        _require_kl(after[ids[at]] - before[ids[at]], beta, structure.kl)
-        group = at - at % size
-        mate = next(i for i in range(group, group + size) if i != at)
-        found = float((after[ids[mate]] - before[ids[mate]]).mean())
-        require(
-            abs(found + beta / (size - 1)) < 1e-3 * beta,
-            f"if the KL of a token falls by 1, the advantage of another response of its group changes by {found:.4g}; "
-            f"with the KL penalty in the baseline it should change by {-beta / (size - 1):.4g}",
-        )
+        before, after, beta = _advantages(trainer), _advantages(shifted), trainer.method.kl_coef
+        by_score = _changes(bench, settings, trainer, _raised((rollouts.prompts[at], rollouts.outputs[at])))
+        _require_kl(after[ids[at]] - before[ids[at]], beta * by_score[ids[at]], structure.kl)
+        for mate in _mates(ids, at, size):
+            found, due = float((after[mate] - before[mate]).mean()), beta * by_score[mate]
+            require(
+                abs(found - due) < 1e-3 * beta,
+                f"if the KL of a token falls by 1, the advantage of another response of its group changes by "
+                f"{found:.4g}; with the KL penalty in the baseline it should change by {due:.4g}",
+            )
 
 
-def _require_kl(change: Tensor, beta: float, kl: str | None) -> None:
+def _require_kl(change: Tensor, whole: float, kl: str | None) -> None:
     """Fail unless the advantages of a response change as declared when the KL of its second token falls by 1."""
-    due = torch.full_like(change, beta)
+    due = torch.full_like(change, whole)
     if kl == "token":
         due[2:] = 0
     told, wanted = ([round(x, 5) for x in values.tolist()] for values in (change, due))
     require(
-        bool(((change - due).abs() < 1e-3 * beta).all()),
+        bool(((change - due).abs() < 1e-3 * abs(whole)).all()),
         f"if the KL of the second token of a response falls by 1, the advantages of its tokens change by {told}, and "
         f"should change by {wanted}",
     )
