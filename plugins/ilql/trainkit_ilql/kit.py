@@ -74,7 +74,7 @@ def distance_of_targets(trainer: Any) -> float:
     trainer.learn()
     head = trainer.unwrapped.head
     pairs = zip(head.target_q.buffers(), head.q.parameters(), strict=True)
-    return float(torch.stack([(target - own).norm() for target, own in pairs]).norm())
+    return float(torch.stack([(target - own.detach()).norm() for target, own in pairs]).norm())
 
 
 WEIGHTED = {"method.beta_awac": 1.0}
