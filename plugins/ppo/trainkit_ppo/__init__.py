@@ -272,9 +272,8 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
     @classmethod
     def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return PPO with an entropy bonus, scaled scores, bootstrapped and penalised truncated responses."""
-        shaped = {"scale_reward": "running", "missing_eos_penalty": 0.5, "bootstrap_truncated": True, "ent_coef": 0.1}
-        return {"shaped": {f"method.{name}": value for name, value in shaped.items()}}
+        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
+        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
 
     @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
