@@ -37,24 +37,24 @@ def returns_of(*, terminated: bool) -> Callable[[Any], float]:
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
-    "ppo_epochs": Effect("collections", falls=(1, 2, 4)),
-    "gamma": Effect("size of returns", rises=(0.0, 0.5, 1.0)),
-    "lam": Effect("returns", rises=(0.0, 0.5, 1.0)),
-    "cliprange": Effect("unclipped", rises=(0.01, 0.1, 1.0)),
-    "cliprange_value": Effect("unclipped values", rises=(1e-4, 0.01, 10.0)),
-    "vf_coef": Effect("gradient of value_head", rises=(0.1, 1.0, 2.0)),
-    "ent_coef": Effect("entropy", rises=(0.0, 0.1, 1.0)),
-    "init_kl_coef": Effect("divergence", falls=(0.01, 0.1, 1.0)),
+    "ppo_epochs": Effect("collections", falls=(1, 4)),
+    "gamma": Effect("size of returns", rises=(0.5, 1.0)),
+    "lam": Effect("returns", rises=(0.5, 1.0)),
+    "cliprange": Effect("unclipped", rises=(0.01, 1.0)),
+    "cliprange_value": Effect("unclipped values", rises=(1e-4, 10.0)),
+    "vf_coef": Effect("gradient of value_head", rises=(0.1, 2.0)),
+    "ent_coef": Effect("entropy", rises=(0.0, 1.0)),
+    "init_kl_coef": Effect("divergence", falls=(0.01, 1.0)),
     "target": Effect(kl_coef_at_the_end, falls=(1e-6, 10.0), under={**STEERED, "method.horizon": 50}),
-    "horizon": Effect(kl_coef_at_the_end, rises=(20, 100, 10_000), under={**STEERED, "method.target": 10.0}),
+    "horizon": Effect(kl_coef_at_the_end, rises=(20, 10_000), under={**STEERED, "method.target": 10.0}),
     "scale_reward": [
         Effect("size of returns", falls=("none", "running")),
         Effect("size of returns", falls=("none", "ref")),
     ],
     "cliprange_reward": Effect("size of returns", rises=(0.1, 1.0, None)),
     "missing_eos_penalty": [
-        Effect("returns of truncated", falls=(None, 0.5, 2.0)),
-        Effect("returns of terminated", same=(None, 0.5, 2.0)),
+        Effect("returns of truncated", falls=(None, 2.0)),
+        Effect("returns of terminated", same=(None, 2.0)),
     ],
     "bootstrap_truncated": [
         Effect(returns_of(terminated=False), rises=(False, True)),
