@@ -509,3 +509,19 @@ def test_scores_that_are_all_equal_are_told_once(
         caplog.clear()
         tiny_trainer(method, tmp_path / str(times), arguments={"reward_fn": rewards}).learn()
         assert sum(said in record.getMessage() for record in caplog.records) == times
+
+
+def test_scores_that_differ_between_processes_are_not_all_equal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every score of one process is 1, and every score of the other 0; then there is no other process."""
+    trainer = tiny_trainer("ppo", tmp_path)
+    other = torch.tensor([0.0, 4.0, 0.0, 0.0], dtype=torch.float64)  # differ, responses, largest, −smallest
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "max", lambda x: torch.maximum(x, other))
+        trainer._tell_equal_scores(torch.ones(4))
+        assert not caplog.records
+    trainer._tell_equal_scores(torch.zeros(0))
+    assert not caplog.records
+    trainer._tell_equal_scores(torch.ones(4))
+    assert len(caplog.records) == 1

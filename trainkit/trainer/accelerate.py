@@ -234,15 +234,20 @@ class AccelerateRLTrainer(TextTrainer[M]):
         """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
         self._collected = []
         super().fill_store()
-        if self.rewarded and not self._equal_scores_told and self._collected:
-            self._tell_equal_scores(torch.cat(self._collected))
+        if self.rewarded and not self._equal_scores_told:
+            self._tell_equal_scores(torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collected]))
 
     def _tell_equal_scores(self, scores: Tensor) -> None:
         """Log that the scores of all groups, or of all responses, of a collection are equal, if they are. [B]."""
-        k = self.samples_per_prompt
-        groups = scores.view(-1, k) if k > 1 else scores.view(1, -1)
-        differ = (groups != groups[:, :1]).any(1).sum().double()
-        if self.reduce(differ) or len(scores) * self.accelerator.num_processes == 1:
+        k, none = self.samples_per_prompt, scores.new_full((), -torch.inf)
+        groups = scores.view(len(scores) // k, k)
+        differ = (groups != groups[:, :1]).any().float()
+        ends = (scores.max(), -scores.min()) if len(scores) else (none, none)
+        # every process takes part, also one without scores
+        found = self.max(torch.stack([differ, differ.new_tensor(len(scores)), *ends]).double())
+        different, most, high, low = found.tolist()
+        equal = not different if k > 1 else high == -low
+        if not equal or most * self.accelerator.num_processes < 2:
             return
         self._equal_scores_told = True
         log.warning(
@@ -250,7 +255,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             "better; check the reward function, or give prompts that are neither too easy nor too hard",
             self.config.method.name,
             f"the {k} responses to each prompt" if k > 1 else "all responses",
-            float(scores[0]),
+            float(scores[0]) if len(scores) else high,
         )
 
     def _record_scored(self, rollouts: Rollouts, scores: Tensor) -> None:
@@ -260,7 +265,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         }
         if self.rewarded:
             whole = per_response(scores)
-            self._collected.append(whole.cpu())
+            self._collected.append(whole)
             found |= {"reward/mean": m.Mean.of(whole), "reward/std": m.Std.of(whole)}
         self.record(found)
 
