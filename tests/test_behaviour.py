@@ -97,7 +97,7 @@ def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
 
     honest = tiny_trainer(name, tmp_path / "honest")
     trainer = tiny_trainer(name, tmp_path / "off", callbacks=[Off()])
-    own = honest.sampler
+    own = honest.core_sampler()
     honest.unwrapped.load_state_dict(trainer.unwrapped.state_dict())
     assert sum(two_collections(trainer)) == 16
     assert trainer.progress.sampler_exact is False
@@ -108,13 +108,13 @@ def test_another_sampler_than_the_one_that_was_compared_is_compared_anew(name: s
     """As when a run is resumed with a plugin's sampler."""
     trainer = tiny_trainer(name, tmp_path)
     assert two_collections(trainer) == []
-    assert trainer.progress.sampler == "CausalSampler"
+    assert trainer.progress.sampler == "local"
     trainer.progress.sampler = "ServerSampler"
     seen = passes(trainer)
     trainer.store.clear()
     trainer.collect()
     assert len(seen) > 0
-    assert (trainer.progress.sampler, trainer.progress.sampler_exact) == ("CausalSampler", True)
+    assert (trainer.progress.sampler, trainer.progress.sampler_exact) == ("local", True)
 
 
 def test_a_reward_function_judges_as_exactly_in_training_as_in_evaluation(tmp_path: Path) -> None:

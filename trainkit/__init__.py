@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainkit.plugins.registry import (
         available_trainers,
         get_trainer,
+        register_engine,
         register_hooks,
         register_tracker,
         register_trainer,
@@ -43,6 +44,7 @@ _HOMES = {
     "default_config": "trainkit.config",
     "get_trainer": "trainkit.plugins.registry",
     "hookimpl": "trainkit.plugins.hookspecs",
+    "register_engine": "trainkit.plugins.registry",
     "register_hooks": "trainkit.plugins.registry",
     "register_tracker": "trainkit.plugins.registry",
     "register_trainer": "trainkit.plugins.registry",
@@ -72,6 +74,7 @@ __all__ = [
     "hookimpl",
     "metrics",
     "models",
+    "register_engine",
     "register_hooks",
     "register_tracker",
     "register_trainer",

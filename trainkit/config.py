@@ -29,10 +29,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
-from trainkit.plugins import get_hooks, get_trainer
+from trainkit.plugins import get_engine, get_hooks, get_trainer
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, why_disabled
 from trainkit.plugins.hooks import name_of
-from trainkit.plugins.registry import is_known
+from trainkit.plugins.registry import LOCAL, is_known
 
 Plain = dict[str, Any]
 
@@ -113,10 +113,26 @@ def _of_tracker(value: Any) -> str | PluginConfig:
     return _entry(value, tracker=True)
 
 
+def _of_engine(value: Any) -> str | PluginConfig:
+    """Return the name of an engine, or its validated settings if it has settings."""
+    given, name = _given(value, "an engine's name")
+    try:
+        settings = None if name.lower() == LOCAL else get_engine(name).settings
+    except RegistryError as error:
+        raise _refused(str(error)) from error
+    if settings is None:
+        if given:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        return name.lower()
+    return settings.model_validate({**given, "name": name.lower()})
+
+
 HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_hooks)]
 """A plugin with hooks: its name, or its settings if it has settings."""
 TrackerEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_tracker)]
 """A tracker: its name, or its settings if it is a plugin with settings."""
+EngineEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_engine)]
+"""A generation engine: its name, or its settings if it has settings."""
 
 
 def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
@@ -145,14 +161,14 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     return hooks.settings.model_validate({**given, "name": name.lower()})
 
 
-def _given(value: Any) -> tuple[Plain, str]:
+def _given(value: Any, what: str = "a plugin's name") -> tuple[Plain, str]:
     """Return the settings that an entry gives, without the name, and the name."""
     if isinstance(value, PluginConfig):
         value = value.model_dump()
     fields = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = fields.pop("name", None)
     if not isinstance(name, str):
-        raise _refused("should be a plugin's name, or a mapping with its 'name' and settings")
+        raise _refused(f"should be {what}, or a mapping with its 'name' and settings")
     return fields, name
 
 
@@ -275,6 +291,9 @@ class RolloutConfig(SamplingConfig):
     """Responses per collection, over all processes. Offline algorithms collect their whole dataset."""
     batch_size: int = Field(128, ge=1)
     """Rows that are sampled, scored and passed through the models at a time, per process."""
+    engine: EngineEntry = "local"
+    """What generates: `local`, which is trainkit's sampler on the trained model; `ray`; `vllm`; or another engine
+    plugin. A name, or a mapping with the name and the engine's settings, e.g. `{name: ray, actors: 2}`."""
     overlong_prompts: Literal["error", "truncate", "drop"] = "error"
     """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
     skip_special_tokens: bool = True

@@ -31,6 +31,10 @@ class RewardError(TrainkitError, ValueError):
     """A reward or metric function that raised an exception, or returned an invalid value."""
 
 
+class EngineError(TrainkitError, RuntimeError):
+    """A generation engine that failed, or answered with something else than was asked for."""
+
+
 class EpisodeError(TrainkitError, RuntimeError):
     """An environment that raised an exception, took too long, or returned an invalid prompt or turn."""
 

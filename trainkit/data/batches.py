@@ -369,6 +369,9 @@ class Rollouts:
     turns: list[list[dict[str, Any]]] | None = None
     """For every episode its turns, each a dict with ``output``, ``observation`` and ``reward``. None without an
     environment."""
+    versions: Tensor | None = None
+    """The number of optimizer steps [B] after which the weights were that each response was sampled with. None if
+    unknown, with responses that were not sampled by trainkit."""
     failed: Tensor | None = None
     """bool [B]: the environment failed, and the episode ended with that turn. None without an environment."""
 
@@ -377,7 +380,7 @@ class Rollouts:
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rollouts with their tensors on ``device``."""
-        names = ("sequences", "terminated", "logprobs", "entropy", "hidden", "rewards", "failed")
+        names = ("sequences", "terminated", "logprobs", "entropy", "hidden", "rewards", "versions", "failed")
         known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: value.to(device) for name, value in known.items()})
 

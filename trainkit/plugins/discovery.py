@@ -70,8 +70,8 @@ class PluginInfo:
     origin: str = ""
     """``built-in``, ``editable`` with the directory of the source, or the directory that it is installed in."""
     kind: str = UNKNOWN
-    """``trainer``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other hooks), or
-    several; ``?`` if its source does not show it."""
+    """``trainer``, ``engine``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other
+    hooks), or several; ``?`` if its source does not show it."""
     state: str = OK
     """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another version of trainkit) or
     ``shadowed`` (its name belongs to another plugin)."""

@@ -13,7 +13,7 @@ from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import PluginInfo, find_plugin, import_plugin, is_installed
 from trainkit.plugins.guard import one_line, said, watch
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.registry import HookClass, get_hooks, is_registered
+from trainkit.plugins.registry import HookClass, get_hooks, is_engine, is_registered
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig
@@ -134,6 +134,8 @@ def _add_module(manager: HookManager, plugin: PluginInfo, label: str) -> None:
     name, module = plugin.name, import_plugin(plugin)
     if not manager.is_registered(module):
         _add(manager, module, label)
+    if is_engine(name):
+        raise PluginError(f"{label} is a generation engine; name it in rollout.engine")
     if not is_registered(name) and not manager.get_hookcallers(module):
         raise PluginError(
             f"{label} provides nothing: it registers no trainer {name!r} and has no hooks; it needs "

@@ -1,4 +1,4 @@
-"""Names of trainers and of classes with hooks, registered by decorators or found through entry points.
+"""Names of trainers, engines and classes with hooks, registered by decorators or found through entry points.
 
 A plugin is imported when a name of it is first used.
 """
@@ -25,6 +25,7 @@ from trainkit.plugins.hookspecs import GROUP
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig
+    from trainkit.rollouts.engines import Engine
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 C = TypeVar("C", bound=type)
@@ -42,8 +43,22 @@ class HookClass:
     """Whether it is a tracker, which `train.trackers` names; other hooks are named in `plugins`."""
 
 
+@dataclass(frozen=True)
+class EngineClass:
+    """An engine that is registered under a name."""
+
+    made: type[Engine]
+    """The class."""
+    settings: type[PluginConfig] | None
+    """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
+
+
+LOCAL = "local"
+"""The name of the engine that is part of trainkit itself."""
+
 _TRAINERS: dict[str, type] = {}
 _HOOKS: dict[str, HookClass] = {}
+_ENGINES: dict[str, EngineClass] = {}
 
 
 @overload
@@ -95,6 +110,8 @@ def _check_name(what: str, name: str, cls: type, taken: type | None) -> None:
     Raises:
         RegistryError: the name belongs to another class, or to an installed plugin of another module.
     """
+    if name == LOCAL:
+        raise RegistryError(f"the name {name!r} belongs to trainkit's own engine; give {cls.__qualname__} another")
     if owner := owner_of(name, cls.__module__):
         raise RegistryError(
             f"the {what} name {name!r} belongs to {owner}, whose module alone may register it; "
@@ -134,14 +151,14 @@ def _load(key: str) -> None:
     Raises:
         RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
     """
-    before = dict(_TRAINERS), dict(_HOOKS)
+    registries: tuple[dict[str, Any], ...] = (_TRAINERS, _HOOKS, _ENGINES)
+    before = [dict(registry) for registry in registries]
     try:
-        load_plugin(key, registered=[*_TRAINERS, *_HOOKS])
+        load_plugin(key, registered=[name for registry in registries for name in registry])
     except PluginError:
-        _TRAINERS.clear()
-        _TRAINERS.update(before[0])
-        _HOOKS.clear()
-        _HOOKS.update(before[1])
+        for registry, earlier in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(earlier)
         raise
 
 
@@ -159,6 +176,67 @@ def available_trainers() -> list[str]:
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
     return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))
+
+
+# ------------------------------------------------------------------------------------------------------- engines
+
+
+def register_engine(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+    """Register a generation engine, which a run names in `rollout.engine`: ``@register_engine("mine", MyConfig)``.
+
+    Names are case-insensitive.
+
+    Args:
+        name: its name in configurations.
+        settings: the class of its settings, derived from `trainkit.PluginConfig`; None if it has no settings.
+
+    Raises:
+        RegistryError: the name belongs to another class or to an installed plugin; the class does not derive from
+            `trainkit.rollouts.Engine` or lacks one of its methods. Says which.
+    """
+    return lambda cls: _register_engine(cls, name.lower(), settings)
+
+
+def _register_engine(cls: C, name: str, settings: type[PluginConfig] | None) -> C:
+    from trainkit.rollouts.engines import Engine
+
+    fault = ""
+    if not issubclass(cls, Engine):
+        fault = "it does not derive from trainkit.rollouts.Engine"
+    elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        fault = f"it does not define {' and '.join(missing)}; write it in the class"
+    if fault := fault or _wrong_settings(settings):
+        raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
+    taken = _ENGINES.get(name)
+    _check_name("engine", name, cls, taken.made if taken else None)
+    _ENGINES[name] = EngineClass(cls, settings)
+    return cls
+
+
+def get_engine(name: str) -> EngineClass:
+    """Return the engine registered as ``name`` (case-insensitive); import its plugin if necessary.
+
+    Raises:
+        RegistryError: there is no such plugin, or it is no engine.
+        PluginError: its plugin is disabled, or cannot be used; names the distribution.
+    """
+    key = name.lower()
+    if key == LOCAL:
+        from trainkit.rollouts.local import LocalEngine
+
+        return EngineClass(LocalEngine, None)
+    if key not in _ENGINES and not (key in _TRAINERS or key in _HOOKS):
+        _load(key)
+    elif by := why_disabled(key):
+        raise PluginError(f"the engine {key!r} is disabled by {by}")
+    if key not in _ENGINES:
+        raise RegistryError(f"{name!r} is no engine; rollout.engine names {LOCAL!r}, 'ray', 'vllm' or an engine plugin")
+    return _ENGINES[key]
+
+
+def is_engine(name: str) -> bool:
+    """Return whether an engine is registered as ``name``; import nothing."""
+    return name.lower() in {LOCAL, *_ENGINES}
 
 
 # -------------------------------------------------------------------------------------------------------- hooks
@@ -214,8 +292,8 @@ def _fault(cls: type, settings: type[PluginConfig] | None, tracker: bool) -> str
         return "a tracker implements the hook log_metrics; write it, or use register_hooks"
     if tracker and "make_sampler" in hooks:
         return "a tracker exists on the main process only, so it cannot provide a sampler; use register_hooks"
-    if settings is not None and "name" not in getattr(settings, "model_fields", {}):
-        return f"its settings should be a class derived from trainkit.PluginConfig; given {describe(settings)}"
+    if fault := _wrong_settings(settings):
+        return fault
     if hasattr(cls, "state_dict") != hasattr(cls, "load_state_dict"):
         return "it has one of state_dict and load_state_dict; write both"
     try:
@@ -224,6 +302,12 @@ def _fault(cls: type, settings: type[PluginConfig] | None, tracker: bool) -> str
         given = "the settings as its only argument" if settings else "no argument, as it has no settings"
         return f"it is called with {given} ({error})"
     return ""
+
+
+def _wrong_settings(settings: Any) -> str:
+    if settings is None or "name" in getattr(settings, "model_fields", {}):
+        return ""
+    return f"its settings should be a class derived from trainkit.PluginConfig; given {describe(settings)}"
 
 
 def hooks_of(plugin: object) -> list[str]:
@@ -255,7 +339,7 @@ def get_hooks(name: str) -> HookClass | None:
 
 def is_known(name: str) -> bool:
     """Return whether a trainer or a class with hooks is registered as ``name``, or a plugin of that name installed."""
-    return name.lower() in {*_TRAINERS, *_HOOKS} or is_installed(name.lower(), "")
+    return name.lower() in {*_TRAINERS, *_HOOKS, *_ENGINES} or is_installed(name.lower(), "")
 
 
 def is_tracker(name: str) -> bool:

@@ -1,5 +1,6 @@
-"""From prompts to scored responses: the sampler, the decoders that run the model, and calls of reward functions."""
+"""From prompts to scored responses: the sampler, engines that generate, and calls of reward functions."""
 
+from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights
 from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
 from trainkit.rollouts.episodes import Player, check_template
 from trainkit.rollouts.rewards import (
@@ -19,6 +20,7 @@ from trainkit.rollouts.rewards import (
 )
 from trainkit.rollouts.sampler import (
     CausalSampler,
+    Generated,
     Purpose,
     Sampler,
     Seq2SeqSampler,
@@ -30,17 +32,23 @@ from trainkit.rollouts.sampler import (
 
 __all__ = [
     "CausalSampler",
+    "Engine",
+    "EngineSampler",
     "Environment",
     "EnvironmentMaker",
+    "Generated",
     "MetricFn",
     "Player",
     "Purpose",
     "Record",
+    "Request",
     "RewardFn",
     "Sampler",
     "Scored",
     "Seq2SeqSampler",
+    "ServedModel",
     "Turn",
+    "Weights",
     "assemble",
     "call",
     "check_maker",

@@ -53,6 +53,8 @@ class _Script:
     """A reward for each of them."""
     numbers: dict[str, list[Tensor]] = field(default_factory=dict)
     """What the sampler computed about the sampled ones, a tensor per turn."""
+    version: Tensor | None = None
+    """The version [] of the weights of the first output; the same for all, because weights change between episodes."""
     said: list[dict[str, Any]] = field(default_factory=list)
     """The turns as text, for logs and reward functions."""
     done: bool = False
@@ -305,7 +307,7 @@ class Player:
     def _rollouts(self, episodes: list[Episode], scripts: list[_Script]) -> Rollouts:
         rows = [{**episode.row, "prompt": script.text} for episode, script in zip(episodes, scripts, strict=True)]
         numbers = {name: _joined(scripts, name) for name in NUMBERS}
-        known = numbers["logprobs"]
+        known, versions = numbers["logprobs"], [script.version for script in scripts if script.version is not None]
         made = assemble(
             self.tokenizer,
             [{name: value for name, value in row.items() if name != "episode_seed"} for row in rows],
@@ -316,6 +318,7 @@ class Player:
                 [script.terminated for script in scripts], device=None if known is None else known.device
             ),
             **numbers,
+            versions=torch.stack(versions) if len(versions) == len(scripts) else None,
             stops=[],
             skip_special_tokens=self.skip,
         )
@@ -356,6 +359,7 @@ def _append_outputs(scripts: list[_Script], drawn: Rollouts) -> None:
         script.sampled += mask[row][after[row]].tolist()
         script.rewards += [0.0] * len(ids)
         script.said.append({"output": drawn.outputs[row]})
+        script.version = None if drawn.versions is None else drawn.versions[row]
         for name in NUMBERS:
             values = getattr(drawn, name)
             if values is not None:

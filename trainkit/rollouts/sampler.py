@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -61,6 +62,29 @@ Steer = Callable[[Tensor, Tensor, SamplingConfig], Tensor]
 by the sampling temperature and masked by the logit mask; they are computed from ``states`` [b, D]."""
 
 
+Reason = Literal["stop", "length"]
+"""Why a response ends: by EOS or a stop string, or because it has ``max_new_tokens``."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """B responses as token ids, N tokens in all, and what is known about the tokens."""
+
+    ids: list[list[int]]
+    """The token ids of each response, the terminating token included."""
+    reasons: list[Reason]
+    """Why each response ends."""
+    versions: list[int]
+    """The version of the weights that each response was sampled with."""
+    logprobs: Tensor | None = None
+    """Log-probabilities [N] of the tokens, response after response: at the sampling temperature and under the logit
+    mask, before any other sampling setting is applied (F-02). None if unknown."""
+    entropy: Tensor | None = None
+    """Entropies [N] of these distributions; None if unknown."""
+    hidden: Tensor | None = None
+    """The hidden states [N, D] that the tokens were chosen from; None unless they are needed and known."""
+
+
 class TokenSampler:
     """Samples from a language model with a key-value cache, one token per step for the whole batch.
 
@@ -106,7 +130,6 @@ class TokenSampler:
                 self.fault,
             )
 
-    @torch.no_grad()
     def __call__(
         self,
         rows: list[Row],
@@ -116,13 +139,32 @@ class TokenSampler:
         purpose: Purpose = "generate",
     ) -> Rollouts:
         """Sample a response to each of ``queries``; token t of response b is drawn with number t of ``seeds[b]``."""
+        made = self.generate(queries, settings, seeds)
+        return assemble(
+            self.tokenizer,
+            rows,
+            queries,
+            made.ids,
+            terminated=torch.tensor([reason == "stop" for reason in made.reasons], device=self.model.device),
+            logprobs=made.logprobs,
+            entropy=made.entropy,
+            hidden=made.hidden,
+            stops=settings.stop_sequences,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], version: int = 0
+    ) -> Generated:
+        """Return a response to each of ``queries`` as token ids; ``version`` is that of the weights."""
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
         responses = _Responses(self, queries, settings, draws)
         if self.fault:
             _by_generate(self.decoder, queries, responses)
         else:
             _by_steps(self.decoder, queries, responses)
-        return responses.rollouts(rows, queries)
+        return responses.generated(version)
 
 
 class CausalSampler(TokenSampler):
@@ -254,22 +296,18 @@ class _Responses:
             ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=ended.device)
         return ended
 
-    def rollouts(self, rows: list[Row], queries: list[list[int]]) -> Rollouts:
-        """Return the sampled responses as rollouts."""
-        lengths = self.lengths.tolist()
+    def generated(self, version: int) -> Generated:
+        """Return the sampled responses."""
+        lengths, alive = self.lengths.tolist(), self.alive.tolist()
         taken = torch.arange(self.room, device=self.lengths.device) < self.lengths.unsqueeze(1)
         known = not self.sampler.fault
-        return assemble(
-            self.sampler.tokenizer,
-            rows,
-            queries,
+        return Generated(
             [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)],
-            terminated=~self.alive,
+            ["length" if goes_on else "stop" for goes_on in alive],
+            [version] * len(lengths),
             logprobs=self.logprobs[taken] if known else None,
             entropy=self.entropy[taken] if known else None,
             hidden=None if self.hidden is None else self.hidden[taken],
-            stops=self.settings.stop_sequences,
-            skip_special_tokens=self.sampler.skip_special_tokens,
         )
 
 
@@ -419,6 +457,7 @@ def assemble(
     logprobs: Tensor | None,
     entropy: Tensor | None = None,
     hidden: Tensor | None = None,
+    versions: Tensor | None = None,
     sampled: Sequence[Sequence[bool]] | None = None,
     stops: list[str],
     skip_special_tokens: bool,
@@ -434,6 +473,7 @@ def assemble(
         logprobs: sampling log-probabilities of all response tokens, row after row [N]; None if unknown.
         entropy: entropies [N] of the distributions that they were sampled from; None if unknown.
         hidden: hidden states [N, D] from which they were chosen; None if unknown.
+        versions: the version of the weights that each was sampled with [B]; None if unknown.
         sampled: which ids of ``responses`` the policy has sampled; the others, e.g. an environment's, are attended to
             and not trained on. None: all of them.
         stops: strings at which text is truncated.
@@ -458,6 +498,7 @@ def assemble(
         entropy=placed_at(sequences.response_mask, entropy),
         hidden=placed_at(sequences.response_mask, hidden),
         terminated=terminated,
+        versions=versions,
         prompts=[next(unknown) if text is None else text for text in texts],
         outputs=[cut_at_stop(text, stops) for text in decode(tokenizer, responses, skip_special_tokens)],
     )

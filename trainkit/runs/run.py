@@ -29,7 +29,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
@@ -48,7 +48,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ("train.", "plugins", "model.kwargs", "tokenizer.", "environment.workers", "environment.timeout")
+MAY_CHANGE = (
+    "train.",
+    "plugins",
+    "rollout.engine.",
+    "model.kwargs",
+    "tokenizer.",
+    "environment.workers",
+    "environment.timeout",
+)
 """Prefixes of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
 MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
 """Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
@@ -285,7 +293,7 @@ def _write(trainer: Trainer, building: Path) -> None:
         checkpoint.write_state(building, name, {"experience": trainer.store.experience})
     if accelerator.is_main_process:
         _refuse_non_finite(trainer)
-        checkpoint.write_state(building, "model", _trained(trainer))
+        checkpoint.write_state(building, "model", trained(trainer.unwrapped))
         checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
 
 
@@ -317,21 +325,20 @@ def fingerprint_start(trainer: Trainer) -> str | None:
     """
     if trainer.needs_reference and trainer.chosen_reference is None:
         return fingerprint(trainer.reference.policy.state_dict())
-    trained = _trained(trainer)
-    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in trained}
+    changing = trained(trainer.unwrapped)
+    frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
     return fingerprint(frozen) if frozen else None
 
 
-def _trained(trainer: Trainer) -> dict[str, Tensor]:
+def trained(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state without its frozen parameters, which the initial model provides."""
-    model = trainer.unwrapped
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    """Load a state that `_trained` returned; raise a ValueError or RuntimeError that names what does not fit."""
-    expected = _trained(trainer).keys()
+    """Load a state that `trained` returned; raise a ValueError or RuntimeError that names what does not fit."""
+    expected = trained(trainer.unwrapped).keys()
     if wrong := sorted(expected ^ state.keys()):
         raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
     trainer.unwrapped.load_state_dict(state, strict=False)

@@ -38,6 +38,8 @@ from trainkit.models.loading import (
     load_frozen_config,
     name_eos,
 )
+from trainkit.plugins.hooks import name_of
+from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
 from trainkit.seeding import global_rng
 from trainkit.trainer import dynamic, generation
@@ -277,7 +279,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         is checked on the first collection, for which the policy is run: cached keys and values may round differently,
         slightly in float32, and too much at lower precision.
         """
-        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), type(self.sampler).__qualname__
+        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
         if at.sampler != sampler:
             at.sampler, at.sampler_exact = sampler, None
         if at.sampler_exact and at.step > 0 and seen is not None:
@@ -289,6 +291,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
             if not at.sampler_exact:
                 log.info("the sampler's log-probabilities differ from the policy's; the policy is run to compute them")
         return outputs
+
+    @property
+    def _sampler_name(self) -> str:
+        sampler = self.sampler
+        return name_of(self.config.rollout.engine) if isinstance(sampler, EngineSampler) else type(sampler).__qualname__
 
     # ------------------------------------------------------------------------------------- the loop, by the user
 

@@ -43,6 +43,6 @@ class Progress:
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation."""
     sampler: str = ""
-    """Class of the sampler that `sampler_exact` describes."""
+    """The engine, or the class of the sampler, that `sampler_exact` describes."""
     sampler_exact: bool | None = None
     """Whether the sampler gives the policy's log-probabilities, measured on its first collection; None before that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -41,15 +42,21 @@ from trainkit.models.loading import (
     load_model_config,
     pad_id,
 )
+from trainkit.plugins.hooks import name_of
+from trainkit.plugins.registry import LOCAL, get_engine
 from trainkit.rollouts import (
+    Engine,
+    EngineSampler,
     EnvironmentMaker,
     Player,
     Purpose,
     Sampler,
+    ServedModel,
+    Weights,
     check_maker,
-    make_sampler,
     score,
 )
+from trainkit.rollouts.engines import Ability
 from trainkit.runs import run
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
@@ -112,6 +119,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"a model of type {self.model_config.model_type!r} is an encoder-decoder, and {config.method.name!r} "
                 "trains none; give a model that reads prompt and response as one text"
             )
+        self._check_engine()
         self.limit = self._length_limit()
         budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
         self.encode = PromptEncoder(self.tokenizer, budget, config.rollout.overlong_prompts, ends=self.apart)
@@ -285,28 +293,77 @@ class TextTrainer(AcceleratedLoop[M]):
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or trainkit's."""
+        """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or the engine's."""
         self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
         made: Any = self.hooks.hook.make_sampler(trainer=self)
-        if made is not None and self._steers:
+        name = name_of(self.config.rollout.engine)
+        if made is None:
+            return EngineSampler(
+                self.engine,
+                vocabulary=self.model_config.get_text_config().vocab_size,
+                device=self.accelerator.device,
+                skip_special_tokens=self.config.rollout.skip_special_tokens,
+            )
+        if self._steers:
             raise PluginError(
                 f"{self.config.method.name!r} changes logits while sampling (steer), and the sampler of a make_sampler "
                 "hook does not; remove the hook"
             )
-        return self.core_sampler() if made is None else generation.checked_sampler(made)
+        if name != LOCAL:
+            raise PluginError(
+                f"rollout.engine is {name!r}, and a make_sampler hook provides a sampler, which replaces it; remove "
+                "the hook, or set rollout.engine to 'local'"
+            )
+        return generation.checked_sampler(made)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The generation engine that `rollout.engine` names; it is started when it is first used."""
+        self._prepared  # noqa: B018  (as above)
+        entry = self.config.rollout.engine
+        found = get_engine(name_of(entry))
+        made = found.made(None if isinstance(entry, str) else entry, self.served)
+        weakref.finalize(self, made.close)  # also at the end of the process
+        return made
+
+    @property
+    def served(self) -> ServedModel:
+        """The model that an engine generates with."""
+        return ServedModel(
+            self.unwrapped.model,
+            self.tokenizer,
+            eos_ids(self.unwrapped.model, self.tokenizer),
+            limit=self.limit,
+            mixed_precision=self.config.train.mixed_precision,
+            options={
+                "logit_mask": self.logit_mask,
+                "skip_special_tokens": self.config.rollout.skip_special_tokens,
+                "head_alone": getattr(self.unwrapped, "head_alone", False),
+                "hidden": getattr(self.unwrapped, "value_head", None) is not None,
+                **({"steer": self.steer} if self._steers else {}),
+            },
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
 
     def core_sampler(self) -> Sampler:
         """Return trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
         self._prepared  # noqa: B018  (as above)
-        return make_sampler(
-            self.unwrapped.model,
-            self.tokenizer,
-            logit_mask=self.logit_mask,
-            skip_special_tokens=self.config.rollout.skip_special_tokens,
-            head_alone=getattr(self.unwrapped, "head_alone", False),
-            hidden=getattr(self.unwrapped, "value_head", None) is not None,
-            steer=self.steer if self._steers else None,
-        )
+        return self.served.sampler()
+
+    def _check_engine(self) -> None:
+        """Raise a `ConfigError` if the run needs something of its engine that the engine cannot do."""
+        name = name_of(self.config.rollout.engine)
+        needed: dict[Ability, str] = {}
+        if self.apart:
+            needed["encoder_decoder"] = f"generate with a model of type {self.model_config.model_type!r}"
+        if self.logit_mask is not None:
+            needed["logit_mask"] = "obey the run's logit_mask"
+        if self._steers:
+            needed["steer"] = f"sample from logits that {self.config.method.name!r} changes (steer)"
+        for ability, what in needed.items():
+            if name != LOCAL and ability not in get_engine(name).made.abilities:
+                raise ConfigError(f"the engine {name!r} cannot {what}; set rollout.engine to 'local'")
 
     @property
     def _steers(self) -> bool:
@@ -442,9 +499,18 @@ class TextTrainer(AcceleratedLoop[M]):
             )
         sampler = self.sampler
         self.unwrapped.eval()
+        if isinstance(sampler, EngineSampler):
+            sampler.use(self.weights)
         with self.accelerator.autocast():
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of the language model as they are now."""
+        model = self.unwrapped.model
+        changes = sum(tensor._version for tensor in (*model.parameters(), *model.buffers()))
+        return Weights(self.progress.step, lambda: run.trained(model).items(), changes)
 
     # ----------------------------------------------------------------------------------------------------- by the user
 

@@ -232,14 +232,14 @@ def test_tokens_are_drawn_from_the_policy_at_its_temperature_times_the_exponenti
 ) -> None:
     """S-42: the temperature is the policy's alone, and what is known of a rollout is the policy's too."""
     trainer = settled(tiny_trainer("ilql", tmp_path))
-    sampler, seen = trainer.sampler, []
-    honest = sampler.steer  # type: ignore[attr-defined]
+    sampler, seen = trainer.engine.sampler, []  # type: ignore[attr-defined]
+    honest = sampler.steer
 
     def steer(logits: Tensor, states: Tensor, settings: Any) -> Tensor:
         seen.append((logits, states, honest(logits, states, settings)))
         return seen[-1][2]
 
-    sampler.steer = steer  # type: ignore[attr-defined]
+    sampler.steer = steer
     rollouts = trainer.generate(["ab", "c"], beta=3.0, temperature=temperature, max_new_tokens=1)
     logits, states, steered = seen[0]
     model = trainer.unwrapped.model
@@ -305,7 +305,7 @@ def test_a_mask_for_all_states_holds_too(tmp_path: Path) -> None:
 def test_a_model_that_runs_by_its_own_generate_is_steered_alike(tmp_path: Path) -> None:
     trainer = settled(tiny_trainer("ilql", tmp_path))
     by_steps = trainer.generate(["ab", "c", "def"], beta=5.0, temperature=0).outputs
-    trainer.sampler.fault = "as if"  # type: ignore[attr-defined]
+    trainer.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
     assert trainer.generate(["ab", "c", "def"], beta=5.0, temperature=0).outputs == by_steps
     assert trainer.generate(["ab", "c", "def"], beta=0.0, temperature=0).outputs != by_steps
 
@@ -448,7 +448,7 @@ def test_an_encoder_decoder_is_steered_by_its_decoders_states(make: Any, tmp_pat
         states = model(input_ids=query.unsqueeze(0), decoder_input_ids=ids, output_hidden_states=True)
         best = heads.advantages(states.decoder_hidden_states[-1][0])[:, :8].argmax(-1)
         assert response.tolist() == best.tolist()
-    trainer.sampler.fault = "as if"  # type: ignore[attr-defined]
+    trainer.engine.sampler.fault = "as if"  # type: ignore[attr-defined]
     assert trainer.generate(["ab", "cdefgh"], beta=1e6, temperature=0, max_new_tokens=5).outputs == rollouts.outputs
 
 

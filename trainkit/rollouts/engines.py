@@ -1,0 +1,253 @@
+"""Generation engines: from prompts as token ids to responses as token ids, with the weights that they were given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.config import PluginConfig, SamplingConfig
+from trainkit.data import Rollouts, Row
+from trainkit.errors import EngineError, TrainkitError, describe
+from trainkit.plugins.guard import said
+from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
+
+Ability = Literal["encoder_decoder", "logit_mask", "steer"]
+"""What not every engine can do: run an encoder-decoder, obey a logit mask, or let the algorithm change the logits."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that an engine generates with, as it is when the engine is made."""
+
+    model: Any
+    """The language model, from `transformers`, possibly with an adapter of peft; without heads of the algorithm. It is
+    the model that is trained: an engine that does not share it makes a copy."""
+    tokenizer: PreTrainedTokenizerBase
+    """The tokenizer of the run."""
+    eos: list[int]
+    """The token ids that end a response."""
+    limit: int | None = None
+    """The largest number of tokens of prompt and response together; None: no limit."""
+    mixed_precision: str = "no"
+    """The precision of forward passes, as `train.mixed_precision`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `make_sampler`: the logit mask, and whether hidden states are needed."""
+    process: int = 0
+    """The index of this process."""
+    processes: int = 1
+    """The number of processes; each has an engine."""
+
+    def sampler(self) -> TokenSampler:
+        """Return trainkit's own sampler of the model."""
+        return make_sampler(self.model, self.tokenizer, **self.options)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the trained model at one time."""
+
+    version: int
+    """The number of optimizer steps after which they are taken."""
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    """Returns what training may change, parameters and buffers, by the names of the model's ``state_dict``."""
+    changes: int = 0
+    """A number that increases when a tensor is changed in place, also without a step of the trainer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of an engine: one response to each of ``queries``."""
+
+    queries: list[list[int]]
+    """Prompts as token ids."""
+    seeds: Sequence[int]
+    """The seed of each response, below 2⁶³: all of its random numbers follow from it."""
+    settings: SamplingConfig
+    """How to sample."""
+    purpose: Purpose
+    """What the responses are for."""
+
+
+class Engine(ABC):
+    """The interface of a generation engine. Derive from it, and register the class with `register_engine`.
+
+    An engine is made when a run first samples. Its methods are called from one thread at a time.
+
+    Args:
+        config: its settings, of the class that it is registered with; None if it has no settings.
+        served: the model.
+    """
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset()
+    """What it can do besides sampling from causal language models. What a run needs and it cannot do is refused."""
+    own_copy: ClassVar[bool] = True
+    """Whether it generates with a copy of the weights, and so may generate while the model is trained."""
+
+    def __init__(self, config: PluginConfig | None, served: ServedModel) -> None:
+        self.config, self.served = config, served
+
+    def __str__(self) -> str:
+        """Return its name and where it runs, for error messages."""
+        return type(self).__name__
+
+    @abstractmethod
+    def load(self, weights: Weights) -> None:
+        """Generate with ``weights`` from now on. All requests have been answered when it is called.
+
+        An engine that loses its weights, because it is restarted, loads the last ones again before it answers.
+        """
+
+    @abstractmethod
+    def submit(self, request: Request) -> Future[Generated]:
+        """Begin to generate, and return the future result. Several requests may be under way."""
+
+    def close(self) -> None:  # noqa: B027  (an engine need not hold anything)
+        """Release processes, connections and memory. Called once, at the end; no request follows."""
+
+
+class EngineSampler:
+    """The sampler of a run that generates with an engine: makes requests, checks the answers, returns rollouts.
+
+    Args:
+        engine: the engine.
+        vocabulary: the number of token ids of the model.
+        device: where the rollouts' tensors are.
+        skip_special_tokens: omit special tokens from the text.
+    """
+
+    def __init__(
+        self, engine: Engine, *, vocabulary: int, device: torch.device, skip_special_tokens: bool = True
+    ) -> None:
+        self.engine, self.vocabulary, self.device = engine, vocabulary, device
+        self.skip_special_tokens = skip_special_tokens
+        self.weights: Weights | None = None
+        """The weights that the engine generates with."""
+
+    def use(self, weights: Weights) -> None:
+        """Generate with ``weights`` from now on.
+
+        Raises:
+            EngineError: the engine cannot load them.
+        """
+        loaded = self.weights
+        if loaded is not None and (loaded.version, loaded.changes) == (weights.version, weights.changes):
+            return
+        with _named(self.engine, "could not load the weights"):
+            self.engine.load(weights)
+        self.weights = weights
+
+    def __call__(
+        self,
+        rows: list[Row],
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        purpose: Purpose,
+    ) -> Rollouts:
+        """Return a response to each of ``queries``, as `Sampler` describes.
+
+        Raises:
+            EngineError: the engine failed, or its answer is not what was asked for; names the engine.
+        """
+        assert self.weights is not None, "the trainer gives weights before it samples"
+        request = Request(queries, seeds, settings, purpose)
+        with _named(self.engine, f"could not answer {len(queries)} requests"):
+            answer = self.engine.submit(request).result()
+        if fault := self.fault(request, answer):
+            raise EngineError(f"the engine {self.engine} {fault}")
+        return assemble(
+            self.engine.served.tokenizer,
+            rows,
+            queries,
+            answer.ids,
+            terminated=torch.tensor([reason == "stop" for reason in answer.reasons], device=self.device),
+            logprobs=answer.logprobs,
+            entropy=answer.entropy,
+            hidden=answer.hidden,
+            versions=torch.full((len(queries),), self.weights.version, device=self.device),
+            stops=settings.stop_sequences,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+    def fault(self, request: Request, answer: Any) -> str:
+        """Return what is wrong with an engine's answer; empty if nothing is."""
+        if not isinstance(answer, Generated):
+            return f"returned {describe(answer)}; the future result of submit should be a Generated"
+        count, room = len(request.queries), request.settings.max_new_tokens
+        for name in ("ids", "reasons", "versions"):
+            if len(column := getattr(answer, name)) != count:
+                return f"returned {len(column)} {name} for {count} requests"
+        assert self.weights is not None
+        for index, (ids, reason, version) in enumerate(zip(answer.ids, answer.reasons, answer.versions, strict=True)):
+            which = f"response {index}"
+            if version != self.weights.version:
+                return f"sampled {which} with the weights of step {version}; those of {self.weights.version} are loaded"
+            if reason not in ("stop", "length"):
+                return f"ended {which} for the reason {describe(reason)}; a whole response ends by 'stop' or 'length'"
+            if not 1 <= len(ids) <= room:
+                return f"returned {len(ids)} tokens as {which}; max_new_tokens is {room}"
+            if reason == "length" and len(ids) < room:
+                return f"ended {which} for its length after {len(ids)} tokens; max_new_tokens is {room}"
+            if not all(0 <= token < self.vocabulary for token in ids):
+                return f"returned ids outside the model's vocabulary of {self.vocabulary} in {which}"
+        return self._stop_fault(request, answer) or _numbers_fault(answer)
+
+    def _stop_fault(self, request: Request, answer: Generated) -> str:
+        """Return which response does not end by EOS or at a stop string as its reason says; empty if none is wrong."""
+        served, stops = self.engine.served, request.settings.stop_sequences
+
+        def stopped(responses: list[list[int]]) -> list[bool]:
+            ended = [any(token in served.eos for token in ids) for ids in responses]
+            if not stops:
+                return ended
+            texts = decode(served.tokenizer, responses, self.skip_special_tokens)
+            return [end or any(stop in text for stop in stops) for end, text in zip(ended, texts, strict=True)]
+
+        whole, before = stopped(answer.ids), stopped([ids[:-1] for ids in answer.ids])
+        for index, (reason, now, earlier) in enumerate(zip(answer.reasons, whole, before, strict=True)):
+            if earlier:
+                return f"went on after the EOS or stop string of response {index}"
+            if now != (reason == "stop"):
+                found = "ends by EOS or a stop string" if now else "ends neither by EOS nor by a stop string"
+                return f"gave the reason {reason!r} for response {index}, which {found}"
+        return ""
+
+
+def _numbers_fault(answer: Generated) -> str:
+    """Return what is wrong with the numbers about the tokens; empty if nothing is."""
+    count = sum(map(len, answer.ids))
+    for name in ("logprobs", "entropy", "hidden"):
+        numbers = getattr(answer, name)
+        if numbers is None:
+            continue
+        dimensions = 2 if name == "hidden" else 1
+        if not isinstance(numbers, Tensor) or numbers.dim() != dimensions or numbers.size(0) != count:
+            shape = f"of shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else describe(numbers)
+            return f"returned {name} {shape} for {count} tokens"
+        if not bool(numbers.isfinite().all()):
+            return f"returned {name} that are not finite"
+    return ""
+
+
+@contextmanager
+def _named(engine: Engine, what: str) -> Iterator[None]:
+    """Raise an error of the engine as an `EngineError` that names it, with the original as its cause.
+
+    If it generates with the trained model itself, its errors are those of the model, and unchanged.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except Exception as error:
+        if not engine.own_copy:
+            raise
+        raise EngineError(f"the engine {engine} {what}: {said(error)}") from error
