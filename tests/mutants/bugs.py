@@ -199,8 +199,9 @@ BUGS = (
         "rloo",
         ("first_update",),
         patch="""
--        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
-+        return RLOORollouts(sequences, policy.logprobs.bfloat16().float(), reference.logprobs, policy.entropy, placed)
+-        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed, weights)
++        rounded = policy.logprobs.bfloat16().float()
++        return RLOORollouts(sequences, rounded, reference.logprobs, policy.entropy, placed, weights)
 """,
     ),
     Bug(

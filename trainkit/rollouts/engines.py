@@ -88,6 +88,8 @@ class Engine(ABC):
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
     """What it can do besides sampling from causal language models. What a run needs and it cannot do is refused."""
+    core_sampler: ClassVar[bool] = False
+    """Whether it generates by trainkit's own sampler, and so with the same numbers as ``local``."""
     own_copy: ClassVar[bool] = True
     """Whether it generates with a copy of the weights, and so may generate while the model is trained."""
 

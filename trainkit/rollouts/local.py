@@ -12,6 +12,7 @@ class LocalEngine(Engine):
     """Generates with the trained model itself, by `trainkit.rollouts.sampler`; sampling and training take turns."""
 
     abilities = frozenset[Ability](("encoder_decoder", "logit_mask", "steer"))
+    core_sampler = True
     own_copy = False
 
     def __init__(self, config: None, served: ServedModel) -> None:

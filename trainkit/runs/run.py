@@ -91,6 +91,8 @@ def running(trainer: Trainer) -> Iterator[None]:
         with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
     except BaseException:
+        if trainer.ahead is not None:
+            trainer.ahead.cancel()
         _log_errors(_end(trainer))
         raise
     if failures := _end(trainer):
@@ -291,6 +293,9 @@ def _write(trainer: Trainer, building: Path) -> None:
     if not trainer.collects_once and len(trainer.store):
         name = f"store-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"experience": trainer.store.experience})
+    if trainer.ahead is not None:
+        name = f"ahead-{accelerator.process_index:05d}"
+        checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
     if accelerator.is_main_process:
         _refuse_non_finite(trainer)
         checkpoint.write_state(building, "model", trained(trainer.unwrapped))
@@ -387,6 +392,9 @@ def load(trainer: Trainer, path: Path) -> None:
     store = path / f"store-{trainer.accelerator.process_index:05d}.json"
     if store.exists():
         trainer.store.experience = checkpoint.read_state(path, store.stem)["experience"]
+    ahead = path / f"ahead-{trainer.accelerator.process_index:05d}.json"
+    if trainer.ahead is not None and ahead.exists():
+        trainer.ahead.load(checkpoint.read_state(path, ahead.stem)["collections"])
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:

@@ -321,10 +321,14 @@ class TextTrainer(AcceleratedLoop[M]):
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
         self._prepared  # noqa: B018  (as above)
         entry = self.config.rollout.engine
-        found = get_engine(name_of(entry))
-        made = found.made(None if isinstance(entry, str) else entry, self.served)
+        made = self.engine_class(None if isinstance(entry, str) else entry, self.served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The class of the engine."""
+        return get_engine(name_of(self.config.rollout.engine)).made
 
     @property
     def served(self) -> ServedModel:
@@ -362,7 +366,7 @@ class TextTrainer(AcceleratedLoop[M]):
         if self._steers:
             needed["steer"] = f"sample from logits that {self.config.method.name!r} changes (steer)"
         for ability, what in needed.items():
-            if name != LOCAL and ability not in get_engine(name).made.abilities:
+            if ability not in self.engine_class.abilities:
                 raise ConfigError(f"the engine {name!r} cannot {what}; set rollout.engine to 'local'")
 
     @property
@@ -497,10 +501,13 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
-        sampler = self.sampler
-        self.unwrapped.eval()
+        sampler, snapshot = self.sampler, self._sampling.weights
+        if snapshot is None:  # otherwise the policy is trained at the same time
+            self.unwrapped.eval()
+            if self.ahead is not None:  # the engine gets newer weights when their collections are complete
+                self.ahead.wait()
         if isinstance(sampler, EngineSampler):
-            sampler.use(self.weights)
+            sampler.use(self.weights if snapshot is None else snapshot)
         with self.accelerator.autocast():
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)

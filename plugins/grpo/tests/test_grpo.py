@@ -49,7 +49,9 @@ def advantages_of(tmp_path: Path, scores: list[float], **changes: Any) -> Tensor
     trainer = trainer_of(tmp_path, group_size=3, rollout__num_rollouts=15, **changes)
     sequences = Sequences.from_lists([[1]] * len(scores), [[2]] * len(scores))
     zeros = torch.zeros(len(scores), 2)
-    found: Tensor = trainer.prepare_experience(GRPOBatch(sequences, zeros, zeros, torch.tensor(scores))).advantages
+    found: Tensor = trainer.prepare_experience(
+        GRPOBatch(sequences, zeros, zeros, torch.tensor(scores), zeros + 1)
+    ).advantages
     return found
 
 
@@ -154,7 +156,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, GRPOBatch
         old = torch.full((2, 4), float("nan"), dtype=double).masked_fill(MASK, -1.0)  # what is masked does not matter
         sequences = Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]])
         kind = GRPOBatch if trainer.method.average == "tokens" else GRPORows
-        return trainer, kind(sequences, old, old, torch.tensor(advantages, dtype=double)), logprobs
+        ones = torch.ones(2, 4, dtype=double)
+        return trainer, kind(sequences, old, old, torch.tensor(advantages, dtype=double), ones), logprobs
 
     return made
 

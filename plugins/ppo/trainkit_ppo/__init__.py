@@ -102,6 +102,7 @@ class PPORollouts(TokenBatch):
     ref_logprobs: Tensor
     values: Tensor
     entropy: Tensor
+    weights: Tensor
     scores: Tensor
     bootstrap: Tensor
     """V after the last token [B]; 0 unless the response was truncated and `bootstrap_truncated` is set."""
@@ -136,6 +137,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     needs_reference: ClassVar[bool] = True
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
 
     def __init__(self, config: TRLConfig[PPOConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -171,6 +173,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             ref_logprobs=self.reference(sequences).logprobs,
             values=policy.values,
             entropy=policy.entropy,
+            weights=self.importance_weights(rollouts, policy),
             scores=placed,
             bootstrap=self.bootstrap(rollouts),
         )
@@ -208,7 +211,8 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         )
         total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
         self.kl.update(total / episodes, int(episodes))
-        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
+        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
+        return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scale a collection's rewards by a standard deviation of scores if set, then clip them (S-61). [B, T]."""

@@ -45,7 +45,9 @@ def prepared(tmp_path: Path, **changes: Any) -> Any:
     k1 = torch.tensor([[0, 0.1, 0.2, 0.3], [0, 0.4, 0.5, 0]])
     scores = torch.tensor([[0, 0, 0, 2.0], [0, 0, 1.0, 0]])
     sequences = Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]])
-    return trainer.prepare_experience(RLOORollouts(sequences, k1, torch.zeros(2, 4), torch.zeros(2, 4), scores))
+    return trainer.prepare_experience(
+        RLOORollouts(sequences, k1, torch.zeros(2, 4), torch.zeros(2, 4), scores, torch.ones(2, 4))
+    )
 
 
 def test_sequence_kl_is_paid_by_the_whole_response(tmp_path: Path) -> None:

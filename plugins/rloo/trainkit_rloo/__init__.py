@@ -75,6 +75,7 @@ class RLOORollouts(TokenBatch):
     ref_logprobs: Tensor
     entropy: Tensor
     scores: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,12 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rloo_k"
     needs_reference: ClassVar[bool] = True
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
+
+    @property
+    def correction_level(self) -> str:
+        """The level of importance weights, ``"sequence"`` if the ratio of the loss is that of a response."""
+        return "sequence" if self.method.ratio_level == "sequence" else super().correction_level
 
     @property
     def passes(self) -> int:
@@ -114,7 +121,8 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference = self.reference(sequences)
         placed = self.scored(scores, rollouts.terminated, sequences.response_mask)
-        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
+        weights = self.importance_weights(rollouts, policy)
+        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed, weights)
 
     def scored(self, scores: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Return rewards per token, those of truncated responses by `missing_eos_penalty` or `missing_eos_score`.
@@ -146,9 +154,10 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             }
         )
         if self.method.ratio_level == "sequence":
-            return RLOORows(x.sequences, x.logprobs, advantages)
+            weights = masked_sum(x.weights, mask, dim=1) / mask.sum(1)  # one for the whole response
+            return RLOORows(x.sequences, x.logprobs, advantages * weights)
         past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
-        return RLOOBatch(x.sequences, x.logprobs, zero_masked(advantages.unsqueeze(1) - past, mask))
+        return RLOOBatch(x.sequences, x.logprobs, zero_masked((advantages.unsqueeze(1) - past) * x.weights, mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
         """Return the clipped surrogate, a mean over responses, or tokens with ``ratio_level="token"``. -> []."""
