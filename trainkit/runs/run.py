@@ -20,7 +20,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
+from trainkit.models.backend import one_library
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
@@ -88,7 +89,8 @@ def running(trainer: Trainer) -> Iterator[None]:
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
     try:
-        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
+        beside = nullcontext() if trainer.ahead is None else one_library()  # what is sampled at the same time
+        with beside, without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
     except BaseException:
         if trainer.ahead is not None:

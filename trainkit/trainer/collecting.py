@@ -17,6 +17,7 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.data import Rollouts
 from trainkit.errors import CheckpointError, describe
+from trainkit.models.backend import one_library
 from trainkit.rollouts import Weights
 from trainkit.runs.checkpoint import is_plain
 from trainkit.seeding import PLACE, Place, Seen
@@ -164,11 +165,12 @@ class Ahead:
         if before is not None:
             earlier = before.result()
             collection.cursor = earlier.cursor + earlier.taken
-        with trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
+        with one_library(), trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
             for rollouts, scores in sampled(trainer, collection):
                 collection.parts.append((replace(rollouts, hidden=None), scores))  # values are those of later weights
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             trainer.record({"time/sample": m.Mean.of(seconds)})
+        collection.weights = None
         return collection
 
     def wait(self) -> None:

@@ -280,7 +280,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         if not self._judges:
             return Verdict.STEP
-        return checked_verdict(self, self.judge(m.compute(found, self.reduce)))
+        nothing = dict.fromkeys(found, math.nan)  # for metrics of which nothing was counted
+        return checked_verdict(self, self.judge(nothing | m.compute(found, self.reduce)))
 
     @property
     def _judges(self) -> bool:

@@ -344,6 +344,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 "skip_special_tokens": self.config.rollout.skip_special_tokens,
                 "head_alone": getattr(self.unwrapped, "head_alone", False),
                 "hidden": getattr(self.unwrapped, "value_head", None) is not None,
+                "beside_training": self.ahead is not None,
                 **({"steer": self.steer} if self._steers else {}),
             },
             process=self.accelerator.process_index,
