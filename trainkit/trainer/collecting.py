@@ -115,6 +115,10 @@ class Ahead:
         self.waiting: deque[Future[Collection]] = deque()
         """Collections from the one whose turn is next, finished or being sampled."""
         self._thread = ThreadPoolExecutor(1, "trainkit-sampling") if trainer.engine_class.own_copy else None
+        self.group: Any = None
+        """The group in which the sampling threads of several processes communicate, beside those that train."""
+        if self._thread is not None and trainer.accelerator.num_processes > 1:
+            self.group = torch.distributed.new_group(backend="gloo")
 
     def turn(self) -> Collection:
         """Return the collection whose turn it is; sample, or begin to sample, those for the weights of this moment."""
@@ -193,7 +197,7 @@ class Ahead:
         return [collection.result().state() for collection in self.waiting]
 
     def load(self, states: list[dict[str, Any]]) -> None:
-        """Continue with the collections whose states are given."""
+        """Restore the collections whose states are given."""
         self.wait()
         self.waiting.clear()
         for state in states:

@@ -332,6 +332,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
         ahead: Collection | None = getattr(self._ahead, "collection", None)
         return self._collection if ahead is None else ahead
 
+    @property
+    def _sampling_group(self) -> Any:
+        """The group for numbers of all processes in a thread that samples beside the training; None elsewhere."""
+        ahead = getattr(self._ahead, "collection", None)
+        return None if ahead is None or self.ahead is None else self.ahead.group
+
     @contextmanager
     def _sampling_ahead(self, collection: Collection) -> Iterator[None]:
         """Sample ``collection``, which is ahead of its turn, inside the block and in this thread."""
@@ -384,6 +390,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Return ``x`` summed over all processes, on the device it came from."""
         if self.accelerator.num_processes == 1:
             return x
+        if (group := self._sampling_group) is not None:
+            own = x.detach().to("cpu", copy=True)
+            torch.distributed.all_reduce(own, group=group)
+            return own.to(x.device)
         total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
         return total.to(x.device)
 
@@ -397,12 +407,20 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _each(self, x: Tensor) -> Tensor:
         """Return ``x`` of each process, stacked, on the device it came from. -> [processes, *]."""
+        if (group := self._sampling_group) is not None:
+            parts = [torch.empty_like(x, device="cpu") for _ in range(self.accelerator.num_processes)]
+            torch.distributed.all_gather(parts, x.detach().cpu().contiguous(), group=group)
+            return torch.stack(parts).to(x.device)
         every: Tensor = self.accelerator.gather(x.to(self.accelerator.device).unsqueeze(0))
         return every.to(x.device)
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """Return the ``items`` of all processes as one list, those of the first process first."""
         mine = list(items)
+        if (group := self._sampling_group) is not None:
+            parts: list[Any] = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(parts, mine, group=group)
+            return [item for part in parts for item in part]
         found: list[T] = gather_object(mine) if self.accelerator.num_processes > 1 else mine
         return found
 
