@@ -20,7 +20,7 @@ from trainkit import PluginConfig, TRLConfig, hookimpl, register_engine
 from trainkit.cli import app
 from trainkit.errors import CheckpointError, ConfigError, EngineError, PluginError, RegistryError
 from trainkit.plugins import discover, get_engine, get_hooks, hook_manager, registry
-from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
+from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
 from trainkit.rollouts.engines import EngineSampler
 from trainkit.testing import tiny_llama, tiny_t5
 from trainkit.testing.trainers import Letters, language_trainers, tiny_trainer
@@ -42,24 +42,19 @@ class Copies(Engine):
 
     def __init__(self, config: CopiesConfig | None, served: ServedModel) -> None:
         super().__init__(config, served)
-        self.model = copy.deepcopy(served.model).eval()
-        self.sampler = replace(served, model=self.model).sampler()
+        self.replica = Replica(replace(served, model=copy.deepcopy(served.model)))
         self.loaded: list[int] = []
         self.closed = 0
         self.spoil: Callable[[Generated], Any] = lambda answer: answer
         Copies.made.append(self)
 
     def load(self, weights: Weights) -> None:
-        given = self.served.fitting(weights)
-        own = self.model.state_dict()
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
+        self.replica.load(weights)
         self.loaded.append(weights.version)
 
     def submit(self, request: Request) -> Future[Generated]:
-        made = self.sampler.generate(request.queries, request.settings, request.seeds, self.loaded[-1])
         done: Future[Generated] = Future()
-        done.set_result(self.spoil(made))
+        done.set_result(self.spoil(self.replica.generate(request)))
         return done
 
     def close(self) -> None:
@@ -366,7 +361,7 @@ def test_weights_are_loaded_only_when_they_have_changed(tmp_path: Path) -> None:
         next(trainer.unwrapped.model.parameters()).mul_(1.5)
     trainer.generate(["a"])
     assert engine.loaded == [0, 0]
-    for mine, own in zip(engine.model.parameters(), trainer.unwrapped.model.parameters(), strict=True):
+    for mine, own in zip(engine.replica.served.model.parameters(), trainer.unwrapped.model.parameters(), strict=True):
         assert mine.equal(own)
     trainer.learn()
     assert engine.loaded == [0, 0, 2, 4], "16 rollouts in four parts, two steps of 8 a collection"

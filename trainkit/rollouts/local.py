@@ -13,6 +13,7 @@ class LocalEngine(Engine):
 
     abilities = frozenset[Ability](("encoder_decoder", "logit_mask", "steer"))
     own_copy = False
+    exact = True
 
     def __init__(self, config: None, served: ServedModel) -> None:
         super().__init__(config, served)
