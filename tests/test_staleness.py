@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from test_laws import SAMPLING, assert_same_weights, weights
 from trainkit.errors import ConfigError, RewardError
 from trainkit.functional import effective_sample_size, importance_ratios, masked_ratios, truncated_ratios
 from trainkit.plugins import register_engine
-from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
+from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
 from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
 assert DapoTrainer  # registered by its import
@@ -33,23 +34,21 @@ CORRECTED = ["grpo", "ppo", "rloo"]
 class Copy(Engine):
     """Trainkit's sampler on a copy of the model."""
 
-    core_sampler = True
+    exact = True
     abilities = frozenset(("encoder_decoder", "logit_mask", "steer"))
 
     def __init__(self, config: None, served: ServedModel) -> None:
-        own = ServedModel(copy.deepcopy(served.model), served.tokenizer, served.eos, options=served.options)
-        super().__init__(config, own)
-        self.sampler, self.version, self.threads = own.sampler(), -1, set[str]()
+        super().__init__(config, served)
+        self.replica = Replica(replace(served, model=copy.deepcopy(served.model)))
+        self.threads = set[str]()
 
     def load(self, weights: Weights) -> None:
-        self.served.model.load_state_dict(dict(weights.tensors()), strict=False)
-        self.version = weights.version
+        self.replica.load(weights)
 
     def submit(self, request: Request) -> Future[Generated]:
         self.threads.add(threading.current_thread().name)
-        self.served.model.eval()
         done: Future[Generated] = Future()
-        done.set_result(self.sampler.generate(request.queries, request.settings, request.seeds, self.version))
+        done.set_result(self.replica.generate(request))
         return done
 
 

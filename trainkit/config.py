@@ -645,8 +645,8 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
 
 
 def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether merging ``new`` into ``old`` would mix two algorithms or two model architectures."""
-    tag = {"method": "name", "model_path": "model_type", "reference_path": "model_type"}.get(key)
+    """Return whether merging ``new`` into ``old`` would mix two algorithms, engines or model architectures."""
+    tag = {"method": "name", "engine": "name", "model_path": "model_type", "reference_path": "model_type"}.get(key)
     return tag is not None and tag in old and tag in new and str(new[tag]).lower() != str(old[tag]).lower()
 
 
@@ -702,6 +702,8 @@ def _fields_at(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]
     if at := _settings_at(loc):
         hooks = get_hooks(_plugin_at(loc[:at], data))
         model, loc = hooks.settings if hooks else None, loc[at:]
+    elif loc[:2] == ("rollout", "engine"):
+        model, loc = get_engine(_plugin_at(loc[:2], data)).settings, loc[2:]
     for part in loc:
         if part in ("method", "eval_kwargs"):
             method = data.get("method")

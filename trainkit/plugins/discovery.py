@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import TRAINER, UNKNOWN, read_module
+from trainkit.plugins.inspection import ENGINE, TRAINER, UNKNOWN, read_module
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -348,7 +348,16 @@ def is_installed(name: str, module: str) -> bool:
 
 def trainers() -> list[str]:
     """Return the names of the usable installed plugins that are trainers, according to their source."""
-    return sorted({plugin.name for plugin in discover() if plugin.state == OK and TRAINER in plugin.kind})
+    return _of_kind(TRAINER)
+
+
+def engines() -> list[str]:
+    """Return the names of the usable installed plugins that are engines, according to their source."""
+    return _of_kind(ENGINE)
+
+
+def _of_kind(kind: str) -> list[str]:
+    return sorted({plugin.name for plugin in discover() if plugin.state == OK and kind in plugin.kind})
 
 
 def owner_of(name: str, module: str) -> str:

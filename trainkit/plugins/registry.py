@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from trainkit.errors import PluginError, RegistryError, describe
+from trainkit.errors import PluginError, RegistryError, describe, suggest
 from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
+    BUILT_IN,
+    engines,
     find_plugin,
     is_installed,
     load_plugin,
@@ -151,6 +153,8 @@ def _load(key: str) -> None:
     Raises:
         RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
     """
+    if is_engine(key):
+        raise RegistryError(f"{key!r} is a generation engine; name it in rollout.engine")
     registries: tuple[dict[str, Any], ...] = (_TRAINERS, _HOOKS, _ENGINES)
     before = [dict(registry) for registry in registries]
     try:
@@ -217,7 +221,7 @@ def get_engine(name: str) -> EngineClass:
     """Return the engine registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     Raises:
-        RegistryError: there is no such plugin, or it is no engine.
+        RegistryError: there is no such plugin, or it is no engine; lists the installed ones.
         PluginError: its plugin is disabled, or cannot be used; names the distribution.
     """
     key = name.lower()
@@ -225,13 +229,28 @@ def get_engine(name: str) -> EngineClass:
         from trainkit.rollouts.local import LocalEngine
 
         return EngineClass(LocalEngine, None)
-    if key not in _ENGINES and not (key in _TRAINERS or key in _HOOKS):
+    if not (is_known(key) or key in BUILT_IN):
+        known = available_engines()
+        raise RegistryError(
+            f"there is no engine {name!r}{suggest(key, known)}; rollout.engine names {', '.join(known)}, or another "
+            "engine plugin that is installed"
+        )
+    if not {key} & {*_TRAINERS, *_HOOKS, *_ENGINES}:
         _load(key)
     elif by := why_disabled(key):
         raise PluginError(f"the engine {key!r} is disabled by {by}")
     if key not in _ENGINES:
-        raise RegistryError(f"{name!r} is no engine; rollout.engine names {LOCAL!r}, 'ray', 'vllm' or an engine plugin")
+        raise RegistryError(f"{name!r} is no engine; rollout.engine names {', '.join(available_engines())}")
     return _ENGINES[key]
+
+
+def available_engines() -> list[str]:
+    """Return the names that `rollout.engine` may have: registered engines and usable installed ones.
+
+    Names that begin with an underscore are private, as those of trainers.
+    """
+    here = (name for name, engine in _ENGINES.items() if not why_disabled(name, engine.made.__module__))
+    return sorted(name for name in {LOCAL, *engines(), *here} if not name.startswith("_"))
 
 
 def is_engine(name: str) -> bool:
@@ -338,7 +357,7 @@ def get_hooks(name: str) -> HookClass | None:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a trainer or a class with hooks is registered as ``name``, or a plugin of that name installed."""
+    """Return whether a class is registered as ``name``, or a plugin of that name is installed."""
     return name.lower() in {*_TRAINERS, *_HOOKS, *_ENGINES} or is_installed(name.lower(), "")
 
 

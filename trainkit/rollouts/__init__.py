@@ -3,6 +3,7 @@
 from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights
 from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
 from trainkit.rollouts.episodes import Player, check_template
+from trainkit.rollouts.replica import Replica
 from trainkit.rollouts.rewards import (
     MetricFn,
     Record,
@@ -41,6 +42,7 @@ __all__ = [
     "Player",
     "Purpose",
     "Record",
+    "Replica",
     "Request",
     "RewardFn",
     "Sampler",

@@ -17,6 +17,7 @@ from trainkit.config import PluginConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import EngineError, TrainkitError, describe
 from trainkit.plugins.guard import said
+from trainkit.plugins.hooks import name_of
 from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
 
 Ability = Literal["encoder_decoder", "logit_mask", "steer"]
@@ -48,6 +49,26 @@ class ServedModel:
     def sampler(self) -> TokenSampler:
         """Return trainkit's own sampler of the model."""
         return make_sampler(self.model, self.tokenizer, **self.options)
+
+    def fitting(self, weights: Weights) -> dict[str, Tensor]:
+        """Return the tensors of ``weights`` by name, after comparing names, shapes and dtypes with the model's.
+
+        Raises:
+            EngineError: a trained parameter is missing, or a tensor does not fit; names it.
+        """
+        given, own = dict(weights.tensors()), self.model.state_dict()
+        trained = [name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad]
+        if missing := [name for name in trained if name not in given]:
+            raise EngineError(f"the weights of step {weights.version} lack {missing[0]}, which is trained")
+        for name, tensor in given.items():
+            if name not in own:
+                raise EngineError(f"the weights of step {weights.version} have {name}, which the model has not")
+            if (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype):
+                raise EngineError(
+                    f"{name} of step {weights.version} is {tuple(tensor.shape)}, {tensor.dtype}; that of the model is "
+                    f"{tuple(own[name].shape)}, {own[name].dtype}"
+                )
+        return given
 
 
 @dataclass(frozen=True)
@@ -88,13 +109,30 @@ class Engine(ABC):
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
     """What it can do besides sampling from causal language models. What a run needs and it cannot do is refused."""
-    core_sampler: ClassVar[bool] = False
-    """Whether it generates by trainkit's own sampler, and so with the same numbers as ``local``."""
     own_copy: ClassVar[bool] = True
     """Whether it generates with a copy of the weights, and so may generate while the model is trained."""
+    exact: ClassVar[bool] = False
+    """Whether its ids, log-probabilities, entropies and hidden states are the bits of the engine ``local``."""
 
     def __init__(self, config: PluginConfig | None, served: ServedModel) -> None:
         self.config, self.served = config, served
+
+    @classmethod  # noqa: B027  (most have nothing to check)
+    def check(cls, config: PluginConfig | None, processes: int) -> None:
+        """Check what can be known when a trainer is made, before a model is loaded: packages, numbers of processes.
+
+        Args:
+            config: the settings, as for the constructor.
+            processes: the number of processes of the run.
+
+        Raises:
+            ConfigError: the engine cannot be used; says what to do.
+        """
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that it started on this machine and that generate. The kit kills them in turn."""
+        return []
 
     def __str__(self) -> str:
         """Return its name and where it runs, for error messages."""
@@ -113,6 +151,22 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  (an engine need not hold anything)
         """Release processes, connections and memory. Called once, at the end; no request follows."""
+
+
+def start(made: type[Engine], entry: str | PluginConfig, served: ServedModel) -> Engine:
+    """Make the engine of a run; ``entry`` is what `rollout.engine` says: its name, or its settings.
+
+    Raises:
+        EngineError: it cannot be started; the original error is the cause.
+    """
+    try:
+        return made(None if isinstance(entry, str) else entry, served)
+    except TrainkitError:
+        raise
+    except Exception as error:
+        if not made.own_copy:
+            raise
+        raise EngineError(f"the engine {name_of(entry)!r} could not be started: {said(error)}") from error
 
 
 class EngineSampler:

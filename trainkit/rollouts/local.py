@@ -12,8 +12,8 @@ class LocalEngine(Engine):
     """Generates with the trained model itself, by `trainkit.rollouts.sampler`; sampling and training take turns."""
 
     abilities = frozenset[Ability](("encoder_decoder", "logit_mask", "steer"))
-    core_sampler = True
     own_copy = False
+    exact = True
 
     def __init__(self, config: None, served: ServedModel) -> None:
         super().__init__(config, served)

@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from trainkit.testing.declarations import Effect, Structure
 
 if TYPE_CHECKING:
-    from trainkit.testing.conformance import check_plugin, check_trainer, parametrize_checks
+    from trainkit.testing.conformance import check_engine, check_plugin, check_trainer, parametrize_checks
 
 __all__ = [
     "Effect",
     "Structure",
     "character_tokenizer",
+    "check_engine",
     "check_plugin",
     "check_trainer",
     "parametrize_checks",
@@ -123,7 +124,7 @@ def tiny_bart(vocab_size: int, **overrides: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("check_plugin", "check_trainer", "parametrize_checks"):  # they import this module
+    if name in ("check_engine", "check_plugin", "check_trainer", "parametrize_checks"):  # they import this module
         from trainkit.testing import conformance
 
         return getattr(conformance, name)

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
-from trainkit.plugins import discover, get_hooks, get_trainer, is_registered, load_plugin
-from trainkit.plugins.registry import HookClass, hooks_of
+from trainkit.plugins import discover, get_engine, get_hooks, get_trainer, is_registered, load_plugin
+from trainkit.plugins.registry import HookClass, available_engines, hooks_of
+from trainkit.rollouts import Engine
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -41,7 +42,9 @@ from trainkit.trainer.accelerate import AccelerateRLTrainer
 if TYPE_CHECKING:
     import pytest
 
-Kind = Literal["trainer", "observer", "sampler"]
+    from trainkit.testing.engines import Serving
+
+Kind = Literal["trainer", "observer", "sampler", "engine"]
 Outcome = Literal["passed", "failed", "expected"]
 
 
@@ -70,6 +73,27 @@ class Subject:
     kind: Kind = "trainer"
     variant: str = ""
     """The name of the variant in `tiny_variants` whose settings all its trainers have; empty: the defaults."""
+    entry: Any = None
+    """Of an engine, what a run has in `rollout.engine`: its name, or a mapping with its settings."""
+    model: Mapping[str, Any] | None = None
+    """Of an engine, fields of the config of the model that it serves; None: `trainkit.testing.engines.MODEL`."""
+
+    @cached_property
+    def engine_class(self) -> type[Engine]:
+        """The class of the engine."""
+        return get_engine(self.name).made
+
+    @cached_property
+    def serving(self) -> Serving:
+        """The running engine, which the checks share; starting one may take a minute."""
+        from trainkit.testing.engines import Serving
+
+        return Serving(self.entry, self.model)
+
+    def stop(self) -> None:
+        """Stop the engine, if it runs; it is started again when it is next used."""
+        if (running := vars(self).pop("serving", None)) is not None:
+            running.close()
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -114,7 +138,7 @@ class Subject:
     @cached_property
     def trainer_name(self) -> str:
         """The trainer that the checks run: the plugin's, or the kit's if the plugin has only hooks."""
-        if self.kind == "trainer" or is_registered(self.name):
+        if self.kind != "engine" and (self.kind == "trainer" or is_registered(self.name)):
             return self.name
         from trainkit.testing import reinforce
 
@@ -273,7 +297,7 @@ class Check:
             except CheckError as error:
                 from trainkit.testing.checks.repeating import difference_at_start
 
-                if told := difference_at_start(bench):
+                if subject.kind != "engine" and (told := difference_at_start(bench)):
                     raise CheckError(f"{told}. Checks that compare trainers fail by it, as this one: {error}") from None
                 raise
 
@@ -310,12 +334,18 @@ def all_checks() -> dict[str, Check]:
     return dict(_CHECKS)
 
 
-def subjects_of(name: str) -> list[Subject]:
+def subjects_of(name: str | Mapping[str, Any], model: Mapping[str, Any] | None = None) -> list[Subject]:
     """Return the subjects of the plugin ``name``: a module may hold a trainer and hooks, each a subject of its own.
+
+    An engine may be a mapping with its name and settings; ``model`` is what it serves.
 
     Raises:
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
+    if isinstance(name, Mapping) or name.lower() in available_engines():
+        entry = dict(name) if isinstance(name, Mapping) else {"name": name}
+        get_engine(entry["name"])
+        return [Subject(entry["name"].lower(), "engine", entry=entry, model=model)]
     found = Subject(name.lower())
     hooks = found.hooks if found.installed else []
     kinds: list[Kind] = [] if hooks and not is_registered(name) else ["trainer"]
@@ -382,16 +412,18 @@ class Report:
 
 
 def check_plugin(
-    name: str,
+    name: str | Mapping[str, Any],
     *,
+    model: Mapping[str, Any] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
     tell: Callable[[Result], object] = lambda _: None,
 ) -> Report:
-    """Run the kit's checks on the plugin ``name``: an algorithm, an observer or a sampler.
+    """Run the kit's checks on the plugin ``name``: an algorithm, an observer, a sampler or a generation engine.
 
     Args:
-        name: the registered or installed name.
+        name: the registered or installed name; of an engine also a mapping with its name and settings.
+        model: of an engine, fields of the config of the model that it serves; by default a Llama of two layers.
         expected_failures: names of checks that are expected to fail, each with the reason; if one passes, it fails.
         only: names of the checks to run; by default all that apply.
         tell: a function that is called with each result as soon as it is known.
@@ -401,10 +433,15 @@ def check_plugin(
         ConfigError: ``expected_failures`` or ``only`` name no check that applies.
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
-    report, expected = Report(name), dict(expected_failures or {})
-    for subject, each in _chosen(name, expected, only):
-        report.results.append(_run(each, subject, expected.get(each.name)))
-        tell(report.results[-1])
+    chosen, expected = _chosen(name, expected_failures or {}, only, model), dict(expected_failures or {})
+    report = Report(name if isinstance(name, str) else name["name"])
+    try:
+        for subject, each in chosen:
+            report.results.append(_run(each, subject, expected.get(each.name)))
+            tell(report.results[-1])
+    finally:
+        for subject, _ in chosen:
+            subject.stop()
     if report.failed:
         raise ConformanceError(str(report))
     return report
@@ -422,8 +459,26 @@ def check_trainer(
     return check_plugin(name, expected_failures=expected_failures, only=only, tell=tell)
 
 
-def _chosen(name: str, expected: Mapping[str, str], only: Iterable[str] | None = None) -> list[tuple[Subject, Check]]:
-    found = [(subject, each) for subject in subjects_of(name) for each in checks_for(subject)]
+def check_engine(
+    name: str | Mapping[str, Any],
+    *,
+    model: Mapping[str, Any] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    only: Iterable[str] | None = None,
+    tell: Callable[[Result], object] = lambda _: None,
+) -> Report:
+    """Run `check_plugin` on a plugin that must be a generation engine."""
+    get_engine(name if isinstance(name, str) else name["name"])
+    return check_plugin(name, model=model, expected_failures=expected_failures, only=only, tell=tell)
+
+
+def _chosen(
+    name: str | Mapping[str, Any],
+    expected: Mapping[str, str],
+    only: Iterable[str] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> list[tuple[Subject, Check]]:
+    found = [(subject, each) for subject in subjects_of(name, model) for each in checks_for(subject)]
     known = [each.name for _, each in found]
     wanted = known if only is None else list(only)
     for given in (*expected, *wanted):
@@ -469,8 +524,15 @@ class Case:
             raise CheckError(f"{error}\n\npurpose: {self.check.proves}\nmatters: {self.check.matters}") from None
 
 
-def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None = None) -> pytest.MarkDecorator:
+def parametrize_checks(
+    name: str | Mapping[str, Any],
+    *,
+    model: Mapping[str, Any] | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+) -> pytest.MarkDecorator:
     """Return a decorator that makes one pytest case of each check; the test takes ``check`` and calls it.
+
+    The arguments are those of `check_plugin`. The cases of an engine share one, which runs until the tests end.
 
     Raises:
         ConfigError, RegistryError, PluginError: as `check_plugin`, when the tests are collected.
@@ -479,7 +541,7 @@ def parametrize_checks(name: str, *, expected_failures: Mapping[str, str] | None
 
     expected = dict(expected_failures or {})
     cases = []
-    for subject, each in _chosen(name, expected):
+    for subject, each in _chosen(name, expected, model=model):
         reason = expected.get(each.name)
         marks = [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
         cases.append(pytest.param(Case(each, subject), id=each.name, marks=marks))

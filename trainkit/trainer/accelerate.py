@@ -336,6 +336,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def _proximal(self, rollouts: Rollouts) -> TokenOutputs:
         """Return what the policy computes for ``rollouts`` now, and record how far the sampler is from it."""
         outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
+        if rollouts.logprobs is None and self.config.rollout.correction == "auto" and self.correction != "none":
+            self.correction = "none"
+            if self._is_main:
+                log.warning(
+                    "the engine %r gives no log-probabilities, so rollouts are trained on as if they were sampled with "
+                    "the newest weights",
+                    self._sampler_name,
+                )
         if rollouts.logprobs is not None:
             gap = rollouts.logprobs - outputs.logprobs
             self.record({"policy/sampler_kl": m.Mean.of(gap, rollouts.sequences.response_mask)})
@@ -394,7 +402,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         rollout = self.config.rollout
         if rollout.correction != "auto":
             return rollout.correction
-        exact = rollout.staleness == 0 and self.engine_class.core_sampler
+        exact = rollout.staleness == 0 and self.engine_class.exact
         return "decoupled" if not exact and "decoupled" in self.corrections else "none"
 
     @property
@@ -426,7 +434,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 "importance weights; set rollout.correction to 'decoupled' or 'masked', or remove it"
             )
         uncorrected = self.online and self.correction == "none" and rollout.correction == "auto"
-        if uncorrected and (rollout.staleness or not self.engine_class.core_sampler) and self._is_main:
+        if uncorrected and (rollout.staleness or not self.engine_class.exact) and self._is_main:
             log.warning(
                 "%s corrects for no difference between the weights that sample and those that are trained; its "
                 "rollouts are trained on as if they were sampled with the newest weights",

@@ -56,7 +56,7 @@ from trainkit.rollouts import (
     check_maker,
     score,
 )
-from trainkit.rollouts.engines import Ability
+from trainkit.rollouts.engines import Ability, start
 from trainkit.runs import run
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
@@ -321,7 +321,7 @@ class TextTrainer(AcceleratedLoop[M]):
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
         self._prepared  # noqa: B018  (as above)
         entry = self.config.rollout.engine
-        made = self.engine_class(None if isinstance(entry, str) else entry, self.served)
+        made = start(self.engine_class, entry, self.served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
 
@@ -358,8 +358,9 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _check_engine(self) -> None:
         """Raise a `ConfigError` if the run needs something of its engine that the engine cannot do."""
-        name = name_of(self.config.rollout.engine)
-        needed: dict[Ability, str] = {}
+        entry = self.config.rollout.engine
+        name, needed = name_of(entry), dict[Ability, str]()
+        engine = get_engine(name).made
         if self.apart:
             needed["encoder_decoder"] = f"generate with a model of type {self.model_config.model_type!r}"
         if self.logit_mask is not None:
@@ -367,8 +368,9 @@ class TextTrainer(AcceleratedLoop[M]):
         if self._steers:
             needed["steer"] = f"sample from logits that {self.config.method.name!r} changes (steer)"
         for ability, what in needed.items():
-            if ability not in self.engine_class.abilities:
+            if ability not in engine.abilities:
                 raise ConfigError(f"the engine {name!r} cannot {what}; set rollout.engine to 'local'")
+        engine.check(None if isinstance(entry, str) else entry, self.accelerator.num_processes)
 
     @property
     def _steers(self) -> bool:
