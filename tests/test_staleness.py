@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +13,18 @@ import torch
 from torch import Tensor
 
 import trainkit
+from researchers.copying import Copying
 from researchers.dapo import DapoTrainer
 from test_laws import SAMPLING, assert_same_weights, weights
+from test_processes import succeed
 from trainkit.errors import ConfigError, RewardError
 from trainkit.functional import effective_sample_size, importance_ratios, masked_ratios, truncated_ratios
-from trainkit.plugins import register_engine
-from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
 from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
-assert DapoTrainer  # registered by its import
+assert Copying and DapoTrainer, "registered by their imports"
 
 AHEAD = [name for name in SAMPLING if not name.startswith("_")]
 CORRECTED = ["grpo", "ppo", "rloo"]
-
-
-@register_engine("_test_copy")
-class Copy(Engine):
-    """Trainkit's sampler on a copy of the model."""
-
-    exact = True
-    abilities = frozenset(("encoder_decoder", "logit_mask", "steer"))
-
-    def __init__(self, config: None, served: ServedModel) -> None:
-        super().__init__(config, served)
-        self.replica = Replica(replace(served, model=copy.deepcopy(served.model)))
-        self.threads = set[str]()
-
-    def load(self, weights: Weights) -> None:
-        self.replica.load(weights)
-
-    def submit(self, request: Request) -> Future[Generated]:
-        self.threads.add(threading.current_thread().name)
-        done: Future[Generated] = Future()
-        done.set_result(self.replica.generate(request))
-        return done
 
 
 class Noted:
@@ -428,3 +403,48 @@ def test_what_cannot_be_is_refused(case: str, tmp_path: Path) -> None:
     name, changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         tiny_trainer(name, tmp_path, **{f"rollout__{key}": value for key, value in changes.items()})
+
+
+# ------------------------------------------------------------------------------------------------------- two processes
+
+TWO = """
+import sys
+from pathlib import Path
+import torch
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
+from researchers.copying import Copying
+from researchers.dapo import DapoTrainer
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+out, found = Path(sys.argv[1]), {}
+
+def reward(outputs, **_):
+    return [float(output.count("a") > 0) + 0.1 * len(set(output)) for output in outputs]
+
+for name in ("_test_dapo", "ppo"):
+    for engine in ("local", "_test_copy"):
+        trainer = tiny_trainer(
+            name, out / name / engine, rollout__staleness=1, rollout__engine=engine, train__total_steps=8,
+            train__save_interval=3, arguments={"reward_fn": reward},
+        )
+        trainer.learn()
+        world = trainer.accelerator.num_processes
+        found[f"{name} {engine}"] = torch.cat([p.detach().flatten() for p in trainer.unwrapped.parameters()])
+        found[f"{name} {engine} steps"] = trainer.progress.step
+if trainer.accelerator.is_main_process:
+    torch.save(found, out / f"found-{world}.pt")
+if world > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_sample_ahead_what_one_does(tmp_path: Path) -> None:
+    """Also with refills, for which the sampling threads of the two processes communicate."""
+    for processes in (1, 2):
+        succeed(TWO, processes, str(tmp_path), str(Path(__file__).parent))
+    one, two = (torch.load(tmp_path / f"found-{processes}.pt") for processes in (1, 2))
+    for name in ("_test_dapo", "ppo"):
+        assert torch.equal(two[f"{name} local"], two[f"{name} _test_copy"])
+        torch.testing.assert_close(one[f"{name} local"], two[f"{name} local"], rtol=0, atol=1e-5)
