@@ -25,9 +25,9 @@ from trainkit import (
     TokenBatch,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy
+from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import TokenOutputs
+from trainkit.models import TokenOutputs, response_logprobs
 
 
 class DPOConfig(MethodConfig):
@@ -224,14 +224,14 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Compute the KL estimates of `kto_pair`, which are means over the step and not over a micro-batch (law 3)."""
         if self.method.loss_type != "kto_pair":
             return batch
-        sums = torch.zeros(3, dtype=torch.float64)
-        for micro in self.micro_batches(batch):
-            micro = micro.to(self.accelerator.device)
+
+        def read(micro: DPOBatch) -> Tensor:
             chosen, rejected = self.read(self.unwrapped, micro)
             ratios = torch.stack([chosen - micro.ref_chosen, rejected - micro.ref_rejected, torch.ones_like(chosen)])
-            sums += masked_sum(ratios, micro.decided, dim=1).cpu()
-        total = self.reduce(sums)
-        chosen_kl, rejected_kl = ((part / total[2]).float().expand(len(batch)) for part in total[:2])
+            return zero_masked(ratios.T, micro.decided.unsqueeze(1))
+
+        total = self.step_mean(batch, read)
+        chosen_kl, rejected_kl = ((part / total[2]).expand(len(batch)) for part in total[:2])
         return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
 
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
@@ -363,5 +363,5 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
 
     def loss(self, batch: BestResponses) -> tuple[Tensor, Metrics]:
         """Return the mean negative log-likelihood of the best responses that are better than another. -> []."""
-        logps = masked_sum(self.policy(batch.sequences).logprobs, batch.sequences.response_mask, dim=1)
+        logps = response_logprobs(self.policy, batch.sequences)
         return -masked_mean(logps, batch.decided), {"logps/best": Mean.of(logps, batch.decided)}

@@ -15,8 +15,7 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
     """Return the loss before the first update, at β = 0.1, if mismatched outputs have become likelier by 10 nats."""
     batch = trainer.store.experience
     if batch.mismatched is not None:
-        earlier = replace(batch.mismatched, ref_logps=batch.mismatched.ref_logps - 10.0)
-        batch = replace(batch, mismatched=earlier)
+        batch = replace(batch, mismatched_ref_logps=batch.mismatched_ref_logps - 10.0)
     trainer.policy  # noqa: B018  (moves the model to the device)
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
