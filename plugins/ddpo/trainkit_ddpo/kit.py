@@ -65,3 +65,33 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "min_count": Effect(advantage_of_three, equals={3: 1.224743, 4: -0.282843}),
     "reward_workers": Effect("advantages", same=(0, 2)),
 }
+
+
+def brightness(images: Tensor, **_: Any) -> Tensor:
+    """Return the mean of each image's values. [B, C, H, W] -> [B]."""
+    return images.flatten(1).mean(1)
+
+
+class Declared:
+    """The declarations of DDPO."""
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
+        prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
+        return {
+            "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
+            "reward_fn": brightness,
+            "prompts": prompts,
+            "config": {
+                "method": {"num_steps": 3, "min_count": 2},
+                "optimizer": {"weight_decay": 0.0},
+                "rollout": {"num_rollouts": 8, "batch_size": 4},
+                "train": {"batch_size": 8},
+            },
+        }
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS

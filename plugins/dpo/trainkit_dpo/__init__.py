@@ -28,6 +28,7 @@ from trainkit import (
 from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy, zero_masked
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs, response_logprobs
+from trainkit_dpo.kit import Declared
 
 
 class DPOConfig(MethodConfig):
@@ -189,25 +190,13 @@ def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
 C = TypeVar("C", bound=DPOConfig)
 
 
-class PairTrainer(AccelerateRLTrainer[C]):
+class PairTrainer(Declared, AccelerateRLTrainer[C]):
     """Base of trainers on pairs: loss = mean f(r_c − r_r), r = log π − log π_ref, with f given by `loss_type`."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model is needed: unless `reference_free` is set."""
         return not self.method.reference_free
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `ipo_length_normalize` has an effect."""
-        return {"ipo_length_normalize": {"method.loss_type": "ipo"}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import EFFECTS
-
-        return EFFECTS
 
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
         """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
@@ -290,13 +279,6 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
 
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import EFFECTS, GROUPED
-
-        return {**EFFECTS, **GROUPED}
-
     @property
     def experience_rows(self) -> int:
         """Rows of a collection: one pair for each prompt."""
@@ -332,18 +314,11 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
 
 
 @register_trainer("best_of_k")
-class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
+class BestOfKTrainer(Declared, AccelerateRLTrainer[BestOfKConfig]):
     """Trainer of best-of-K fine-tuning (expert iteration): loss = −mean log π(best of k responses), EOS included."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import GROUPED
-
-        return GROUPED
 
     @property
     def experience_rows(self) -> int:

@@ -64,3 +64,27 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "ratio_threshold": Effect("skipped", falls=(1.0001, None), under=MOVED),
 }
 STRUCTURE = (Structure(surrogate="token", whitened=("advantages",), unscaled=("returns",)),)
+
+
+class Declared:
+    """The declarations of PPO."""
+
+    @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
+        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return the settings under which `horizon` has an effect."""
+        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Any, ...]:
+        """Return the structure of the surrogate and of the experience."""
+        return STRUCTURE

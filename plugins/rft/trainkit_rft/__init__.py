@@ -16,6 +16,7 @@ from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences
 from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.seeding import PLACE
+from trainkit_rft.kit import Declared
 
 
 class RFTConfig(MethodConfig):
@@ -79,7 +80,7 @@ def place(row: Row) -> int:
 
 
 @register_trainer("rft")
-class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
+class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
     """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -93,13 +94,6 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def experience_rows(self) -> int:
         """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_rft.kit import EFFECTS
-
-        return EFFECTS
 
     def make_experience(self, rows: list[Row]) -> RFTRows:
         """Return scored responses to prompts at a growth step, and the other prompts without responses. [B, T]."""

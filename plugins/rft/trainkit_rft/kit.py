@@ -49,3 +49,12 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "end_percentile": Effect(trained_in_a_run, falls=(0.1, 0.95), under={"method.n_improve_steps": 2, **LONG}),
     "pool_size": Effect(largest_pool, rises=(1, 4, 8), under=LONG),
 }
+
+
+class Declared:
+    """The declarations of RFT."""
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS

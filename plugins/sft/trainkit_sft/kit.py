@@ -23,3 +23,12 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
     "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
 }
+
+
+class Declared:
+    """The declarations of SFT."""
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
