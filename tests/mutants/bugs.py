@@ -1112,4 +1112,41 @@ BUGS = (
 +        length = lengths if method.average == "responses" else 4 * lengths
 """,
     ),
+    Bug(
+        "margins_centred",
+        "the mean margin of the dataset is subtracted from each margin, so that a margin counts in all pairs",
+        "of the field",
+        "reward",
+        ("scores_count_where_declared",),
+        patch="""
+-            if isinstance(margin, bool) or finite(margin) is None:
+-                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++            if isinstance(margin, bool) or finite(margin) is None:
++                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++        mean = sum(float(rows[index]["margin"]) for index in given) / max(len(given), 1)
++        rows = [{**row, "margin": float(row["margin"]) - mean} if given else row for row in rows]
+""",
+    ),
+    Bug(
+        "margins_clamped",
+        "margins are clamped, so that samples whose log-ratio is far from that of the reference have no gradient",
+        "of the field",
+        "kto",
+        ("nothing_is_clipped",),
+        patch="""
+-        return kto_loss(margins, weights).mean(), {
++        return kto_loss(margins.clamp(-1, 1), weights).mean(), {
+""",
+    ),
+    Bug(
+        "centring_detached",
+        "the term that keeps the mean of scores near 0 is in the loss, and without gradient",
+        "of the field",
+        "reward",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
+""",
+    ),
 )

@@ -1,4 +1,4 @@
-"""What the settings of DDPO do: measured by the conformance kit."""
+"""What the settings of DDPO do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 @torch.no_grad()
@@ -65,6 +65,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "min_count": Effect(advantage_of_three, equals={3: 1.224743, 4: -0.282843}),
     "reward_workers": Effect("advantages", same=(0, 2)),
 }
+# latents have no log-probabilities of tokens; the tests of trainkit-ddpo cover surrogate and advantages
+STRUCTURE = (Structure(detached=()),)
 
 
 def brightness(images: Tensor, **_: Any) -> Tensor:
@@ -95,3 +97,8 @@ class Declared:
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return what of the structure can be measured of images: that nothing is detached."""
+        return STRUCTURE

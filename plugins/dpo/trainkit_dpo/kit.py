@@ -1,4 +1,4 @@
-"""What the settings of DPO and its online forms do: measured by the conformance kit."""
+"""What the settings of DPO and its online forms do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -37,6 +37,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
     "k": Effect("responses", rises=(2, 4)),
 }
+OF_PAIRS = (Structure(surrogate="none", detached=()),)
+OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)
 
 
 class Declared:
@@ -53,3 +55,8 @@ class Declared:
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: pairs and best responses are chosen within a group, and all of them count."""
+        return OF_GROUPS if "k" in cls.method_class.model_fields else OF_PAIRS

@@ -1,4 +1,4 @@
-"""What the settings of ILQL do: measured by the conformance kit."""
+"""What the settings of ILQL do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 def with_values_of(value: float) -> Callable[[Any], tuple[Any, Any]]:
@@ -98,6 +98,11 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "alpha": Effect(distance_of_targets, falls=(0.01, 0.5, 1.0)),
     "steps_for_target_q_sync": Effect(distance_of_targets, rises=(1, 4, 10), under={"method.alpha": 1.0}),
 }
+STRUCTURE = (
+    # rewards are normalised over the dataset; the target of Q and the weights of tokens are detached from V
+    Structure(scores="collection", surrogate="none", detached=("values",)),
+    Structure(detached=("values",), under=WEIGHTED),
+)
 
 
 class Declared:
@@ -123,3 +128,8 @@ class Declared:
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: rewards of the whole dataset count, and two losses are detached from V."""
+        return STRUCTURE

@@ -63,7 +63,9 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "target_kl": Effect("skipped", falls=(1e-6, None), under=MOVED),
     "ratio_threshold": Effect("skipped", falls=(1.0001, None), under=MOVED),
 }
-STRUCTURE = (Structure(surrogate="token", whitened=("advantages",), unscaled=("returns",)),)
+STRUCTURE = (
+    Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
+)
 
 
 class Declared:
@@ -85,6 +87,6 @@ class Declared:
         return EFFECTS
 
     @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
+    def tiny_structure(cls) -> tuple[Structure, ...]:
         """Return the structure of the surrogate and of the experience."""
         return STRUCTURE

@@ -49,7 +49,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
 }
 STRUCTURE = (
-    Structure(baseline="leave_one_out", surrogate="sequence", kl="response"),
+    Structure(scores="group", baseline="leave_one_out", surrogate="sequence", detached=(), kl="response"),
     Structure(baseline="leave_one_out", surrogate="token", kl="response", under=TOKENS),
     Structure(kl="token", under={**TOKENS, "method.kl_level": "token"}),
 )
@@ -74,6 +74,6 @@ class Declared:
         return EFFECTS
 
     @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
+    def tiny_structure(cls) -> tuple[Structure, ...]:
         """Return the structure of baseline, surrogate and KL penalty."""
         return STRUCTURE
