@@ -454,7 +454,7 @@ BUGS = (
         ("errors_at_the_door",),
         patch="""
 +    model_config = {"extra": "ignore"}
-     rloo_k: int = Field(4, ge=2)
+     rloo_k: GroupSize = 4
 """,
     ),
     Bug(

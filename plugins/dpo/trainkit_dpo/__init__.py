@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainkit import (
     AccelerateRLTrainer,
+    GroupSize,
     MethodConfig,
     Preferences,
     Rollouts,
@@ -70,7 +71,7 @@ class OnlineDPOConfig(DPOConfig):
 
     name: str = "online_dpo"
     """The registered name."""
-    k: int = Field(2, ge=2)
+    k: GroupSize = 2
     """Responses per prompt; the best and the worst of them are the pair."""
 
 
@@ -81,7 +82,7 @@ class BestOfKConfig(MethodConfig):
 
     name: str = "best_of_k"
     """The registered name."""
-    k: int = Field(4, ge=2)
+    k: GroupSize = 4
     """Responses per prompt; the best of them is trained on."""
 
 

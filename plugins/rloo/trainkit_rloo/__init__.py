@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, GroupSize, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import (
     clipped_surrogate,
     kl_k1,
@@ -35,7 +35,7 @@ class RLOOConfig(MethodConfig):
 
     name: str = "rloo"
     """The registered name."""
-    rloo_k: int = Field(4, ge=2)
+    rloo_k: GroupSize = 4
     """Responses per prompt; each is compared with the mean of the others."""
     rloo_epochs: int = Field(1, ge=1)
     """Passes over each collection of rollouts."""
