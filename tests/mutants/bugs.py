@@ -1063,8 +1063,8 @@ BUGS = (
         "kto",
         ("effects_as_declared",),
         patch="""
--        return replace(batch, kl=(ratio / count).float().expand(len(batch)))
-+        return replace(batch, kl=-(ratio / count).float().expand(len(batch)))
+-        return replace(batch, kl=kl.expand(len(batch)))
++        return replace(batch, kl=-kl.expand(len(batch)))
 """,
     ),
     Bug(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.data import Batch, Rollouts, Sequences
 from trainkit.errors import suggest
+from trainkit.models import TokenOutputs
 from trainkit.testing.checks.structure import declared, fractions, raised, structures
 from trainkit.testing.checks.tools import Ids, for_loss, ids_of, nudged
 from trainkit.testing.conformance import Bench, Subject, check, require
@@ -55,9 +56,8 @@ def evaluated(trainer: Any, prepared: Batch, moved: Callable[[int, str, Tensor],
             leaves[name] = (wide if moved is None else moved(len(calls), name, wide)).requires_grad_()
             return leaves[name]
 
-        if isinstance(outputs, Tensor):
-            found: Any = leaf("outputs", outputs)
-        else:
+        found = leaf("outputs", outputs)
+        if isinstance(outputs, TokenOutputs):
             head = {name: leaf(name, x) for name, x in outputs.head.items()}
             parts = {name: leaf(name, x) for name, x in outputs._asdict().items() if name != "head"}
             found = outputs._replace(**parts, head=head)
@@ -161,9 +161,15 @@ def nothing_is_clipped(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------------- whose scores count
 
 
+Learnt = dict[Ids, Tensor]
+"""What is learnt from each row: the derivatives of the loss by the policy's outputs at its response tokens."""
+Change = tuple[Learnt, Learnt, set[Ids]]
+"""What is learnt before and after the score of one row was changed, and the ids of this row."""
+
+
 def compares_texts(subject: Subject) -> bool:
-    """Return whether a subject learns from texts, and declares whose scores count."""
-    return subject.language and bool(structures(subject, "scores"))
+    """Return whether a subject learns from texts with scores or labels, and declares whose scores count."""
+    return subject.language and not subject.needs_environment and bool(structures(subject, "scores"))
 
 
 @check(where=compares_texts)
@@ -174,18 +180,10 @@ def scores_count_where_declared(bench: Bench) -> None:
     not in which direction.
     """
     for structure in structures(bench.subject, "scores"):
-        change = _by_sampling if bench.subject.online else _by_dataset
-        before, after, own = change(bench, structure.under)
-        require(before, "the loss reads no rows")
-        largest = max(float(values.abs().max()) for values in (*before.values(), *after.values()) if values.numel())
-        changed = {
-            ids
-            for ids in before.keys() | after.keys()
-            if not _alike(before.get(ids), after.get(ids), slack=1e-6 * largest)
-        }
+        before, after, own = (_by_sampling if bench.subject.online else _by_dataset)(bench, structure.under)
+        changed, prompts = _changed(before, after), {ids[0] for ids in own}
         told = "if the score of one row is raised"
         require(changed & own, f"{told}, what is learnt from it does not change")
-        prompts = {ids[0] for ids in own}
         mates = {ids for ids in changed - own if ids[0] in prompts}
         others = {ids for ids in changed - own if ids[0] not in prompts}
         if structure.scores == "collection":
@@ -197,15 +195,13 @@ def scores_count_where_declared(bench: Bench) -> None:
         require(mates or structure.scores == "row", f"{told}, nothing changes in the other responses of its group")
 
 
-def _alike(one: Tensor | None, other: Tensor | None, *, slack: float) -> bool:
-    present = [each for each in (one, other) if each is not None]
-    if len(present) == 1:
-        return float(present[0].abs().max()) <= slack if present[0].numel() else True
-    return bool((present[0] - present[1]).abs().max() <= slack) if present[0].numel() else True
-
-
-Change = tuple[dict[Ids, Tensor], dict[Ids, Tensor], set[Ids]]
-"""What is learnt from each row before and after the score of one row was raised, and the ids of this row."""
+def _changed(before: Learnt, after: Learnt) -> set[Ids]:
+    """Return the rows from which something else is learnt; from a row that is not there, nothing is."""
+    rows = {ids: values for ids, values in (before | after).items() if values.numel()}
+    require(rows, "the loss reads no rows")
+    pairs = {ids: [side.get(ids, torch.zeros_like(rows[ids])) for side in (before, after)] for ids in rows}
+    largest = max(float(values.abs().max()) for pair in pairs.values() for values in pair)
+    return {ids for ids, (one, other) in pairs.items() if (one - other).abs().max() > 1e-6 * largest}
 
 
 def _by_sampling(bench: Bench, under: Mapping[str, Any]) -> Change:
@@ -214,7 +210,9 @@ def _by_sampling(bench: Bench, under: Mapping[str, Any]) -> Change:
     rollouts = Rollouts.cat(trainer._rollouts)
     texts = list(zip(rollouts.prompts, rollouts.outputs, strict=True))
     scores = fractions(rollouts.prompts, rollouts.outputs)
-    at = min((index for index, text in enumerate(texts) if texts.count(text) == 1), key=lambda index: scores[index])
+    once = [index for index, text in enumerate(texts) if texts.count(text) == 1]
+    require(once, "all responses of the tiny run occur more than once")
+    at = min(once, key=lambda index: scores[index])
     other = bench.collected(**under, arguments={"reward_fn": raised(texts[at])})
     return _learnt(trainer), _learnt(other), {ids_of(rollouts.sequences)[at]}
 
@@ -226,8 +224,8 @@ def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
     if "pairs" in bench.subject.inputs:
         pairs = trainer.encode_preferences(rows)
         own = {ids_of(side)[at] for side in (pairs.chosen, pairs.rejected)}
-        pair = PAIRS[at]
-        arguments: dict[str, Any] = {"samples": [*PAIRS[:at], {**pair, "margin": 3.0}, *PAIRS[at + 1 :]]}
+        samples = [{**pair, "margin": 3.0} if index == at else pair for index, pair in enumerate(PAIRS)]
+        arguments: dict[str, Any] = {"samples": samples}
     else:
         own = {ids_of(trainer.encode_samples(rows))[at]}
         name = "label" if "labels" in bench.subject.inputs else "reward"
@@ -237,11 +235,11 @@ def _by_dataset(bench: Bench, under: Mapping[str, Any]) -> Change:
     return _learnt(trainer), _learnt(bench.collected(**under, arguments=arguments)), own
 
 
-def _learnt(trainer: Any) -> dict[Ids, Tensor]:
+def _learnt(trainer: Any) -> Learnt:
     """Return the derivatives of the loss by all outputs of the policy for each row, in units of the loss."""
     batch = trainer.store.experience
     found = evaluated(trainer, for_loss(trainer, batch))
-    rows: dict[Ids, Tensor] = {}
+    rows: Learnt = {}
     for (sequences, _), slopes in zip(found.calls, found.slopes(), strict=True):
         assert isinstance(sequences, Sequences), "a policy of language is called with them"
         mask = sequences.response_mask
