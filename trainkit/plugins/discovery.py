@@ -102,7 +102,20 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
         RegistryError: there is none, or its name is reserved for a built-in or claimed twice; lists the choices.
         PluginError: it is disabled, made for another version of trainkit, or cannot be imported.
     """
+    return _usable(name, _claims(), registered)
+
+
+def find_installed(name: str, module: str = "") -> PluginInfo | None:
+    """Return the one usable plugin called ``name``; None if no installed plugin of that name has ``module``.
+
+    Raises:
+        RegistryError, PluginError: as `find_plugin`.
+    """
     claims = _claims()
+    return _usable(name, claims) if any(plugin.name == name and _is_of(plugin, module) for plugin in claims) else None
+
+
+def _usable(name: str, claims: Sequence[PluginInfo], registered: Iterable[str] = ()) -> PluginInfo:
     found = [_examined(plugin) for plugin in claims if plugin.name == name.lower()]
     if usable := [plugin for plugin in found if plugin.state == OK]:
         return usable[0]

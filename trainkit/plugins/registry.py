@@ -14,6 +14,7 @@ from trainkit.errors import PluginError, RegistryError, describe
 from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
+    find_installed,
     find_plugin,
     is_installed,
     load_plugin,
@@ -116,8 +117,7 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
     """
     key = name.lower()
     if key in _TRAINERS and (by := why_disabled(key, _TRAINERS[key].__module__)):
-        if is_installed(key, _TRAINERS[key].__module__):
-            find_plugin(key)  # raises an error that names the distribution
+        find_installed(key, _TRAINERS[key].__module__)  # raises an error that names the distribution if it is unusable
         raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
         _load(key)
@@ -247,8 +247,7 @@ def get_hooks(name: str) -> HookClass | None:
             _load(key)
         return _HOOKS.get(key)
     if by := why_disabled(key, known.made.__module__):
-        if is_installed(key, known.made.__module__):
-            find_plugin(key)  # raises an error that names the distribution
+        find_installed(key, known.made.__module__)  # raises an error that names the distribution if it is unusable
         raise PluginError(f"the plugin {key!r} is disabled by {by}")
     return known
 
