@@ -11,7 +11,7 @@ from trainkit.functional import masked_mean
 from trainkit.testing import Effect, Structure
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
-STEERED = {"optimizer.lr": 0.03, "train.total_steps": 24, "method.ppo_epochs": 1}
+STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}
 
 
 def kl_coef_at_the_end(trainer: Any) -> float:
