@@ -21,7 +21,7 @@ from trainkit.errors import ConfigError, RewardError
 from trainkit.functional import effective_sample_size, importance_ratios, masked_ratios, truncated_ratios
 from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
-assert Copying and DapoTrainer, "registered by their imports"
+assert all((Copying, DapoTrainer)), "registered by their imports"
 
 AHEAD = [name for name in SAMPLING if not name.startswith("_")]
 CORRECTED = ["grpo", "ppo", "rloo"]

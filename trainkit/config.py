@@ -92,6 +92,18 @@ class MethodConfig(Section):
     """The registered name of the algorithm."""
 
 
+def _two_to_compare(value: Any) -> Any:
+    if isinstance(value, int) and value < 2:
+        raise ValueError(
+            "the responses to one prompt are compared with each other, which needs at least two; give at least 2"
+        )
+    return value
+
+
+GroupSize = Annotated[int, Field(ge=2), BeforeValidator(_two_to_compare)]
+"""A setting of a method: the number of responses to each prompt, for algorithms that compare them with each other."""
+
+
 class PluginConfig(Section):
     """Base class of the settings of hooks and trackers. Subclass it, and register the subclass with their class."""
 

@@ -455,7 +455,7 @@ BUGS = (
         ("errors_at_the_door",),
         patch="""
 +    model_config = {"extra": "ignore"}
-     rloo_k: int = Field(4, ge=2)
+     rloo_k: GroupSize = 4
 """,
     ),
     Bug(
@@ -1064,8 +1064,8 @@ BUGS = (
         "kto",
         ("effects_as_declared",),
         patch="""
--        return replace(batch, kl=(ratio / count).float().expand(len(batch)))
-+        return replace(batch, kl=-(ratio / count).float().expand(len(batch)))
+-        return replace(batch, kl=kl.expand(len(batch)))
++        return replace(batch, kl=-kl.expand(len(batch)))
 """,
     ),
     Bug(
@@ -1111,6 +1111,43 @@ BUGS = (
         patch="""
 -        length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
 +        length = lengths if method.average == "responses" else 4 * lengths
+""",
+    ),
+    Bug(
+        "margins_centred",
+        "the mean margin of the dataset is subtracted from each margin, so that a margin counts in all pairs",
+        "of the field",
+        "reward",
+        ("scores_count_where_declared",),
+        patch="""
+-            if isinstance(margin, bool) or finite(margin) is None:
+-                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++            if isinstance(margin, bool) or finite(margin) is None:
++                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++        mean = sum(float(rows[index]["margin"]) for index in given) / max(len(given), 1)
++        rows = [{**row, "margin": float(row["margin"]) - mean} if given else row for row in rows]
+""",
+    ),
+    Bug(
+        "margins_clamped",
+        "margins are clamped, so that samples whose log-ratio is far from that of the reference have no gradient",
+        "of the field",
+        "kto",
+        ("nothing_is_clipped",),
+        patch="""
+-        return kto_loss(margins, weights).mean(), {
++        return kto_loss(margins.clamp(-1, 1), weights).mean(), {
+""",
+    ),
+    Bug(
+        "centring_detached",
+        "the term that keeps the mean of scores near 0 is in the loss, and without gradient",
+        "of the field",
+        "reward",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
 """,
     ),
 )

@@ -310,6 +310,18 @@ class AcceleratedLoop(TrainerInputs[M]):
         found = torch.cat([read(batch.select(rows)) for rows in groups])
         return found[torch.cat(groups).argsort().to(found.device)]
 
+    @torch.no_grad()
+    def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        """Return the mean of ``read(micro-batch [b]) -> [b, *]`` over a step's rows of all processes. [B] -> [*].
+
+        It is computed in float64 where the device has it, and returned in float32 on the CPU.
+        """
+        device = self.accelerator.device
+        sums = torch.stack([exact(read(micro.to(device))).sum(0).cpu() for micro in self.micro_batches(batch)]).sum(0)
+        counted = self.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
+        mean: Tensor = counted[:-1] / counted[-1]
+        return mean.view(sums.shape).float()
+
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""
         with self.accelerator.autocast():

@@ -126,11 +126,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         others = [name for name in config.train.trackers if isinstance(name, str) and not is_tracker(name)]
         trackers = [entry for entry in config.train.trackers if entry not in others]
+        own = self._own_plugin()
         self.hooks = hook_manager(
-            [*self._own_plugin(), *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
+            [*own, *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
             [*callbacks, *run.trackers(others, self.accelerator)],
         )
-        self._plugin_names = [*self._own_plugin(), *map(name_of, [*config.plugins, *trackers])]
+        self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
         self.unit = "tokens"
         """The unit that ``progress.tokens`` counts: that of the last step's batch."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, GroupSize, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit_grpo.kit import Declared
@@ -21,7 +21,7 @@ class GRPOConfig(MethodConfig):
 
     name: str = "grpo"
     """The registered name."""
-    group_size: int = Field(8, ge=2)
+    group_size: GroupSize = 8
     """G: responses per prompt; advantages are relative to this group."""
     grpo_epochs: int = Field(1, ge=1)
     """μ: passes over each collection of rollouts."""

@@ -40,6 +40,7 @@ from trainkit.functional import (
 )
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit.models import Policy, load_heads, load_model, make_policy
+from trainkit_ppo.kit import Declared
 
 
 class PPOConfig(MethodConfig):
@@ -132,7 +133,7 @@ class KLController:
 
 
 @register_trainer("ppo")
-class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
+class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
     """Trainer of PPO: r_t = score − β·k1, GAE, whitened advantages, clipped surrogate and clipped value loss."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -268,30 +269,6 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             self.kl.coef = state["kl_coef"]
         self.ref_std = state["ref_std"]
         self.moments.load_state_dict(state["moments"])
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `horizon` has an effect."""
-        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
-        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_ppo.kit import EFFECTS
-
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
-        """Return the structure of the surrogate and of the experience."""
-        from trainkit_ppo.kit import STRUCTURE
-
-        return STRUCTURE
 
 
 def followed(sequences: Sequences) -> Sequences:

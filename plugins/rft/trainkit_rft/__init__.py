@@ -17,6 +17,7 @@ from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.rollouts import assemble
 from trainkit.seeding import PLACE
+from trainkit_rft.kit import Declared
 
 
 class RFTConfig(MethodConfig):
@@ -85,7 +86,7 @@ def epoch(row: Row) -> int:
 
 
 @register_trainer("rft")
-class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
+class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
     """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -99,13 +100,6 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
     def experience_rows(self) -> int:
         """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_rft.kit import EFFECTS
-
-        return EFFECTS
 
     def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
         """Return scored responses to prompts at a growth step, then the other prompts, with an empty response."""

@@ -104,7 +104,7 @@ def test_levels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method\.rloo_k: should be greater than or equal to 2"):
+    with pytest.raises(ConfigError, match=r"method\.rloo_k: .*compared with each other.*give at least 2 \(given 1"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=1)
     with pytest.raises(ConfigError, match="multiple of 5"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=5)

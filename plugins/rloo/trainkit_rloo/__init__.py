@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, GroupSize, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import (
     clipped_surrogate,
     kl_k1,
@@ -25,6 +25,7 @@ from trainkit.functional import (
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
+from trainkit_rloo.kit import Declared
 
 
 class RLOOConfig(MethodConfig):
@@ -34,7 +35,7 @@ class RLOOConfig(MethodConfig):
 
     name: str = "rloo"
     """The registered name."""
-    rloo_k: int = Field(4, ge=2)
+    rloo_k: GroupSize = 4
     """Responses per prompt; each is compared with the mean of the others."""
     rloo_epochs: int = Field(1, ge=1)
     """Passes over each collection of rollouts."""
@@ -98,7 +99,7 @@ class RLOORows(RLOOBatch):
 
 
 @register_trainer("rloo")
-class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
+class RLOOTrainer(Declared, AccelerateRLTrainer[RLOOConfig]):
     """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response (F-11)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -172,27 +173,3 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
             "policy/clipfrac": Mean.of(loss > -batch.advantages * ratio, mask),
         }
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `kl_level` has an effect."""
-        return {"kl_level": {"method.ratio_level": "token"}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return RLOO with ratios and KL penalties of tokens."""
-        return {"token": {"method.ratio_level": "token", "method.kl_level": "token"}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_rloo.kit import EFFECTS
-
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
-        """Return the structure of baseline, surrogate and KL penalty."""
-        from trainkit_rloo.kit import STRUCTURE
-
-        return STRUCTURE
