@@ -433,7 +433,7 @@ for name in ("_test_dapo", "ppo"):
         found[f"{name} {engine}"] = torch.cat([p.detach().flatten() for p in trainer.unwrapped.parameters()])
         found[f"{name} {engine} steps"] = trainer.progress.step
 if trainer.accelerator.is_main_process:
-    torch.save(found, out / f"found-{world}.pt")
+    torch.save(found, out / "found.pt")
 if world > 1:
     torch.distributed.destroy_process_group()
 """
@@ -443,8 +443,9 @@ if world > 1:
 def test_two_processes_sample_ahead_what_one_does(tmp_path: Path) -> None:
     """Also with refills, for which the sampling threads of the two processes communicate."""
     for processes in (1, 2):
-        succeed(TWO, processes, str(tmp_path), str(Path(__file__).parent))
-    one, two = (torch.load(tmp_path / f"found-{processes}.pt") for processes in (1, 2))
+        (tmp_path / str(processes)).mkdir()
+        succeed(TWO, processes, str(tmp_path / str(processes)), str(Path(__file__).parent))
+    one, two = (torch.load(tmp_path / str(processes) / "found.pt") for processes in (1, 2))
     for name in ("_test_dapo", "ppo"):
         assert torch.equal(two[f"{name} local"], two[f"{name} _test_copy"])
         torch.testing.assert_close(one[f"{name} local"], two[f"{name} local"], rtol=0, atol=1e-5)
