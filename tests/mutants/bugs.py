@@ -205,6 +205,38 @@ BUGS = (
 """,
     ),
     Bug(
+        "importance_weights_ignored",
+        "rollouts of older weights are learnt from as if they were the policy's own",
+        "of the field",
+        "grpo",
+        ("corrections_as_declared",),
+        patch="""
+-        advantages = advantages * batch.weights
+""",
+    ),
+    Bug(
+        "importance_weights_whitened",
+        "advantages are whitened after they are weighed, so that weights of some responses change the others",
+        "of the field",
+        "ppo",
+        ("corrections_as_declared",),
+        patch="""
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
++        advantages = whiten(advantages * x.weights, mask, reduce=self.reduce)
+""",
+    ),
+    Bug(
+        "old_policy_instead_of_the_sampler",
+        "with the correction 'sampler' the ratio is still that to the policy before the collection",
+        "of the field",
+        "rloo",
+        ("corrections_as_declared",),
+        patch="""
+-        weights = self.importance_weights(rollouts, policy)
++        weights, policy = self.importance_weights(rollouts, policy), self.unwrapped(sequences, entropy=True)
+""",
+    ),
+    Bug(
         "kl_without_gradient",
         "the divergence in the loss is computed from the old log-probabilities, and pulls nothing back",
         "of the field",

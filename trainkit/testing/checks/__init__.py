@@ -1,6 +1,7 @@
 """The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
 from trainkit.testing.checks import (
+    corrections,
     credit,
     door,
     effects,
@@ -18,6 +19,7 @@ from trainkit.testing.checks import (
 )
 
 __all__ = [
+    "corrections",
     "credit",
     "door",
     "effects",
