@@ -46,6 +46,10 @@ def corrections_as_declared(bench: Bench) -> None:
 def _require_weights(bench: Bench, correction: str) -> None:
     usual, changed = learnt(bench, correction, 1.0)
     none, _ = learnt(bench, "masked", 3 * CAP)  # weights of 0
+    require(
+        any(not torch.allclose(none[ids], usual[ids], rtol=1e-3) for ids in changed & usual.keys()),
+        "importance weights of 0 do not change what is learnt; multiply the advantages by importance_weights()",
+    )
     beyond = CAP if correction == "decoupled" else 0.0
     for ratio, weight in ((0.5, 0.5), (2.0, 2.0), (3 * CAP, beyond)):
         found, _ = learnt(bench, correction, ratio)
