@@ -80,6 +80,16 @@ def test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits(
     assert beside == bool(staleness)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "_test_dapo"])
+def test_an_engine_gets_all_requests_of_a_collection_at_a_time(name: str, tmp_path: Path) -> None:
+    """Groups of four are cut by calls of six rows, and the numbers of the responses still are those of the rows."""
+    settings = {"rollout__batch_size": 6, "rollout__staleness": 1}
+    one = ran(name, tmp_path / "local", **settings)
+    other = ran(name, tmp_path / "pair", rollout__engine="_test_pair", **settings)
+    assert_same_weights(weights(one), weights(other))
+    assert max(other.engine.under_way) > 1
+
+
 def test_older_weights_train_another_policy(tmp_path: Path) -> None:
     fresh, stale = (ran("rloo", tmp_path / str(s), rollout__staleness=s) for s in (0, 1))
     assert any(not torch.equal(a, b) for a, b in zip(weights(fresh).values(), weights(stale).values(), strict=True))

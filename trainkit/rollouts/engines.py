@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -186,6 +186,7 @@ class EngineSampler:
         self.skip_special_tokens = skip_special_tokens
         self.weights: Weights | None = None
         """The weights that the engine generates with."""
+        self._begun: dict[tuple[int, ...], Future[Generated]] = {}
 
     def use(self, weights: Weights) -> None:
         """Generate with ``weights`` from now on.
@@ -196,9 +197,16 @@ class EngineSampler:
         loaded = self.weights
         if loaded is not None and (loaded.version, loaded.changes) == (weights.version, weights.changes):
             return
+        wait(self._begun.values())  # requests under way are answered with the weights that they were made for
+        self._begun.clear()
         with _named(self.engine, "could not load the weights"):
             self.engine.load(weights)
         self.weights = weights
+
+    def begin(self, request: Request) -> None:
+        """Begin to generate for a call that follows, so that the engine has several requests at a time."""
+        with _named(self.engine, f"could not answer {len(request.queries)} requests"):
+            self._begun[tuple(request.seeds)] = self.engine.submit(request)
 
     def __call__(
         self,
@@ -216,7 +224,7 @@ class EngineSampler:
         assert self.weights is not None, "the trainer gives weights before it samples"
         request = Request(queries, seeds, settings, purpose)
         with _named(self.engine, f"could not answer {len(queries)} requests"):
-            answer = self.engine.submit(request).result()
+            answer = (self._begun.pop(tuple(seeds), None) or self.engine.submit(request)).result()
         if fault := self.fault(request, answer):
             raise EngineError(f"the engine {self.engine} {fault}")
         return assemble(

@@ -213,6 +213,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
         """Sample responses, score them and make experience, as online algorithms do. Offline ones override this."""
         return self._experience(*self.sample_and_score(rows))
 
+    def _begin_sampling(self, parts: list[list[Row]]) -> None:
+        if type(self).sample_and_score is AccelerateRLTrainer.sample_and_score:
+            super()._begin_sampling(parts)
+
     def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
         """Sample a response to each row, and return the rollouts with their scores [B] or [B, T]."""
         rollouts = self.sample(rows)
@@ -490,6 +494,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
             DataError, RewardError: queries, responses and scores do not fit together.
             TypeError: the number of arguments is that of neither form.
         """
+        if self.ahead is not None:
+            raise ConfigError(
+                f"rollout.staleness is {self.config.rollout.staleness}, and step() trains on the rollouts that it is "
+                "given; set it to 0"
+            )
         rollouts, scores = generation.step_arguments(self, arguments, response_masks)
         checked = generation.given_scores(scores, rollouts)
         run.begin(self)

@@ -96,9 +96,11 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     collection.taken, collection.prompts = trainer.collection_rows, len(taken)
     rows = [row for row in taken for _ in range(trainer.samples_per_prompt)]
     size = trainer.config.rollout.batch_size
-    for start in range(0, len(rows), size):
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    trainer._begin_sampling(parts)
+    for part in parts:
         trainer._stop_if_asked()
-        yield trainer.sample_and_score(rows[start : start + size])
+        yield trainer.sample_and_score(part)
 
 
 class Ahead:

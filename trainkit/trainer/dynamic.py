@@ -81,11 +81,13 @@ def _kept_of(trainer: Trainer, start: int, count: int) -> list[Group]:
     world, k = trainer.accelerator.num_processes, trainer.samples_per_prompt
     taken = trainer.pipeline.take(start, count, rank=trainer.accelerator.process_index, world=world)
     per_part = max(trainer.config.rollout.batch_size // k, 1)
+    count = math.ceil(math.ceil(count / world) / per_part)  # equally many on all processes
+    parts = [[row for row in taken[part * per_part : (part + 1) * per_part] for _ in range(k)] for part in range(count)]
+    trainer._begin_sampling([rows for rows in parts if rows])
     found: list[Group] = []
-    for part in range(math.ceil(math.ceil(count / world) / per_part)):  # equally many on all processes
+    for rows in parts:
         trainer._stop_if_asked()
-        prompts = taken[part * per_part : (part + 1) * per_part]
-        found += _kept(trainer, [row for row in prompts for _ in range(k)]) if prompts else []
+        found += _kept(trainer, rows) if rows else []
     return found
 
 

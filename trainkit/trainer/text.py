@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -50,6 +51,7 @@ from trainkit.rollouts import (
     EnvironmentMaker,
     Player,
     Purpose,
+    Request,
     Sampler,
     ServedModel,
     Weights,
@@ -409,6 +411,30 @@ class TextTrainer(AcceleratedLoop[M]):
             )
         return rollouts
 
+    def _begin_sampling(self, parts: list[list[Row]]) -> None:
+        """Send the requests of several calls of `sample` to an engine that can answer them at the same time.
+
+        Nothing is sent if the requests are not known before the calls: those of episodes, and of algorithms with a
+        sampling of their own.
+        """
+        usual = {name: getattr(TextTrainer, name) for name in ("sample", "_sample", "_respond", "_seeds")}
+        changed = any(getattr(type(self), name) is not method for name, method in usual.items())
+        sampler = self.sampler
+        if len(parts) < 2 or self.environment is not None or changed or not isinstance(sampler, EngineSampler):
+            return
+        if not sampler.engine.own_copy:
+            return
+        self._use_weights(sampler)
+        seen, settings = Counter(self._seen), self.settings()
+        for rows in parts:
+            seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "train", seen)]
+            sampler.begin(Request(self._queries(rows), seeds, settings, "train"))
+
+    def _use_weights(self, sampler: EngineSampler) -> None:
+        """Load the weights of the collection that is sampled into the engine, or else those of this moment."""
+        snapshot = self._sampling.weights
+        sampler.use(self.weights if snapshot is None else snapshot)
+
     @property
     def scores_samples(self) -> bool:
         """Whether what is sampled can be scored: there is a reward function or an environment."""
@@ -504,13 +530,13 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
-        sampler, snapshot = self.sampler, self._sampling.weights
-        if snapshot is None:  # otherwise the policy is trained at the same time
+        sampler = self.sampler
+        if self._sampling.weights is None:  # otherwise the policy is trained at the same time
             self.unwrapped.eval()
             if self.ahead is not None:  # the engine gets newer weights when their collections are complete
                 self.ahead.wait()
         if isinstance(sampler, EngineSampler):
-            sampler.use(self.weights if snapshot is None else snapshot)
+            self._use_weights(sampler)
         with self.accelerator.autocast():
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)

@@ -70,7 +70,7 @@ def learnt(bench: Bench, correction: str, ratio: float) -> tuple[Learnt, set[Ids
     The second value are the responses for which they are: the first half. The others have the ratio 1. With one ratio
     for a whole response, ``ratio`` is that of the response.
     """
-    cap = {} if correction == "sampler" else {"rollout__correction_cap": CAP}
+    cap: dict[str, Any] = {} if correction == "sampler" else {"rollout__correction_cap": CAP}
     trainer = bench.trainer(rollout__correction=correction, **cap)
     rows = trainer.pipeline.take(0, trainer.collection_rows)
     rollouts, scores = trainer.sample_and_score([row for row in rows for _ in range(trainer.samples_per_prompt)])
