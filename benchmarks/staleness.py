@@ -7,15 +7,23 @@ from the policy. It exits with 1 if an algorithm's mean over seeds at staleness 
 standard errors of the difference, and by more than 0.02.
 
 All runs use the engine ``local``: the engine does not change the result.
+
+``--time`` measures speed instead, on a larger model with random weights, one system after another: sampling and
+training in turns with one thread, with two threads and in two processes, and with the engine ``ray`` at staleness 1,
+where the actor and the training have one thread each. It prints seconds per collection, the median of those after the first two,
+and ratios to the first system. It exits with 1 if Ray is less than 1.4 times as fast. It needs two cores and Ray.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +36,7 @@ from rich.table import Table
 import trainkit
 from trainkit import TRLConfig
 from trainkit.plugins import load_file
+from trainkit.testing import character_tokenizer, tiny_gpt2
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = {
@@ -39,6 +48,14 @@ CONFIGS = {
 CORRECTED = {"ppo", "rloo", "grpo"}
 SMALL = 0.02
 """A difference of optimality that counts as none."""
+SYSTEMS = {
+    "in turns, one thread": {"threads": 1, "processes": 1},
+    "ray, staleness 1": {"threads": 1, "processes": 1, "rollout.engine": "ray", "rollout.staleness": 1},
+    "in turns, two threads": {"threads": 2, "processes": 1},
+    "in turns, two processes": {"threads": 1, "processes": 2},
+}
+"""What is timed, by name: threads of torch per process, processes, and settings."""
+COLLECTIONS, FASTER = 12, 1.4
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -155,15 +172,83 @@ def costs(runs: list[Run], method: str) -> bool:
     return lower > max(2 * error, SMALL)
 
 
+def timed() -> int:
+    """Print seconds per collection of all systems; return 1 if Ray is not fast enough, else 0."""
+    found = {}
+    for name, system in SYSTEMS.items():
+        command = [sys.executable, __file__, "--timed", json.dumps(system)]
+        if system["processes"] == 2:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        threads = str(system["threads"])
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            console.print(f"{name} failed:\n{done.stderr[-2000:]}")
+            return 1
+        found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        console.print(f"{name}: {statistics.median(found[name]):.3f} s per collection")
+    first = statistics.median(found["in turns, one thread"])
+    table = Table("system", "seconds per collection", "speed")
+    for name, seconds in found.items():
+        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{first / statistics.median(seconds):.2f}")
+    console.print(table)
+    return int(first / statistics.median(found["ray, staleness 1"]) < FASTER)
+
+
+class Stamps:
+    """A callback that notes when each step ended; a collection is one step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    @trainkit.hookimpl
+    def on_step(self) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+
+def time_one(system: dict[str, Any]) -> None:
+    """Train with one system, and print the seconds between the steps as JSON."""
+    torch.set_num_threads(system["threads"])
+    tokenizer, stamps = character_tokenizer("abcdefgh"), Stamps()
+    settings = {key: value for key, value in system.items() if "." in key}
+    config: TRLConfig[Any] = TRLConfig.from_dict(
+        {
+            "method": {"name": "rloo", "rloo_k": 4},
+            "model": {"model_path": tiny_gpt2(len(tokenizer), n_layer=6, n_embd=256, n_head=4, n_positions=256)},
+            "rollout": {"max_new_tokens": 64, "num_rollouts": 64, "batch_size": 64},
+            "train": {"batch_size": 64, "total_steps": COLLECTIONS, "eval_interval": 0, "save_interval": 0},
+        }
+    )
+    with tempfile.TemporaryDirectory() as out:
+        trainkit.train(
+            config=config.update({**settings, "train.trackers": [], "train.run_dir": f"{out}/run"}),
+            tokenizer=tokenizer,
+            prompts=["abcdefgh" * 4] * 16,
+            reward_fn=lambda outputs, **_: [float(output.count("a")) for output in outputs],
+            callbacks=[stamps],
+        )
+    seconds = [after - before for before, after in zip(stamps.times[2:], stamps.times[3:], strict=False)]
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(seconds))
+
+
 def main() -> int:
-    """Make the runs; return 1 if staleness 1 costs more than noise, else 0."""
+    """Make the runs; return 1 if staleness 1 costs more than noise, or Ray is too slow, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures to this file, after every run")
     parser.add_argument("--out", type=Path, help="the directory of the runs (default: a temporary directory)")
+    parser.add_argument("--time", action="store_true", help="measure speed instead")
+    parser.add_argument("--timed", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.timed:
+        time_one(options.timed)
+        return 0
+    if options.time:
+        return timed()
     torch.set_num_threads(options.threads)
     versions = {name: version(name) for name in ("trainkit", "torch", "transformers")}
     task, runs = load_file(EXAMPLES / "randomwalks" / "task.py"), planned(options.methods, options.seeds)
