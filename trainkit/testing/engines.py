@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -115,14 +118,14 @@ def prompts(count: int) -> list[str]:
 
 def state_of_process() -> dict[str, Any]:
     """Return what an engine must leave as it is in the training process."""
-    import os
-
     return {
         "the number of torch's threads": torch.get_num_threads(),
         "torch's precision of float32 products": torch.get_float32_matmul_precision(),
         "the default dtype of torch": torch.get_default_dtype(),
         "torch.distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "the global generator of torch": torch.get_rng_state().tolist(),
+        "the global generator of Python": random.getstate(),
+        "the handler of SIGTERM": signal.getsignal(signal.SIGTERM),
         "the working directory": str(Path.cwd()),
         "environment variables": dict(os.environ),
     }
