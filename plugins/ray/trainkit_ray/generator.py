@@ -7,7 +7,6 @@ import os
 import socket
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,4 +64,6 @@ def packed(tensor: Tensor) -> Packed:
 def unpacked(given: Packed) -> Tensor:
     """Return the tensor that was packed; a copy, because what Ray stores cannot be written to."""
     data, dtype, shape = given
-    return torch.from_numpy(np.array(data)).view(getattr(torch, dtype)).reshape(shape)
+    made = torch.empty(shape, dtype=getattr(torch, dtype))
+    made.reshape(-1).view(torch.uint8).numpy()[:] = data
+    return made
