@@ -20,6 +20,7 @@ PINS = {
 }
 """The versions that the engines are tested with."""
 
+
 def normalised(name: str) -> str:
     """Return a distribution's name as package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()

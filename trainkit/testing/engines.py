@@ -60,7 +60,7 @@ class Serving:
 
     @torch.no_grad()
     def push_away(self) -> None:
-        """Change the weights of the trained model."""
+        """Perturb the weights of the trained model."""
         draws = torch.Generator().manual_seed(getattr(self, "version", 0))
         for parameter in self.model.parameters():
             parameter.add_(SPREAD * torch.randn(parameter.shape, generator=draws).to(parameter))
@@ -73,7 +73,8 @@ class Serving:
     @property
     def weights(self) -> Weights:
         """The weights as they are now, at the version of the last `load`."""
-        return replace(self.trainer.weights, version=self.version)
+        now: Weights = self.trainer.weights
+        return replace(now, version=self.version)
 
     def request(self, prompts: Sequence[str], seeds: Sequence[int] | None = None, **settings: Any) -> Request:
         """Return a request of responses to the prompts."""

@@ -169,7 +169,7 @@ def threads(trainer: Any) -> int:
 
 
 @pytest.mark.engines
-def test_a_run_whose_actors_are_killed_ends_as_one_whose_are_not(
+def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
     cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the middle of the second collection, after the weights were sent."""
@@ -178,8 +178,7 @@ def test_a_run_whose_actors_are_killed_ends_as_one_whose_are_not(
     def reward(outputs: list[str], **rest: Any) -> list[float]:
         calls.append(len(outputs))
         if len(calls) == 3:
-            for pid in made[0].engine.pids:
-                os.kill(pid, signal.SIGKILL)
+            os.kill(made[0].engine.pids[0], signal.SIGKILL)
         return count_first_letters(outputs)
 
     made: list[Any] = []
@@ -189,7 +188,7 @@ def test_a_run_whose_actors_are_killed_ends_as_one_whose_are_not(
     with caplog.at_level(logging.WARNING, logger="trainkit_ray"):
         trainer.learn()
     told = [record.getMessage() for record in caplog.records if record.name == "trainkit_ray"]
-    assert len(told) == trainer.engine.restarts == 2
+    assert len(told) == trainer.engine.restarts == 1
     assert "of the engine 'ray' (2 actors on this machine) has died and is replaced (restart 1 of 3)" in told[0]
     straight = tiny_trainer("rloo", tmp_path / "local", **changes)
     straight.learn()
@@ -287,9 +286,9 @@ assert not ray.is_initialized()
 """
 
 
-def start(code: str, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start(code: str, *arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    command, both = [sys.executable, "-c", code, *arguments], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=cwd, text=True, env={**os.environ, **variables}, **both)
 
 
 @pytest.mark.engines
@@ -298,8 +297,8 @@ def test_a_cluster_at_an_address_is_joined_and_left_running(tmp_path: Path) -> N
     assert head.stdout is not None
     try:
         address = head.stdout.readline().strip()
-        joined = start(JOINS, address, cwd=tmp_path)
-        assert joined.wait(120) == 0
+        with start(JOINS, address, cwd=tmp_path, RAY_AUTH_MODE="token") as joined:
+            assert joined.wait(120) == 0
         told, _ = head.communicate("\n", timeout=60)
         assert told.strip() == "1", "the cluster is alive"
     finally:
@@ -344,16 +343,15 @@ def alive(pids: set[int]) -> set[int]:
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_learner_that_is_killed(by: signal.Signals, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_learner_that_is_killed(tmp_path: Path) -> None:
     """Ray's own helpers look for their parent now and then; the actors, which hold the memory, end at once."""
     learner = start(LEARNER, cwd=tmp_path)
     assert learner.stdout is not None
     actors = {*map(int, learner.stdout.readline().split())}
     everything = descendants(learner.pid)
     assert actors < everything
-    learner.send_signal(by)
-    learner.wait(60)
+    learner.kill()
+    learner.communicate(timeout=60)
     ends = time.monotonic() + 180
     while (left := alive(everything)) and time.monotonic() < ends:
         time.sleep(0.2)
@@ -384,7 +382,13 @@ def test_each_of_two_processes_has_actors_of_its_own(tmp_path: Path) -> None:
     port = random.Random(os.getpid()).randrange(20000, 30000)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", "script.py"]
     done = subprocess.run(
-        [sys.executable, *launcher], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *launcher],
+        cwd=tmp_path,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, other = (torch.load(tmp_path / f"{engine}.pt") for engine in ("local", "ray"))
@@ -403,4 +407,5 @@ trainer.generate(["a"])
 trainer.engine.close()
 assert ray.is_initialized()
 """
-    assert start(code, cwd=tmp_path).wait(180) == 0
+    with start(code, cwd=tmp_path) as done:
+        assert done.wait(180) == 0

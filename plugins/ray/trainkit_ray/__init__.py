@@ -78,7 +78,8 @@ class RayEngine(Engine):
         try:
             cluster.enter(config.address)
         except Exception as error:
-            raise self._error(f"cannot be reached or started: {_said(error)}") from error
+            token = "" if config.address is None else "; if the cluster asks for a token, set RAY_AUTH_MODE=token"
+            raise self._error(f"cannot be reached or started: {_said(error)}{token}") from error
         self.seats: list[Seat] = []
         try:
             self._start_all()

@@ -46,6 +46,9 @@ def _initialise(address: str | None) -> None:
         ray.init(address=address, **usual)
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault(
+        "RAY_gcs_rpc_server_reconnect_timeout_s", "15"
+    )  # helpers wait so long for a cluster that died
     ray.init(address="local", include_dashboard=False, **usual)
 
 
