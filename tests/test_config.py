@@ -31,7 +31,9 @@ from trainkit.config import (
     read_yaml,
 )
 from trainkit.errors import ConfigError
-from trainkit.plugins import register_trainer, registry
+from trainkit.plugins import available_trainers, get_trainer, register_trainer, registry
+from trainkit.plugins.discovery import BUILT_IN
+from trainkit.testing.checks.fields import is_number
 
 
 class ToyConfig(MethodConfig):
@@ -592,3 +594,35 @@ def test_a_rollout_section_made_on_its_own_may_hold_a_methods_sampling_settings(
     assert TRLConfig(method="ilql", rollout=rollout).rollout.eval_kwargs == {"beta": [0, 1]}
     with pytest.raises(ConfigError, match="beta"):
         TRLConfig(method="ppo", rollout=rollout)
+
+
+# ------------------------------------------------------------------------------------------- settings of the built-ins
+
+ALGORITHMS = [name for name in available_trainers() if name in BUILT_IN]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_number_of_a_built_in_may_be_negative_but_a_score(name):
+    fields = get_trainer(name).method_class.model_fields
+    for field in [each for each in fields if is_number(fields[each]) and each != "missing_eos_score"]:
+        with pytest.raises(ConfigError, match=rf"method\.{field}: .*\(given -1"):
+            default_config(name).update({f"method.{field}": -1})
+
+
+COMPARED = {"rloo": "rloo_k", "grpo": "group_size", "online_dpo": "k", "best_of_k": "k"}
+
+
+@pytest.mark.parametrize(("name", "field"), COMPARED.items())
+def test_a_group_of_one_response_is_refused_with_the_reason(name, field):
+    said = rf"method\.{field}: the responses to one prompt are compared with each other.*give at least 2 \(given 1"
+    with pytest.raises(ConfigError, match=said):
+        default_config(name).update({f"method.{field}": 1})
+    with pytest.raises(ConfigError, match=rf"method\.{field}: should be a valid integer"):
+        default_config(name).update({f"method.{field}": "several"})
+
+
+def test_algorithms_that_do_not_compare_responses_may_sample_one():
+    """RFT compares with the pool of earlier responses."""
+    grouped = {name for name in ALGORITHMS if get_trainer(name).group}
+    assert grouped == {*COMPARED, "rft"}
+    assert default_config("rft").update({"method.rft_k": 1}).method.rft_k == 1

@@ -27,12 +27,26 @@ PARTS = {"clipped_surrogate(": "surrogate", "leave_one_out(": "baseline", "white
 """Functions of the library, and the part of the structure that an algorithm which calls one has."""
 
 
+WITHOUT_SCORES = {"sft", "dpo", "distill_offline"}
+"""Built-ins that learn from samples, or from pairs without margins."""
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_built_in_declares_its_structure(name: str) -> None:
+    declared = {part for each in get_trainer(name).tiny_structure() for part, value in vars(each).items() if value}
+    declared |= {"detached" for each in get_trainer(name).tiny_structure() if each.detached == ()}
+    of_text = {"surrogate"} if Subject(name).language else set()
+    compared = {"scores"} if Subject(name).language and name not in WITHOUT_SCORES else set()
+    assert declared >= {"detached"} | of_text | compared
+    assert ("scores" in declared) == bool(compared)
+
+
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if Subject(name).language])
-def test_a_built_in_declares_the_structure_that_it_has(name: str) -> None:
+def test_a_built_in_declares_the_parts_that_its_source_has(name: str) -> None:
     cls = get_trainer(name)
     source = inspect.getsource(cls)
     for call, part in PARTS.items():
-        declared = any(getattr(each, part) for each in cls.tiny_structure())
+        declared = any(getattr(each, part) not in (None, "none") for each in cls.tiny_structure())
         assert declared == (call in source), f"{part} of {name}"
 
 
@@ -78,6 +92,34 @@ def test_a_structure_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) 
     told = r"raises its own advantage by 0\.5000 in groups of 2, 0\.6667 in groups of 3, 0\.7500 in groups of 4"
     with pytest.raises(ConformanceError, match=told):
         check_trainer("_test_dr_grpo", only=["own_score_left_out"])
+
+
+FALSE = {
+    "scores of a collection": (Structure(scores="collection"), "nothing changes in rows of other prompts"),
+    "scores of a row": (Structure(scores="row"), r"what is learnt from \d+ other rows changes"),
+    "nothing clipped": (Structure(surrogate="none"), r"has no gradient at \d+ of \d+ logprobs at which it had one"),
+    "detached": (Structure(detached=("logprobs",)), "a part of the loss is declared to be detached there"),
+    "an output": (Structure(detached=("logprob",)), "no output 'logprob' with a gradient; did you mean 'logprobs'"),
+}
+
+
+@pytest.mark.parametrize(("structure", "said"), FALSE.values(), ids=FALSE)
+def test_a_false_structure_is_told(structure: Structure, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dr. GRPO compares within groups, clips the ratio and detaches nothing."""
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: (structure,)))
+    checks = {"scores": "scores_count_where_declared", "surrogate": "nothing_is_clipped"}
+    only = next((check for part, check in checks.items() if getattr(structure, part)), "gradient_is_that_of_the_loss")
+    with pytest.raises(ConformanceError, match=said):
+        check_trainer("_test_dr_grpo", only=[only])
+
+
+def test_scores_of_a_group_that_do_not_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its baseline, an advantage is the own score."""
+    structure = (Structure(scores="group"),)
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: structure))
+    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "prepare_experience", lambda self, experience: experience)
+    with pytest.raises(ConformanceError, match="nothing changes in the other responses of its group"):
+        check_trainer("_test_dr_grpo", only=["scores_count_where_declared"])
 
 
 def test_a_model_of_unseeded_weights_is_not_reported_as_a_fault_of_micro_batches(

@@ -38,6 +38,7 @@ class CopiesConfig(PluginConfig):
 class Copies(Engine):
     """A stranger's engine: the core's sampler on a copy of the model, which `load` alone changes."""
 
+    exact = True
     made: list[Copies] = []  # noqa: RUF012
 
     def __init__(self, config: CopiesConfig | None, served: ServedModel) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
-    from trainkit.config import MethodConfig, PluginConfig, SamplingConfig, TRLConfig, default_config
+    from trainkit.config import GroupSize, MethodConfig, PluginConfig, SamplingConfig, TRLConfig, default_config
     from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
     from trainkit.plugins.hookspecs import hookimpl
     from trainkit.plugins.registry import (
@@ -30,6 +30,7 @@ _HOMES = {
     "AcceleratedLoop": "trainkit.trainer.loop",
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data.batches",
+    "GroupSize": "trainkit.config",
     "MethodConfig": "trainkit.config",
     "PluginConfig": "trainkit.config",
     "Preferences": "trainkit.data.batches",
@@ -57,6 +58,7 @@ __all__ = [
     "AcceleratedLoop",
     "BaseRLTrainer",
     "Batch",
+    "GroupSize",
     "MethodConfig",
     "PluginConfig",
     "Preferences",

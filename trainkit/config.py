@@ -92,6 +92,18 @@ class MethodConfig(Section):
     """The registered name of the algorithm."""
 
 
+def _two_to_compare(value: Any) -> Any:
+    if isinstance(value, int) and value < 2:
+        raise ValueError(
+            "the responses to one prompt are compared with each other, which needs at least two; give at least 2"
+        )
+    return value
+
+
+GroupSize = Annotated[int, Field(ge=2), BeforeValidator(_two_to_compare)]
+"""A setting of a method: the number of responses to each prompt, for algorithms that compare them with each other."""
+
+
 class PluginConfig(Section):
     """Base class of the settings of hooks and trackers. Subclass it, and register the subclass with their class."""
 
@@ -294,6 +306,19 @@ class RolloutConfig(SamplingConfig):
     engine: EngineEntry = "local"
     """What generates: `local`, which is trainkit's sampler on the trained model; `ray`; `vllm`; or another engine
     plugin. A name, or a mapping with the name and the engine's settings, e.g. `{name: ray, actors: 2}`."""
+    staleness: int = Field(0, ge=0)
+    """Collections by which the weights that sample are older than those that are trained. 0: every collection is
+    sampled with the newest weights. With 1 or more, an engine that has its own copy of the weights samples while the
+    policy is trained; the result does not depend on the engine."""
+    correction: Literal["auto", "none", "sampler", "decoupled", "masked"] = "auto"
+    """How the loss corrects for rollouts that were sampled with other weights, or by another engine: not at all; by the
+    ratio to the sampler's probabilities; by truncated importance weights beside the ratio to the newest weights; or by
+    weights that are 0 beyond `correction_cap`. `auto`: `none` with `staleness` 0 and trainkit's own sampler, otherwise
+    `decoupled` if the algorithm supports it."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether importance weights are those of tokens or of whole responses."""
+    correction_cap: float = Field(2.0, gt=1)
+    """Largest importance weight; with `masked`, its reciprocal is the smallest."""
     overlong_prompts: Literal["error", "truncate", "drop"] = "error"
     """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
     skip_special_tokens: bool = True

@@ -226,6 +226,50 @@ def clipped_surrogate(
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + high))
 
 
+def importance_ratios(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, *, level: str = "token") -> Tensor:
+    """Return ρ = π/μ of each selected token, or of the whole response for all of its tokens; 1 elsewhere. -> [B, T].
+
+    Args:
+        logprobs: log π [B, T], of the weights that are trained.
+        behaviour_logprobs: log μ [B, T], of the weights and the engine that sampled.
+        mask: bool [B, T], the response tokens.
+        level: ``"token"``, or ``"sequence"`` for the product of the ratios of a response.
+
+    Source: Precup, Sutton, Singh 2000, per decision and per episode.
+    """
+    log_ratios = zero_masked(logprobs - behaviour_logprobs, mask)
+    if level == "sequence":
+        log_ratios = zero_masked(log_ratios.sum(1, keepdim=True).expand_as(mask), mask)
+    return log_ratios.exp()
+
+
+def truncated_ratios(ratios: Tensor, cap: float) -> Tensor:
+    """Return min(ρ, cap), the weights of truncated importance sampling. [*] -> [*].
+
+    Multiplied with advantages under a ratio to the newest weights before the collection (the proximal policy) they give
+    decoupled PPO. Sources: Ionides 2008; Espeholt et al. 2018, section 4.1, for ρ̄; Hilton et al. 2021, section 3, for
+    the decoupled objective; Fu et al. 2025 (AReaL) for language models.
+    """
+    return ratios.clamp(max=cap)
+
+
+def masked_ratios(ratios: Tensor, cap: float) -> Tensor:
+    """Return ρ where 1/cap ≤ ρ ≤ cap, and 0 elsewhere. [*] -> [*].
+
+    Source: Ling team 2025, *Every step evolves* (IcePop), with bounds that are reciprocal.
+    """
+    return ratios * ((ratios >= 1 / cap) & (ratios <= cap))
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """Return (Σw)² / Σw² over the selected elements; as many as there are if all weights are equal. [*] -> [].
+
+    Source: Kong 1992.
+    """
+    total, squares = masked_sum(weights, mask), masked_sum(weights**2, mask)
+    return total**2 / squares.clamp(min=torch.finfo(weights.dtype).tiny)
+
+
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
     """Return ½ max((V − R)², (clip(V, V_old ± ε) − R)²) per element. [*] ×3 -> [*].
 

@@ -99,7 +99,9 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
 
 
 def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return the metrics over all processes as floats; every process must have the same names.
+    """Return the metrics over all processes as floats, without those of which nothing was counted.
+
+    Every process must have the same names.
 
     One collective sums totals and counts; if there is a `Std`, another one sums deviations from the common means.
     """
@@ -115,6 +117,7 @@ def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -
     return {
         name: (Std(means[name], deviations[name], mean.count) if name in stds else mean).compute()
         for name, mean in whole.items()
+        if mean.count > 0
     }
 
 

@@ -199,8 +199,41 @@ BUGS = (
         "rloo",
         ("first_update",),
         patch="""
--        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
-+        return RLOORollouts(sequences, policy.logprobs.bfloat16().float(), reference.logprobs, policy.entropy, placed)
+-        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed, weights)
++        rounded = policy.logprobs.bfloat16().float()
++        return RLOORollouts(sequences, rounded, reference.logprobs, policy.entropy, placed, weights)
+""",
+    ),
+    Bug(
+        "importance_weights_ignored",
+        "rollouts of older weights are learnt from as if they were the policy's own",
+        "of the field",
+        "grpo",
+        ("corrections_as_declared",),
+        patch="""
+-        advantages = advantages * batch.weights
+""",
+    ),
+    Bug(
+        "importance_weights_whitened",
+        "advantages are whitened after they are weighed, so that weights of some responses change the others",
+        "of the field",
+        "ppo",
+        ("corrections_as_declared",),
+        patch="""
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
++        advantages = whiten(advantages * x.weights, mask, reduce=self.reduce)
+""",
+    ),
+    Bug(
+        "old_policy_instead_of_the_sampler",
+        "with the correction 'sampler' the ratio is still that to the policy before the collection",
+        "of the field",
+        "rloo",
+        ("corrections_as_declared",),
+        patch="""
+-        weights = self.importance_weights(rollouts, policy)
++        weights, policy = self.importance_weights(rollouts, policy), self.unwrapped(sequences, entropy=True)
 """,
     ),
     Bug(
@@ -454,7 +487,7 @@ BUGS = (
         ("errors_at_the_door",),
         patch="""
 +    model_config = {"extra": "ignore"}
-     rloo_k: int = Field(4, ge=2)
+     rloo_k: GroupSize = 4
 """,
     ),
     Bug(
@@ -1063,8 +1096,8 @@ BUGS = (
         "kto",
         ("effects_as_declared",),
         patch="""
--        return replace(batch, kl=(ratio / count).float().expand(len(batch)))
-+        return replace(batch, kl=-(ratio / count).float().expand(len(batch)))
+-        return replace(batch, kl=kl.expand(len(batch)))
++        return replace(batch, kl=-kl.expand(len(batch)))
 """,
     ),
     Bug(
@@ -1110,6 +1143,43 @@ BUGS = (
         patch="""
 -        length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
 +        length = lengths if method.average == "responses" else 4 * lengths
+""",
+    ),
+    Bug(
+        "margins_centred",
+        "the mean margin of the dataset is subtracted from each margin, so that a margin counts in all pairs",
+        "of the field",
+        "reward",
+        ("scores_count_where_declared",),
+        patch="""
+-            if isinstance(margin, bool) or finite(margin) is None:
+-                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++            if isinstance(margin, bool) or finite(margin) is None:
++                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
++        mean = sum(float(rows[index]["margin"]) for index in given) / max(len(given), 1)
++        rows = [{**row, "margin": float(row["margin"]) - mean} if given else row for row in rows]
+""",
+    ),
+    Bug(
+        "margins_clamped",
+        "margins are clamped, so that samples whose log-ratio is far from that of the reference have no gradient",
+        "of the field",
+        "kto",
+        ("nothing_is_clipped",),
+        patch="""
+-        return kto_loss(margins, weights).mean(), {
++        return kto_loss(margins.clamp(-1, 1), weights).mean(), {
+""",
+    ),
+    Bug(
+        "centring_detached",
+        "the term that keeps the mean of scores near 0 is in the loss, and without gradient",
+        "of the field",
+        "reward",
+        ("gradient_is_that_of_the_loss",),
+        patch="""
+-    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
++    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected).detach() ** 2
 """,
     ),
 )

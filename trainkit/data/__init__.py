@@ -16,6 +16,7 @@ from trainkit.data.formats import (
 )
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
 from trainkit.data.store import RolloutStore, shuffled
+from trainkit.data.unpaired import check_labels, mismatched
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -31,12 +32,14 @@ __all__ = [
     "Sequences",
     "Stream",
     "TokenBatch",
+    "check_labels",
     "finite",
     "first_format",
     "formatted",
     "is_conversation",
     "is_stream",
     "labelled",
+    "mismatched",
     "preference_rows",
     "prompt_rows",
     "recognise",

@@ -55,8 +55,9 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens per row [B], by which micro-batches are bucketed."""
-        return torch.ones(len(self), dtype=torch.long)
+        """Tokens per row [B], by which micro-batches are bucketed: of the longest of its batches; 1 without batches."""
+        found = [part.lengths for part in self.parts().values() if isinstance(part, Batch)]
+        return torch.stack(found).amax(0) if found else torch.ones(len(self), dtype=torch.long)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Return the batch with ``fn`` applied to every tensor."""

@@ -11,7 +11,15 @@ from trainkit.models.loading import (
 )
 from trainkit.models.noise import embedding_noise
 from trainkit.models.packing import check_packing
-from trainkit.models.policy import CausalPolicy, Divergence, Policy, TokenOutputs, in_chunks, load_heads
+from trainkit.models.policy import (
+    CausalPolicy,
+    Divergence,
+    Policy,
+    TokenOutputs,
+    in_chunks,
+    load_heads,
+    response_logprobs,
+)
 from trainkit.models.reference import Frozen, Reference, create_reference_model
 from trainkit.models.reward import RewardModel, Scorer, load_scorer
 from trainkit.models.seq2seq import Seq2SeqPolicy
@@ -50,6 +58,7 @@ __all__ = [
     "load_tokenizer",
     "make_peft_config",
     "make_policy",
+    "response_logprobs",
     "state_width",
     "unwrap_model_for_generation",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -57,9 +59,29 @@ def _medium_is_exact() -> bool:
     return all(now <= TOLERANCE * old for now, old in zip(_errors(), before, strict=True))
 
 
+_ONE_LIBRARY: ContextVar[bool] = ContextVar("_ONE_LIBRARY", default=False)
+
+
+@contextmanager
+def one_library() -> Iterator[None]:
+    """Use one library for all products inside the block, also for those of attention.
+
+    Which library is used is a setting of the whole process. If it changed for attention in one thread, products of
+    other threads would be rounded differently, depending on when they run.
+    """
+    token = _ONE_LIBRARY.set(True)
+    try:
+        yield
+    finally:
+        _ONE_LIBRARY.reset(token)
+
+
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return ``function(*tensors)``, with the precision "highest" in the forward and in the backward pass."""
-    if torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
+    """Return ``function(*tensors)``, with the precision "highest" in the forward and in the backward pass.
+
+    The precision is unchanged inside of `one_library`.
+    """
+    if _ONE_LIBRARY.get() or torch.get_float32_matmul_precision() != "medium" or tensors[0].device.type != "cpu":
         return function(*tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         switch: Any = _Precision.apply

@@ -25,6 +25,7 @@ from trainkit.functional import (
     jensen_shannon,
     kl_exact,
     kl_forward,
+    masked_sum,
     token_logprobs,
 )
 from trainkit.models.adapters import HEADS, hub_arguments
@@ -61,6 +62,11 @@ class TokenOutputs(NamedTuple):
     """Divergence of that distribution from the reference's, over the whole vocabulary; None without a reference."""
     head: Mapping[str, Tensor] = {}
     """Outputs of the policy's additional head, by name."""
+
+
+def response_logprobs(policy: Callable[[Sequences], TokenOutputs], sequences: Sequences) -> Tensor:
+    """Return log π of whole responses, EOS included. [B, T] -> [B]."""
+    return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1)
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.metadata import Distribution, distributions
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
@@ -102,7 +103,20 @@ def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
         RegistryError: there is none, or its name is reserved for a built-in or claimed twice; lists the choices.
         PluginError: it is disabled, made for another version of trainkit, or cannot be imported.
     """
+    return _usable(name, _claims(), registered)
+
+
+def find_installed(name: str, module: str = "") -> PluginInfo | None:
+    """Return the one usable plugin called ``name``; None if no installed plugin of that name has ``module``.
+
+    Raises:
+        RegistryError, PluginError: as `find_plugin`.
+    """
     claims = _claims()
+    return _usable(name, claims) if any(plugin.name == name and _is_of(plugin, module) for plugin in claims) else None
+
+
+def _usable(name: str, claims: Sequence[PluginInfo], registered: Iterable[str] = ()) -> PluginInfo:
     found = [_examined(plugin) for plugin in claims if plugin.name == name.lower()]
     if usable := [plugin for plugin in found if plugin.state == OK]:
         return usable[0]
@@ -159,15 +173,32 @@ def _claims() -> list[PluginInfo]:
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
     for dist in distributions():
-        text = _text(dist, "entry_points.txt")
-        if f"[{GROUP}]" not in text:
+        entries = _text(dist, "entry_points.txt")
+        if f"[{GROUP}]" not in entries:
             continue
-        name, version = _identity(dist)
+        files = (entries, *(_text(dist, file) for file in ("METADATA", "PKG-INFO", "requires.txt", "direct_url.json")))
+        name, plugins = _described(_Installed(dist, files, _place(dist)))
         if canonical(name) not in seen:  # of two copies on the path the first is the one in use
             seen.add(canonical(name))
-            found |= {(p.name, f"{p.distribution} {p.module}"): p for p in _plugins_of(dist, name, version)}
+            found |= {(p.name, f"{p.distribution} {p.module}"): p for p in plugins}
     claims = sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module))
     return [_judged(plugin, claims) for plugin in claims]
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """A distribution, compared by the texts of its files and its place, because parsing them takes milliseconds."""
+
+    dist: Distribution = field(compare=False)
+    files: tuple[str, ...]
+    place: str
+
+
+@lru_cache(maxsize=256)
+def _described(installed: _Installed) -> tuple[str, tuple[PluginInfo, ...]]:
+    """Return the distribution's name and its plugins."""
+    name, version = _identity(installed.dist)
+    return name, tuple(_plugins_of(installed.dist, name, version))
 
 
 def _identity(dist: Distribution) -> tuple[str, str]:
@@ -213,6 +244,14 @@ def _origin(dist: Distribution) -> str:
         given = json.loads(_text(dist, "direct_url.json") or "{}")
         if given.get("dir_info", {}).get("editable"):
             return f"editable {unquote(urlsplit(given['url']).path)}"
+        return _place(dist)
+    except (ValueError, KeyError, AttributeError):
+        return "?"
+
+
+def _place(dist: Distribution) -> str:
+    """Return the directory that the distribution is installed in."""
+    try:
         return str(dist.locate_file(""))
     except (ValueError, KeyError, AttributeError, NotImplementedError):
         return "?"

@@ -10,7 +10,7 @@ import pluggy
 
 from trainkit.errors import PluginError, TrainkitError
 from trainkit.plugins import hookspecs
-from trainkit.plugins.discovery import PluginInfo, find_plugin, import_plugin, is_installed
+from trainkit.plugins.discovery import PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
 from trainkit.plugins.hookspecs import GROUP
 from trainkit.plugins.registry import HookClass, get_hooks, is_engine, is_registered
@@ -79,7 +79,7 @@ def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object
     """
     manager = HookManager()
     for name, entry in {name_of(entry): entry for entry in plugins}.items():
-        hooks, plugin = get_hooks(name), find_plugin(name) if is_installed(name, "") else None
+        hooks, plugin = get_hooks(name), find_installed(name)
         label = f"plugin {plugin or name}"
         if hooks is not None:
             manager.made[name] = _make(hooks, entry, label)

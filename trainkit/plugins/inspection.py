@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
@@ -48,9 +49,9 @@ def read_module(module: str, name: str) -> Reading:
             where = f" (line {error.lineno})" if error.lineno else ""
             return Reading(fault=f"{current} does not parse: {error.msg}{where}")
         if tree is not None:
-            marks = _marks(tree)
-            found.update(_kinds(tree, name, marks))
-            registered.update(_registered(tree, name, marks))
+            kinds, classes = _shown(tree, name)
+            found |= kinds
+            registered |= classes
             inner = [target for target in _imports(tree, current) if target not in seen]
             waiting += inner
             seen |= {*inner}
@@ -66,11 +67,23 @@ def _parse(module: str) -> ast.Module | None:
         warnings.simplefilter("ignore")  # these warnings are for the author of the plugin, not for its users
         try:
             source: str | None = read(module) if read else None
-            return None if source is None else ast.parse(source)
+            return None if source is None else _tree(source)
         except ImportError:
             return None
         except (ValueError, RecursionError, MemoryError) as error:  # not text, or not parseable
             raise SyntaxError(f"{type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@lru_cache(maxsize=256)
+def _shown(tree: ast.Module, name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the kinds that the tree shows of the plugin called ``name``, and those of its registered classes."""
+    marks = _marks(tree)
+    return frozenset(_kinds(tree, name, marks)), frozenset(_registered(tree, name, marks))
 
 
 def _find(module: str) -> ModuleSpec | None:

@@ -16,6 +16,7 @@ from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
     BUILT_IN,
     engines,
+    find_installed,
     find_plugin,
     is_installed,
     load_plugin,
@@ -135,8 +136,7 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
     """
     key = name.lower()
     if key in _TRAINERS and (by := why_disabled(key, _TRAINERS[key].__module__)):
-        if is_installed(key, _TRAINERS[key].__module__):
-            find_plugin(key)  # raises an error that names the distribution
+        find_installed(key, _TRAINERS[key].__module__)  # raises an error that names the distribution if it is unusable
         raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
         _load(key)
@@ -245,9 +245,12 @@ def get_engine(name: str) -> EngineClass:
 
 
 def available_engines() -> list[str]:
-    """Return the names that `rollout.engine` may have: registered engines and usable installed ones."""
+    """Return the names that `rollout.engine` may have: registered engines and usable installed ones.
+
+    Names that begin with an underscore are private, as those of trainers.
+    """
     here = (name for name, engine in _ENGINES.items() if not why_disabled(name, engine.made.__module__))
-    return sorted({LOCAL, *engines(), *here})
+    return sorted(name for name in {LOCAL, *engines(), *here} if not name.startswith("_"))
 
 
 def is_engine(name: str) -> bool:
@@ -347,8 +350,7 @@ def get_hooks(name: str) -> HookClass | None:
             _load(key)
         return _HOOKS.get(key)
     if by := why_disabled(key, known.made.__module__):
-        if is_installed(key, known.made.__module__):
-            find_plugin(key)  # raises an error that names the distribution
+        find_installed(key, known.made.__module__)  # raises an error that names the distribution if it is unusable
         raise PluginError(f"the plugin {key!r} is disabled by {by}")
     return known
 

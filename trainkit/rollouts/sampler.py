@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from transformers import (
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
+from trainkit.models.backend import one_library
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
@@ -105,6 +106,7 @@ class TokenSampler:
         logit_mask: bool [V] or [V, V], True = allowed.
         skip_special_tokens: omit special tokens from the text.
         steer: changes the logits that tokens are sampled from, given the hidden states.
+        beside_training: whether another thread may train at the same time (`trainkit.models.backend.one_library`).
     """
 
     def __init__(
@@ -115,13 +117,14 @@ class TokenSampler:
         logit_mask: Tensor | None = None,
         skip_special_tokens: bool = True,
         steer: Steer | None = None,
+        beside_training: bool = False,
     ) -> None:
         model = decoder.model
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.steer, self.keeps_states = steer, decoder.hidden
         decoder.hidden = decoder.hidden or steer is not None
         self.logit_mask = check_logit_mask(logit_mask, model)
-        self.skip_special_tokens = skip_special_tokens
+        self.skip_special_tokens, self.beside_training = skip_special_tokens, beside_training
         self.fault = stepping_fault(decoder)
         if self.fault:
             log.warning(
@@ -160,10 +163,11 @@ class TokenSampler:
         """Return a response to each of ``queries`` as token ids; ``version`` is that of the weights."""
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
         responses = _Responses(self, queries, settings, draws)
-        if self.fault:
-            _by_generate(self.decoder, queries, responses)
-        else:
-            _by_steps(self.decoder, queries, responses)
+        with one_library() if self.beside_training else nullcontext():
+            if self.fault:
+                _by_generate(self.decoder, queries, responses)
+            else:
+                _by_steps(self.decoder, queries, responses)
         return responses.generated(version)
 
 

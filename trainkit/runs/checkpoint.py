@@ -80,6 +80,15 @@ class Packer:
         return path
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether `Packer.pack` can pack a value."""
+    try:
+        Packer().pack(value)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _plain_key(key: Any, path: str) -> Any:
     if key is None or isinstance(key, bool | int | float | str):
         return key

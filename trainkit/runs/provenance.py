@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trainkit.plugins import PluginInfo, find_plugin
-from trainkit.plugins.discovery import is_installed
+from trainkit.plugins import PluginInfo
+from trainkit.plugins.discovery import find_installed
 
 Maker = dict[str, str | None]
 """``name``, ``distribution`` and ``version``; the last two are None if no distribution provides the plugin."""
@@ -20,9 +20,7 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     from trainkit import __version__
 
     found: list[Maker] = [{"name": "trainkit", "distribution": "trainkit", "version": __version__}]
-    plugins: dict[str, PluginInfo | None] = {
-        name: find_plugin(name) if is_installed(name, "") else None for name in map(str.lower, named)
-    }
+    plugins: dict[str, PluginInfo | None] = {name: find_installed(name) for name in map(str.lower, named)}
     if method not in plugins:
         plugins = {method: None, **plugins}
     for name, plugin in plugins.items():

@@ -20,7 +20,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
 from trainkit.models.adapters import MARK
+from trainkit.models.backend import one_library
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
@@ -88,9 +89,12 @@ def running(trainer: Trainer) -> Iterator[None]:
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
     try:
-        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
+        beside = nullcontext() if trainer.ahead is None else one_library()  # what is sampled at the same time
+        with beside, without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
     except BaseException:
+        if trainer.ahead is not None:
+            trainer.ahead.cancel()
         _log_errors(_end(trainer))
         raise
     if failures := _end(trainer):
@@ -291,6 +295,9 @@ def _write(trainer: Trainer, building: Path) -> None:
     if not trainer.collects_once and len(trainer.store):
         name = f"store-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"experience": trainer.store.experience})
+    if trainer.ahead is not None:
+        name = f"ahead-{accelerator.process_index:05d}"
+        checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
     if accelerator.is_main_process:
         _refuse_non_finite(trainer)
         checkpoint.write_state(building, "model", trained(trainer.unwrapped))
@@ -387,6 +394,9 @@ def load(trainer: Trainer, path: Path) -> None:
     store = path / f"store-{trainer.accelerator.process_index:05d}.json"
     if store.exists():
         trainer.store.experience = checkpoint.read_state(path, store.stem)["experience"]
+    ahead = path / f"ahead-{trainer.accelerator.process_index:05d}.json"
+    if trainer.ahead is not None and ahead.exists():
+        trainer.ahead.load(checkpoint.read_state(path, ahead.stem)["collections"])
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:

@@ -81,15 +81,25 @@ class Effect:
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of an algorithm that learns from scores; what is omitted is not checked.
+    """The structure of an algorithm; what is None is not checked.
+
+    `detached` is checked of every trainer. The other parts are measured by the log-probabilities of tokens, or by the
+    scores of texts: for a model that has neither, such as one of images, declare only `detached`, and test the others
+    with numbers.
 
     Args:
+        scores: whose scores, rewards, labels or margins count in what is learnt from a row: only its own (``row``),
+            those of its ``group``, of responses to one prompt, or those of the whole ``collection``, or dataset.
         baseline: ``leave_one_out``: a score is compared with the mean of the others of its group, so that one more in
             the score raises the advantage by as much in groups of any size. The class has a ``group``.
         surrogate: the clipped surrogate is the pessimistic one, max(−Aρ, −A clip(ρ)), and ρ is an importance ratio per
             ``token`` or per ``sequence``, or the geometric mean over the tokens of a response (``sequence_mean``); or
-            it is −A clip(ρ) log π with ρ per token and without gradient through ρ (``cispo``).
+            it is −A clip(ρ) log π with ρ per token and without gradient through ρ (``cispo``). ``none``: nothing is
+            clipped, so that no token loses its gradient when the policy moves.
         cliprange: the names of the settings that say how far ρ may fall below 1 and rise above it.
+        detached: outputs of the policy, such as ``logprobs``, ``values`` or the name of a head's output, through which
+            the loss has less gradient than its value says, because a part of it is detached. ``()``: the gradient is
+            that of the loss.
         whitened: fields of the experience that have mean 0 and standard deviation 1 over the response tokens of a
             collection.
         unscaled: fields of the experience that rise, at the last token of a response, as much as its score.
@@ -98,10 +108,12 @@ class Structure:
         under: settings, by dotted path, under which this is so.
     """
 
+    scores: Literal["row", "group", "collection"] | None = None
     baseline: Literal["leave_one_out"] | None = None
-    surrogate: Literal["token", "sequence", "sequence_mean", "cispo"] | None = None
+    surrogate: Literal["none", "token", "sequence", "sequence_mean", "cispo"] | None = None
     cliprange: tuple[str, str] = ("cliprange", "cliprange")
-    whitened: tuple[str, ...] = ()
-    unscaled: tuple[str, ...] = ()
+    detached: tuple[str, ...] | None = None
+    whitened: tuple[str, ...] | None = None
+    unscaled: tuple[str, ...] | None = None
     kl: Literal["response", "token"] | None = None
     under: Mapping[str, Any] = field(default_factory=dict)

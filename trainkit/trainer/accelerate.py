@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +21,15 @@ from trainkit.data import (
     Row,
 )
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.functional import per_response
+from trainkit.functional import (
+    effective_sample_size,
+    exact,
+    importance_ratios,
+    masked_ratios,
+    masked_sum,
+    per_response,
+    truncated_ratios,
+)
 from trainkit.models import (
     Frozen,
     Policy,
@@ -42,7 +50,7 @@ from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
 from trainkit.seeding import global_rng
-from trainkit.trainer import dynamic, generation
+from trainkit.trainer import collecting, generation
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.returns import checked_batch
@@ -78,6 +86,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
         ConfigError, DataError, PluginError: raised at construction, before a model is loaded.
     """
 
+    corrections: ClassVar[tuple[str, ...]] = ()
+    """The values of `rollout.correction`, besides ``"none"``, that the algorithm supports: ``"sampler"`` if its loss
+    has the ratio to the log-probabilities that `behaviour` returns, ``"decoupled"`` and ``"masked"`` if it multiplies
+    advantages by `importance_weights`."""
+
     @classmethod
     def _unwritten(cls) -> list[str]:
         """Return the methods that are not implemented yet.
@@ -104,9 +117,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 f"rollout.max_refills is {rollout.max_refills}, and {config.method.name!r} trains on everything that "
                 "it samples; remove it"
             )
+        if self.config.rollout.staleness:
+            self.ahead = collecting.Ahead(self)
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
-        self._collected: list[Tensor] = []  # scores of the parts of a collection
         self._equal_scores_told = False
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -197,10 +211,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def make_experience(self, rows: list[Row]) -> Batch:
         """Sample responses, score them and make experience, as online algorithms do. Offline ones override this."""
+        return self._experience(*self.sample_and_score(rows))
+
+    def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
+        """Sample a response to each row, and return the rollouts with their scores [B] or [B, T]."""
         rollouts = self.sample(rows)
         scores = self.score(rollouts)
         self._record_scored(rollouts, scores)
-        return self._experience(rollouts, scores)
+        return rollouts, scores
 
     def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
         """Return which responses to train on, bool [B]; a group is kept whole or not at all.
@@ -223,9 +241,26 @@ class AccelerateRLTrainer(TextTrainer[M]):
         """
         return getattr(self.keep, "__func__", None) is not AccelerateRLTrainer.keep
 
-    def collect_experience(self) -> int:
-        """Push the experience of one collection to the store; return the number of this process's prompts."""
-        return dynamic.collect(self) if self.keeps else super().collect_experience()
+    def collect_experience(self) -> None:
+        """Push the experience of one collection to the store."""
+        if not self.scores_rollouts:
+            super().collect_experience()
+            return
+        if self.ahead is None:
+            for rollouts, scores in collecting.sampled(self, self._collection):
+                self.store.push(self._experience(rollouts, scores))
+            return
+        self._collection = self.ahead.turn()
+        staleness = torch.tensor(float(self._collection.staleness))
+        self._pending = m.merge(self._pending, self._collection.records, {"rollout/staleness": m.Mean.of(staleness)})
+        for rollouts, scores in self._collection.parts:
+            self.store.push(self._experience(rollouts, scores))
+        self._collection.parts = []
+
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether experience is made of scored rollouts, and not by an own `make_experience`."""
+        return self.online and type(self).make_experience is AccelerateRLTrainer.make_experience
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
@@ -234,10 +269,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def fill_store(self) -> None:
         """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
-        self._collected = []
         super().fill_store()
         if self.rewarded and not self._equal_scores_told:
-            self._tell_equal_scores(torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collected]))
+            self._tell_equal_scores(
+                torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collection.scores])
+            )
 
     def _tell_equal_scores(self, scores: Tensor) -> None:
         """Log that the scores of all groups, or of all responses, of a collection are equal, if they are. [B]."""
@@ -267,7 +303,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         }
         if self.rewarded:
             whole = per_response(scores)
-            self._collected.append(whole)
+            self._sampling.scores.append(whole)
             found |= {"reward/mean": m.Mean.of(whole), "reward/std": m.Std.of(whole)}
         self.record(found)
 
@@ -278,7 +314,12 @@ class AccelerateRLTrainer(TextTrainer[M]):
         The sampler has computed them, so the policy is not run again if the sampler's numbers equal the policy's. This
         is checked on the first collection, for which the policy is run: cached keys and values may round differently,
         slightly in float32, and too much at lower precision.
+
+        If they were sampled with older weights, or `rollout.correction` is set, the numbers are those of the newest
+        weights before this collection; with the correction ``sampler``, the log-probabilities are the sampler's.
         """
+        if self.correction != "none" or self.ahead is not None:
+            return self._proximal(rollouts)
         at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
         if at.sampler != sampler:
             at.sampler, at.sampler_exact = sampler, None
@@ -291,6 +332,118 @@ class AccelerateRLTrainer(TextTrainer[M]):
             if not at.sampler_exact:
                 log.info("the sampler's log-probabilities differ from the policy's; the policy is run to compute them")
         return outputs
+
+    def _proximal(self, rollouts: Rollouts) -> TokenOutputs:
+        """Return what the policy computes for ``rollouts`` now, and record how far the sampler is from it."""
+        outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
+        if rollouts.logprobs is None and self.config.rollout.correction == "auto" and self.correction != "none":
+            self.correction = "none"
+            if self._is_main:
+                log.warning(
+                    "the engine %r gives no log-probabilities, so rollouts are trained on as if they were sampled with "
+                    "the newest weights",
+                    self._sampler_name,
+                )
+        if rollouts.logprobs is not None:
+            gap = rollouts.logprobs - outputs.logprobs
+            self.record({"policy/sampler_kl": m.Mean.of(gap, rollouts.sequences.response_mask)})
+        if self.correction == "sampler":
+            return outputs._replace(logprobs=self._sampler_logprobs(rollouts))
+        return outputs
+
+    def _sampler_logprobs(self, rollouts: Rollouts) -> Tensor:
+        if rollouts.logprobs is None:
+            raise ConfigError(
+                f"rollout.correction {self.correction!r} needs the log-probabilities with which responses were "
+                f"sampled, and {self._sampler_name!r} gives none; set rollout.correction to 'none'"
+            )
+        return rollouts.logprobs
+
+    @torch.no_grad()
+    def importance_weights(self, rollouts: Rollouts, policy: TokenOutputs) -> Tensor:
+        """Return the weights of response tokens in the loss, by which it corrects for other weights of the sampler.
+
+        1 for all tokens, unless the correction is ``decoupled`` or ``masked``. An algorithm that names them in
+        `corrections` multiplies the advantages by these weights, after any whitening.
+
+        Args:
+            rollouts: the rollouts.
+            policy: what `behaviour` returned for them.
+
+        Returns:
+            Tensor [B, T], without gradient.
+        """
+        if not self._weighs:
+            return torch.ones_like(policy.logprobs)
+        rollout, mask = self.config.rollout, rollouts.sequences.response_mask
+        ratios = importance_ratios(policy.logprobs, self._sampler_logprobs(rollouts), mask, level=self.correction_level)
+        correct = truncated_ratios if self.correction == "decoupled" else masked_ratios
+        weights = correct(ratios, rollout.correction_cap)
+        size = effective_sample_size(weights, mask)
+        self.record(
+            {
+                "rollout/kept_mass": m.Mean(exact(masked_sum(weights, mask)), exact(masked_sum(ratios, mask))),
+                "rollout/effective_sample_size": m.Mean(exact(size), exact(mask.sum())),
+            }
+        )
+        return weights
+
+    @property
+    def correction_level(self) -> str:
+        """Whether importance weights are those of a ``token`` or a ``sequence``: `rollout.correction_level`.
+
+        An algorithm whose loss has one ratio per response overrides it.
+        """
+        return self.config.rollout.correction_level
+
+    @cached_property
+    def correction(self) -> str:
+        """The correction of this run: `rollout.correction`, or what ``auto`` stands for."""
+        rollout = self.config.rollout
+        if rollout.correction != "auto":
+            return rollout.correction
+        exact = rollout.staleness == 0 and self.engine_class.exact
+        return "decoupled" if not exact and "decoupled" in self.corrections else "none"
+
+    @property
+    def _weighs(self) -> bool:
+        return self.correction in ("decoupled", "masked")
+
+    def _check_collecting(self) -> None:
+        """Raise a `ConfigError` if settings of engine, staleness and correction do not suit the algorithm."""
+        rollout, name = self.config.rollout, self.config.method.name
+        given = self._collecting_settings()
+        if not self.online and set(given) - {"rollout.engine"}:  # evaluations and generate() use the engine
+            raise ConfigError(
+                f"{' and '.join(given)} cannot be set with {name!r}, which learns from {' and '.join(self.inputs)} and "
+                "samples nothing to train on; remove it"
+            )
+        if rollout.staleness and not self.scores_rollouts:
+            raise ConfigError(
+                f"rollout.staleness is {rollout.staleness}, and {name!r} makes its experience while it samples "
+                "(make_experience), with the newest weights; set it to 0"
+            )
+        if rollout.correction not in ("auto", "none", *self.corrections):
+            raise ConfigError(
+                f"rollout.correction is {rollout.correction!r}, and {name!r} supports "
+                f"{' and '.join(self.corrections) or 'none'}; choose one of them, or 'auto'"
+            )
+        if (weighing := [key for key in given if key.startswith("rollout.correction_")]) and not self._weighs:
+            raise ConfigError(
+                f"{' and '.join(weighing)} cannot be set with the correction {self.correction!r}, which has no "
+                "importance weights; set rollout.correction to 'decoupled' or 'masked', or remove it"
+            )
+        uncorrected = self.online and self.correction == "none" and rollout.correction == "auto"
+        if uncorrected and (rollout.staleness or not self.engine_class.exact) and self._is_main:
+            log.warning(
+                "%s corrects for no difference between the weights that sample and those that are trained; its "
+                "rollouts are trained on as if they were sampled with the newest weights",
+                name,
+            )
+
+    @property
+    def _is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
 
     @property
     def _sampler_name(self) -> str:
@@ -341,7 +494,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         checked = generation.given_scores(scores, rollouts)
         run.begin(self)
         self.store.clear()
-        self._rollouts = [rollouts]
+        self._collection = collecting.Collection(rollouts=[rollouts])
         self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
         self.progress.prompts = len(rollouts) // self.samples_per_prompt
         self.unwrapped.eval()

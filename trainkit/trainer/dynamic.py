@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,11 @@ from trainkit import metrics as m
 from trainkit.data import Rollouts, Row
 from trainkit.errors import DataError, PluginError, describe
 from trainkit.functional import place_scores
-from trainkit.runs import run
 from trainkit.seeding import PLACE
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
+    from trainkit.trainer.collecting import Collection
 
     Trainer = AccelerateRLTrainer[Any]
 
@@ -35,8 +36,8 @@ class Group:
     scores: Tensor
 
 
-def collect(trainer: Trainer) -> int:
-    """Sample until the collection is full of kept groups, and push their experience; return this process's prompts.
+def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts, Tensor]]:
+    """Sample until the collection is full of kept groups; yield this process's rollouts with their scores, in parts.
 
     Every round samples as many prompts as groups are missing, in the order of the stream. Therefore the groups of a
     collection do not depend on the number of processes.
@@ -45,34 +46,33 @@ def collect(trainer: Trainer) -> int:
         DataError: no group was kept in any round.
         PluginError: `keep` returned something else than a bool per response, or cut a group.
     """
-    at, need, found = trainer.progress, trainer.collection_rows, list[Group]()
-    at.taken, total = 0, 0
+    need, total, found = trainer.collection_rows, 0, list[Group]()
     for _ in range(trainer.config.rollout.max_refills + 1):
         count = need - total
-        found += _kept_of(trainer, at.cursor + at.taken, count)
-        at.taken += count
+        found += _kept_of(trainer, collection.cursor + collection.taken, count)
+        collection.taken += count
         total = sum(trainer.gather([len(found)]))
         if total == need:
             break
-    mine = _dealt(trainer, found)
+    mine = _dealt(trainer, found, collection.taken)
+    collection.prompts = len(mine)
     if total < need and trainer.accelerator.is_main_process:
         log.warning(
             "step %d: keep() kept %d of %d prompts within rollout.max_refills %d, and %d were wanted; training goes on "
             "with %d",
-            at.step,
+            trainer.progress.step,
             total,
-            at.taken,
+            collection.taken,
             trainer.config.rollout.max_refills,
             need,
             total - total % trainer.accelerator.num_processes,
         )
-    trainer._rollouts = []
+    collection.rollouts.clear()  # of the groups that are not kept
     per_part = max(trainer.config.rollout.batch_size // trainer.samples_per_prompt, 1)
     for start in range(0, len(mine), per_part):
         rollouts, scores = _joined(mine[start : start + per_part])
-        trainer._rollouts.append(replace(rollouts, hidden=None))
-        trainer.store.push(trainer._experience(rollouts, scores))
-    return len(mine)
+        collection.rollouts.append(replace(rollouts, hidden=None))
+        yield rollouts, scores
 
 
 def _kept_of(trainer: Trainer, start: int, count: int) -> list[Group]:
@@ -83,18 +83,15 @@ def _kept_of(trainer: Trainer, start: int, count: int) -> list[Group]:
     per_part = max(trainer.config.rollout.batch_size // k, 1)
     found: list[Group] = []
     for part in range(math.ceil(math.ceil(count / world) / per_part)):  # equally many on all processes
-        if run.asked_to_stop(trainer):  # the collection is made again when the run is resumed
-            trainer.store.clear()
-            run.stop(trainer)
+        trainer._stop_if_asked()
         prompts = taken[part * per_part : (part + 1) * per_part]
         found += _kept(trainer, [row for row in prompts for _ in range(k)]) if prompts else []
     return found
 
 
 def _kept(trainer: Trainer, rows: list[Row]) -> list[Group]:
-    k, rollouts = trainer.samples_per_prompt, trainer.sample(rows)
-    scores = trainer.score(rollouts)
-    trainer._record_scored(rollouts, scores)
+    k = trainer.samples_per_prompt
+    rollouts, scores = trainer.sample_and_score(rows)
     kept = _checked(trainer, trainer.keep(rollouts, scores), len(rollouts))
     trainer.record({"rollout/kept": m.Mean.of(kept)})
     starts = [start for start in range(0, len(rows), k) if kept[start]]
@@ -118,7 +115,7 @@ def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
     return kept
 
 
-def _dealt(trainer: Trainer, found: list[Group]) -> list[Group]:
+def _dealt(trainer: Trainer, found: list[Group], taken: int) -> list[Group]:
     """Distribute the groups so that process r of W has groups r, r + W, ... in the order of the stream.
 
     If their number is not a multiple of W, the last ones are dropped.
@@ -127,7 +124,7 @@ def _dealt(trainer: Trainer, found: list[Group]) -> list[Group]:
     order = sorted(trainer.gather([group.position for group in found]))
     if len(order) < world:
         raise DataError(
-            f"keep() kept {len(order)} of {trainer.progress.taken} prompts in {trainer.config.rollout.max_refills + 1} "
+            f"keep() kept {len(order)} of {taken} prompts in {trainer.config.rollout.max_refills + 1} "
             f"rounds, which leaves nothing to train on{'' if world == 1 else f' for {world} processes'}; raise "
             "rollout.max_refills, or look at the rewards: all responses to a prompt may be equally good"
         )

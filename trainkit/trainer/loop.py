@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from trainkit.runs import run
 from trainkit.seeding import generator, global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.minibatches import Layout, minibatches
@@ -172,28 +172,34 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
-        self._rollouts, self._seen = [], Counter()
+        at = self.progress
+        self._collection = Collection(at.collection, at.collection, at.cursor)
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
-            self.progress.prompts = self.collect_experience()
+            self.collect_experience()
+            at.taken, at.prompts = self._collection.taken, self._collection.prompts
             self._prepare_store()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
 
-    def collect_experience(self) -> int:
-        """Push the experience of one collection to the store; return the number of this process's prompts."""
+    def collect_experience(self) -> None:
+        """Push the experience of one collection to the store."""
         assert self.pipeline is not None
-        at, rank, world = self.progress, self.accelerator.process_index, self.accelerator.num_processes
-        taken = self.pipeline.take(at.cursor, self.collection_rows, rank=rank, world=world)
-        at.taken = self.collection_rows
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         size = self.config.rollout.batch_size
         for start in range(0, len(rows), size):
-            if run.asked_to_stop(self):  # the collection is made again when the run is resumed
-                self.store.clear()
-                run.stop(self)
+            self._stop_if_asked()
             made = self.make_experience(rows[start : start + size])
             self.store.push(checked_batch(self, "make_experience", made))
-        return len(taken)
+
+    def _stop_if_asked(self) -> None:
+        """End the process if it is asked to, within a collection, which is sampled again when the run is resumed."""
+        beside_training = self._sampling.weights is not None  # the loop then stops between two steps
+        if not beside_training and run.asked_to_stop(self):
+            self.store.clear()
+            run.stop(self)
 
     def _prepare_store(self) -> None:
         prepared = self.prepare_experience(self.store.experience)
@@ -274,7 +280,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         """
         if not self._judges:
             return Verdict.STEP
-        return checked_verdict(self, self.judge(m.compute(found, self.reduce)))
+        nothing = dict.fromkeys(found, math.nan)  # for metrics of which nothing was counted
+        return checked_verdict(self, self.judge(nothing | m.compute(found, self.reduce)))
 
     @property
     def _judges(self) -> bool:
@@ -302,6 +309,18 @@ class AcceleratedLoop(TrainerInputs[M]):
         groups = batch.groups(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
         found = torch.cat([read(batch.select(rows)) for rows in groups])
         return found[torch.cat(groups).argsort().to(found.device)]
+
+    @torch.no_grad()
+    def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        """Return the mean of ``read(micro-batch [b]) -> [b, *]`` over a step's rows of all processes. [B] -> [*].
+
+        It is computed in float64 where the device has it, and returned in float32 on the CPU.
+        """
+        device = self.accelerator.device
+        sums = torch.stack([exact(read(micro.to(device))).sum(0).cpu() for micro in self.micro_batches(batch)]).sum(0)
+        counted = self.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
+        mean: Tensor = counted[:-1] / counted[-1]
+        return mean.view(sums.shape).float()
 
     def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
         """Return the algorithm's loss [] and its metrics, the loss itself among them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,6 +34,7 @@ from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer
+from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
@@ -110,6 +111,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
         self._check_split()
+        self._check_collecting()
         if config.train.save_best and not self.rewarded:
             raise ConfigError(
                 f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
@@ -124,11 +126,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         others = [name for name in config.train.trackers if isinstance(name, str) and not is_tracker(name)]
         trackers = [entry for entry in config.train.trackers if entry not in others]
+        own = self._own_plugin()
         self.hooks = hook_manager(
-            [*self._own_plugin(), *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
+            [*own, *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
             [*callbacks, *run.trackers(others, self.accelerator)],
         )
-        self._plugin_names = [*self._own_plugin(), *map(name_of, [*config.plugins, *trackers])]
+        self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
         self.unit = "tokens"
         """The unit that ``progress.tokens`` counts: that of the last step's batch."""
@@ -144,8 +147,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._lock: RunLock | None = None
         self._stop = Stop()
         self._pending: m.Metrics = {}
-        self._rollouts: list[Any] = []
-        self._seen: Seen = Counter()
+        self._collection = Collection()
+        self.ahead: Ahead | None = None
+        """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
+        self._ahead = threading.local()
         self._clock = time.perf_counter()
         self._warned_past_the_end = False
 
@@ -177,6 +182,20 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if type(self)._load_reference is PreparedTrainer._load_reference:
             raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
         return chosen
+
+    def _check_collecting(self) -> None:
+        """Raise a `ConfigError` if engine, staleness or correction are set; only language models are sampled so."""
+        if given := self._collecting_settings():
+            raise ConfigError(
+                f"{' and '.join(given)} cannot be set with {self.config.method.name!r}, which samples by itself; "
+                "remove it"
+            )
+
+    def _collecting_settings(self) -> list[str]:
+        """Return which settings of engine, staleness and correction differ from their defaults."""
+        rollout = self.config.rollout
+        keys = ("engine", "staleness", "correction", "correction_level", "correction_cap")
+        return [f"rollout.{key}" for key in keys if getattr(rollout, key) != type(rollout).model_fields[key].default]
 
     def _check_split(self) -> None:
         world, config = self.accelerator.num_processes, self.config
@@ -306,15 +325,58 @@ class PreparedTrainer(BaseRLTrainer[M]):
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
         return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
 
+    # ------------------------------------------------------------------------------------------------- collections
+
+    @property
+    def _sampling(self) -> Collection:
+        """The collection that this thread samples, ahead of its turn or not."""
+        ahead: Collection | None = getattr(self._ahead, "collection", None)
+        return self._collection if ahead is None else ahead
+
+    @property
+    def _sampling_group(self) -> Any:
+        """The group for numbers of all processes in a thread that samples beside the training; None elsewhere."""
+        ahead = getattr(self._ahead, "collection", None)
+        return None if ahead is None or self.ahead is None else self.ahead.group
+
+    @contextmanager
+    def _sampling_ahead(self, collection: Collection) -> Iterator[None]:
+        """Sample ``collection``, which is ahead of its turn, inside the block and in this thread."""
+        self._ahead.collection = collection
+        try:
+            yield
+        finally:
+            self._ahead.collection = None
+
+    @property
+    def _rollouts(self) -> list[Any]:
+        """What was sampled for the collection, for the hooks."""
+        return self._sampling.rollouts
+
+    @_rollouts.setter
+    def _rollouts(self, rollouts: list[Any]) -> None:
+        self._sampling.rollouts = rollouts
+
+    @property
+    def _seen(self) -> Seen:
+        """Counts of the responses of the collection so far, by the position of their row."""
+        return self._sampling.seen
+
     # ----------------------------------------------------------------------------------------- numbers of all processes
 
     def record(self, metrics: m.Metrics) -> None:
         """Add metrics to those that are logged with the next step; evaluating and generating discard them.
 
+        Those of a collection that is sampled ahead are logged when it is trained on.
+
         Raises:
             PluginError: they are no dict of `Mean` and `Std` by name.
         """
-        self._pending = m.merge(self._pending, checked_metrics(self, "record", metrics))
+        checked, ahead = checked_metrics(self, "record", metrics), getattr(self._ahead, "collection", None)
+        if ahead is None:
+            self._pending = m.merge(self._pending, checked)
+        else:
+            ahead.records = m.merge(ahead.records, checked)
 
     @contextmanager
     def _discarding_records(self) -> Iterator[None]:
@@ -329,6 +391,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Return ``x`` summed over all processes, on the device it came from."""
         if self.accelerator.num_processes == 1:
             return x
+        if (group := self._sampling_group) is not None:
+            own = x.detach().to("cpu", copy=True)
+            torch.distributed.all_reduce(own, group=group)
+            return own.to(x.device)
         total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
         return total.to(x.device)
 
@@ -342,12 +408,20 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _each(self, x: Tensor) -> Tensor:
         """Return ``x`` of each process, stacked, on the device it came from. -> [processes, *]."""
+        if (group := self._sampling_group) is not None:
+            parts = [torch.empty_like(x, device="cpu") for _ in range(self.accelerator.num_processes)]
+            torch.distributed.all_gather(parts, x.detach().cpu().contiguous(), group=group)
+            return torch.stack(parts).to(x.device)
         every: Tensor = self.accelerator.gather(x.to(self.accelerator.device).unsqueeze(0))
         return every.to(x.device)
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """Return the ``items`` of all processes as one list, those of the first process first."""
         mine = list(items)
+        if (group := self._sampling_group) is not None:
+            parts: list[Any] = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(parts, mine, group=group)
+            return [item for part in parts for item in part]
         found: list[T] = gather_object(mine) if self.accelerator.num_processes > 1 else mine
         return found
 

@@ -321,9 +321,14 @@ class TextTrainer(AcceleratedLoop[M]):
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
         self._prepared  # noqa: B018  (as above)
         entry = self.config.rollout.engine
-        made = start(get_engine(name_of(entry)).made, entry, self.served)
+        made = start(self.engine_class, entry, self.served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The class of the engine."""
+        return get_engine(name_of(self.config.rollout.engine)).made
 
     @property
     def served(self) -> ServedModel:
@@ -339,6 +344,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 "skip_special_tokens": self.config.rollout.skip_special_tokens,
                 "head_alone": getattr(self.unwrapped, "head_alone", False),
                 "hidden": getattr(self.unwrapped, "value_head", None) is not None,
+                "beside_training": self.ahead is not None,
                 **({"steer": self.steer} if self._steers else {}),
             },
             process=self.accelerator.process_index,
@@ -498,10 +504,13 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
-        sampler = self.sampler
-        self.unwrapped.eval()
+        sampler, snapshot = self.sampler, self._sampling.weights
+        if snapshot is None:  # otherwise the policy is trained at the same time
+            self.unwrapped.eval()
+            if self.ahead is not None:  # the engine gets newer weights when their collections are complete
+                self.ahead.wait()
         if isinstance(sampler, EngineSampler):
-            sampler.use(self.weights)
+            sampler.use(self.weights if snapshot is None else snapshot)
         with self.accelerator.autocast():
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)

@@ -1,4 +1,4 @@
-"""What the settings of DDPO do: measured by the conformance kit."""
+"""What the settings of DDPO do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 @torch.no_grad()
@@ -65,3 +65,40 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "min_count": Effect(advantage_of_three, equals={3: 1.224743, 4: -0.282843}),
     "reward_workers": Effect("advantages", same=(0, 2)),
 }
+# latents have no log-probabilities of tokens; the tests of trainkit-ddpo cover surrogate and advantages
+STRUCTURE = (Structure(detached=()),)
+
+
+def brightness(images: Tensor, **_: Any) -> Tensor:
+    """Return the mean of each image's values. [B, C, H, W] -> [B]."""
+    return images.flatten(1).mean(1)
+
+
+class Declared:
+    """The declarations of DDPO."""
+
+    @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
+        prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
+        return {
+            "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
+            "reward_fn": brightness,
+            "prompts": prompts,
+            "config": {
+                "method": {"num_steps": 3, "min_count": 2},
+                "optimizer": {"weight_decay": 0.0},
+                "rollout": {"num_rollouts": 8, "batch_size": 4},
+                "train": {"batch_size": 8},
+            },
+        }
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return what of the structure can be measured of images: that nothing is detached."""
+        return STRUCTURE

@@ -25,6 +25,7 @@ from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
 from trainkit_ddpo.ddim import Steps
 from trainkit_ddpo.evaluation import evaluate
 from trainkit_ddpo.images import ImageRollouts, as_ids
+from trainkit_ddpo.kit import Declared
 from trainkit_ddpo.pipeline import DiffusionPolicy
 from trainkit_ddpo.scoring import RewardCaller
 from trainkit_ddpo.source import Source, open_source
@@ -152,7 +153,7 @@ class DDPOBatch(Batch):
 
 
 @register_trainer("ddpo")
-class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
+class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
     """Trainer of DDPO: loss = mean max(−A ρ, −A clip(ρ, 1 − ε, 1 + ε)) over (image, step) rows."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -382,34 +383,6 @@ class DDPOTrainer(AcceleratedLoop[DDPOConfig]):
             return self.draw(rows, seeds)[0]
 
         return evaluate(self, images, None if self.reward_fn is None else self.reward_caller)
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_ddpo.kit import EFFECTS
-
-        return EFFECTS
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the arguments of a tiny run: a UNet on images of 8 × 8, and a reward for bright images."""
-        prompts = ["a", "bc", "def", "ghab", "ccc", "hg", "e", "fa"]
-        return {
-            "model_path": {"model_type": "pixel_unet", "image_size": 8, "width": 8, "prompts": prompts},
-            "reward_fn": brightness,
-            "prompts": prompts,
-            "config": {
-                "method": {"num_steps": 3, "min_count": 2},
-                "optimizer": {"weight_decay": 0.0},
-                "rollout": {"num_rollouts": 8, "batch_size": 4},
-                "train": {"batch_size": 8},
-            },
-        }
-
-
-def brightness(images: Tensor, **_: Any) -> Tensor:
-    """Return the mean of each image's values. [B, C, H, W] -> [B]."""
-    return images.flatten(1).mean(1)
 
 
 def _refuse_unused(config: TRLConfig[Any]) -> None:

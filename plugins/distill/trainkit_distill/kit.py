@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainkit.testing import Effect, tiny_gpt2
+from trainkit.testing import Effect, Structure, tiny_gpt2
 
 MIXED = {"method.divergence": "jensen_shannon"}
 
@@ -27,6 +27,8 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "beta": [Effect("loss", falls=(0.5, 0.9, 0.99), under=MIXED), Effect("loss", falls=(0.5, 0.1, 0.01), under=MIXED)],
     "reward_coef": Effect("size of advantages", rises=(0.5, 1.0, 2.0)),
 }
+OF_DIVERGENCE = Structure(surrogate="none", detached=())
+REWARDED = Structure(scores="collection", detached=(), under={"method.reward_coef": 1.0})
 
 
 class Declared:
@@ -54,3 +56,8 @@ class Declared:
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: rewards, where there are any, are compared with those of the whole collection."""
+        return (OF_DIVERGENCE, *([REWARDED] if "reward_coef" in cls.method_class.model_fields else []))

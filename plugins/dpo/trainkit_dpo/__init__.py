@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainkit import (
     AccelerateRLTrainer,
+    GroupSize,
     MethodConfig,
     Preferences,
     Rollouts,
@@ -25,9 +26,10 @@ from trainkit import (
     TokenBatch,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy
+from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy, zero_masked
 from trainkit.metrics import Mean, Metrics
-from trainkit.models import TokenOutputs
+from trainkit.models import TokenOutputs, response_logprobs
+from trainkit_dpo.kit import Declared
 
 
 class DPOConfig(MethodConfig):
@@ -69,7 +71,7 @@ class OnlineDPOConfig(DPOConfig):
 
     name: str = "online_dpo"
     """The registered name."""
-    k: int = Field(2, ge=2)
+    k: GroupSize = 2
     """Responses per prompt; the best and the worst of them are the pair."""
 
 
@@ -80,7 +82,7 @@ class BestOfKConfig(MethodConfig):
 
     name: str = "best_of_k"
     """The registered name."""
-    k: int = Field(4, ge=2)
+    k: GroupSize = 4
     """Responses per prompt; the best of them is trained on."""
 
 
@@ -189,25 +191,13 @@ def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
 C = TypeVar("C", bound=DPOConfig)
 
 
-class PairTrainer(AccelerateRLTrainer[C]):
+class PairTrainer(Declared, AccelerateRLTrainer[C]):
     """Base of trainers on pairs: loss = mean f(r_c − r_r), r = log π − log π_ref, with f given by `loss_type`."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model is needed: unless `reference_free` is set."""
         return not self.method.reference_free
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `ipo_length_normalize` has an effect."""
-        return {"ipo_length_normalize": {"method.loss_type": "ipo"}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import EFFECTS
-
-        return EFFECTS
 
     def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
         """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
@@ -224,14 +214,14 @@ class PairTrainer(AccelerateRLTrainer[C]):
         """Compute the KL estimates of `kto_pair`, which are means over the step and not over a micro-batch (law 3)."""
         if self.method.loss_type != "kto_pair":
             return batch
-        sums = torch.zeros(3, dtype=torch.float64)
-        for micro in self.micro_batches(batch):
-            micro = micro.to(self.accelerator.device)
+
+        def read(micro: DPOBatch) -> Tensor:
             chosen, rejected = self.read(self.unwrapped, micro)
             ratios = torch.stack([chosen - micro.ref_chosen, rejected - micro.ref_rejected, torch.ones_like(chosen)])
-            sums += masked_sum(ratios, micro.decided, dim=1).cpu()
-        total = self.reduce(sums)
-        chosen_kl, rejected_kl = ((part / total[2]).float().expand(len(batch)) for part in total[:2])
+            return zero_masked(ratios.T, micro.decided.unsqueeze(1))
+
+        total = self.step_mean(batch, read)
+        chosen_kl, rejected_kl = ((part / total[2]).expand(len(batch)) for part in total[:2])
         return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
 
     def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
@@ -290,13 +280,6 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
 
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import EFFECTS, GROUPED
-
-        return {**EFFECTS, **GROUPED}
-
     @property
     def experience_rows(self) -> int:
         """Rows of a collection: one pair for each prompt."""
@@ -332,18 +315,11 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
 
 
 @register_trainer("best_of_k")
-class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
+class BestOfKTrainer(Declared, AccelerateRLTrainer[BestOfKConfig]):
     """Trainer of best-of-K fine-tuning (expert iteration): loss = −mean log π(best of k responses), EOS included."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "k"
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_dpo.kit import GROUPED
-
-        return GROUPED
 
     @property
     def experience_rows(self) -> int:
@@ -363,5 +339,5 @@ class BestOfKTrainer(AccelerateRLTrainer[BestOfKConfig]):
 
     def loss(self, batch: BestResponses) -> tuple[Tensor, Metrics]:
         """Return the mean negative log-likelihood of the best responses that are better than another. -> []."""
-        logps = masked_sum(self.policy(batch.sequences).logprobs, batch.sequences.response_mask, dim=1)
+        logps = response_logprobs(self.policy, batch.sequences)
         return -masked_mean(logps, batch.decided), {"logps/best": Mean.of(logps, batch.decided)}

@@ -1,12 +1,12 @@
-"""What the settings of DPO and its online forms do: measured by the conformance kit."""
+"""What the settings of DPO and its online forms do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 def mean_of_three(trainer: Any) -> float:
@@ -35,5 +35,28 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     ],
     "ipo_length_normalize": Effect("credit of chosen", rises=(True, False), under=NORMALISED),
     "reference_free": Effect("size of ref_chosen", equals={True: 0.0}),
+    "k": Effect("responses", rises=(2, 4)),
 }
-GROUPED: dict[str, Effect | list[Effect]] = {"k": Effect("responses", rises=(2, 4))}
+OF_PAIRS = (Structure(surrogate="none", detached=()),)
+OF_GROUPS = (Structure(scores="group", surrogate="none", detached=()),)
+
+
+class Declared:
+    """The declarations of DPO, online DPO and best-of-K, each of its own settings."""
+
+    method_class: ClassVar[Any]
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return the settings under which `ipo_length_normalize` has an effect."""
+        return {"ipo_length_normalize": NORMALISED} if "loss_type" in cls.method_class.model_fields else {}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return {name: effect for name, effect in EFFECTS.items() if name in cls.method_class.model_fields}
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: pairs and best responses are chosen within a group, and all of them count."""
+        return OF_GROUPS if "k" in cls.method_class.model_fields else OF_PAIRS

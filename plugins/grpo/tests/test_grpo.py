@@ -49,7 +49,9 @@ def advantages_of(tmp_path: Path, scores: list[float], **changes: Any) -> Tensor
     trainer = trainer_of(tmp_path, group_size=3, rollout__num_rollouts=15, **changes)
     sequences = Sequences.from_lists([[1]] * len(scores), [[2]] * len(scores))
     zeros = torch.zeros(len(scores), 2)
-    found: Tensor = trainer.prepare_experience(GRPOBatch(sequences, zeros, zeros, torch.tensor(scores))).advantages
+    found: Tensor = trainer.prepare_experience(
+        GRPOBatch(sequences, zeros, zeros, torch.tensor(scores), zeros + 1)
+    ).advantages
     return found
 
 
@@ -154,7 +156,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, GRPOBatch
         old = torch.full((2, 4), float("nan"), dtype=double).masked_fill(MASK, -1.0)  # what is masked does not matter
         sequences = Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]])
         kind = GRPOBatch if trainer.method.average == "tokens" else GRPORows
-        return trainer, kind(sequences, old, old, torch.tensor(advantages, dtype=double)), logprobs
+        ones = torch.ones(2, 4, dtype=double)
+        return trainer, kind(sequences, old, old, torch.tensor(advantages, dtype=double), ones), logprobs
 
     return made
 
@@ -311,7 +314,10 @@ def test_max_refills_without_dynamic_sampling_is_refused(tmp_path: Path) -> None
 # -------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a group of one": ({"group_size": 1}, r"method\.group_size: should be greater than or equal to 2"),
+    "a group of one": (
+        {"group_size": 1},
+        r"method\.group_size: .*compared with each other.*give at least 2 \(given 1",
+    ),
     "a group that does not fit": ({"group_size": 5}, "multiple of 5"),
     "a negative KL": ({"kl_coef": -0.1}, r"method\.kl_coef: should be greater than or equal to 0"),
     "no range": ({"cliprange": 0.0}, r"method\.cliprange: should be greater than 0"),

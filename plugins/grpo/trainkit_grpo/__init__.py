@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, GroupSize, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit_grpo.kit import Declared
@@ -21,7 +21,7 @@ class GRPOConfig(MethodConfig):
 
     name: str = "grpo"
     """The registered name."""
-    group_size: int = Field(8, ge=2)
+    group_size: GroupSize = 8
     """G: responses per prompt; advantages are relative to this group."""
     grpo_epochs: int = Field(1, ge=1)
     """μ: passes over each collection of rollouts."""
@@ -57,6 +57,7 @@ class GRPOBatch(TokenBatch):
     old_logprobs: Tensor
     ref_logprobs: Tensor  # without a reference, the old ones
     advantages: Tensor
+    weights: Tensor  # of the correction for older weights of the sampler, [B, T]
 
 
 class GRPORows(GRPOBatch):
@@ -75,6 +76,7 @@ class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
     """Trainer of GRPO: A = (r − mean r) / std r over the group, then clipped surrogate + β·k3, both with gradient."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
     group = "group_size"
 
     @property
@@ -106,7 +108,8 @@ class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
             reference = self.reference(sequences).logprobs
             self.record({"policy/kl": Mean.of(masked_sum(policy.logprobs - reference, mask, dim=1))})
         batch = GRPOBatch if self.method.average == "tokens" else GRPORows
-        return batch(sequences, policy.logprobs, reference, per_response(scores))
+        weights = self.importance_weights(rollouts, policy)
+        return batch(sequences, policy.logprobs, reference, per_response(scores), weights)
 
     def prepare_experience(self, experience: GRPOBatch) -> GRPOBatch:
         """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal."""
@@ -123,6 +126,7 @@ class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, Metrics]:
         """Return surrogate + β·k3, averaged over tokens or responses. -> []."""
         method, mask, advantages = self.method, batch.sequences.response_mask, batch.advantages.unsqueeze(1)
+        advantages = advantages * batch.weights
         logprobs, lengths = self.policy(batch.sequences).logprobs, mask.sum(1).clamp(min=1)
         log_ratio = zero_masked(logprobs - batch.old_logprobs, mask)
         if method.ratio_level == "sequence":

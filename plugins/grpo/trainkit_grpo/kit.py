@@ -55,9 +55,11 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
 }
 RANGE = ("cliprange", "cliprange_high")
 STRUCTURE = (
-    Structure(surrogate="token", cliprange=RANGE, under=ALONE),
+    Structure(scores="group", surrogate="token", cliprange=RANGE, detached=(), under=ALONE),
+    Structure(scores="collection", under={"method.scale": "batch"}),
+    Structure(detached=(), under={"method.kl_coef": 0.04}),
     Structure(surrogate="token", cliprange=RANGE, under={**BY_RESPONSE, "method.cliprange_high": 0.4}),
-    Structure(surrogate="cispo", cliprange=RANGE, under={**ALONE, "method.surrogate": "cispo"}),
+    Structure(surrogate="cispo", cliprange=RANGE, detached=("logprobs",), under={**ALONE, "method.surrogate": "cispo"}),
     Structure(
         surrogate="cispo",
         cliprange=RANGE,

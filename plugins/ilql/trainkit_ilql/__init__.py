@@ -21,6 +21,7 @@ from trainkit.errors import ConfigError
 from trainkit.functional import masked_mean, place_scores, token_logprobs, zero_masked
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
+from trainkit_ilql.kit import Declared
 
 
 class ILQLSampling(SamplingConfig):
@@ -208,27 +209,10 @@ def _as_buffers(module: nn.ModuleList) -> nn.ModuleList:
 
 
 @register_trainer("ilql")
-class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
+class ILQLTrainer(Declared, AccelerateRLTrainer[ILQLConfig]):
     """Trainer of ILQL: fits Q to r + γ V(s'), V to an expectile of Q̂ and π to the data; samples with β(Q̂ − V)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "rewards")
-
-    @classmethod
-    def tiny_arguments(cls) -> dict[str, Any]:
-        """Return the arguments of a tiny run, with an `alpha` at which the targets change within a few steps."""
-        return {"config": {"method": {"alpha": 0.1}}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return ILQL with tokens that are weighted by their advantage."""
-        return {"awac": {"method.beta_awac": 1.0}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_ilql.kit import EFFECTS
-
-        return EFFECTS
 
     def get_arch(self, config: TRLConfig[ILQLConfig]) -> Policy:
         """Return the language model with ILQL's heads, at temperature 1, whatever the sampling temperature is."""
@@ -315,9 +299,3 @@ class ILQLTrainer(AccelerateRLTrainer[ILQLConfig]):
         """Return log π(a|s) + β(Q̂(s, a) − V(s)), where the temperature applies to π only (S-42). -> [b, V]."""
         beta = cast(ILQLSampling, settings).beta
         return logits if beta == 0 else logits + beta * self.unwrapped.head.advantages(states)
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `awac_weight_max` has an effect."""
-        weighty = {"method.beta_awac": 100.0, "method.alpha": 1.0, "optimizer.lr": 0.03}
-        return {"awac_weight_max": {**weighty, "method.awac_weight_max": 4.0}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,19 +11,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Row, Sequences, register_trainer
-from trainkit.data import Pipeline
-from trainkit.functional import exact, masked_sum, preference_accuracy
+from trainkit import AccelerateRLTrainer, Batch, MethodConfig, Row, Sequences, register_trainer
+from trainkit.data import Pipeline, check_labels, mismatched
+from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
+from trainkit.models import response_logprobs
 from trainkit_kto.kit import Declared
-from trainkit_kto.samples import KTOBatch, Outputs, check_labels, mismatched
 
 
 class KTOConfig(MethodConfig):
     """Settings of KTO. The defaults are those of Ethayarajh et al. 2024 and of their code."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-6}}
-
     name: str = "kto"
     """The registered name."""
     beta: float = Field(0.1, gt=0)
@@ -34,6 +33,19 @@ class KTOConfig(MethodConfig):
     """λ_U: weight of the loss of undesirable samples."""
     reference_point: Literal["mismatched", "zero"] = "mismatched"
     """z, with which log-ratios are compared: the KL as estimated from mismatched prompts and outputs, or 0."""
+
+
+@dataclass(frozen=True)
+class KTOBatch(Batch):
+    """Samples [B, T], whether they are desirable, bool [B], and mismatched samples [B, T]; log π_ref of both [B]."""
+
+    unit: ClassVar[str] = "samples"
+    own: Sequences
+    ref_logps: Tensor
+    desirable: Tensor
+    mismatched: Sequences = None  # type: ignore[assignment]  # None if `reference_point` is "zero"
+    mismatched_ref_logps: Tensor = None  # type: ignore[assignment]
+    kl: Tensor | None = None  # mean of log π − log π_ref over the mismatched samples of a step, repeated [B]
 
 
 def kto_loss(margins: Tensor, weights: Tensor) -> Tensor:
@@ -55,7 +67,8 @@ class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
         """Set the samples to train on, and check their labels; those of a stream are not known in advance."""
         super().add_samples(samples, rewards)
         if isinstance(self.pipeline, Pipeline):
-            check_labels(list(self.pipeline.rows), self.method.desirable_weight, self.method.undesirable_weight)
+            weights = {name: getattr(self.method, name) for name in ("desirable_weight", "undesirable_weight")}
+            check_labels(self.pipeline.rows, weights, ratio=(1, 4 / 3))  # the ratio of equation 8
 
     def add_eval_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Set held-out samples; all labels may be the same."""
@@ -70,37 +83,29 @@ class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
 
     def make_experience(self, rows: list[Row]) -> KTOBatch:
         """Return samples and mismatched samples as sequences [B, T], with log π_ref [B]."""
-        own = self._outputs(rows)
-        desirable = torch.tensor([row["label"] for row in rows], device=own.ref_logps.device)
+        own = self.encode_samples(rows)
+        desirable = torch.tensor([row["label"] for row in rows], device=own.input_ids.device)
         if self.method.reference_point == "zero":
-            return KTOBatch(own, desirable)
-        return KTOBatch(own, desirable, self._outputs([row["mismatched"] for row in rows]))
+            return KTOBatch(own, self.ref_logps(own), desirable)
+        others = self.encode_samples([row["mismatched"] for row in rows])
+        return KTOBatch(own, self.ref_logps(own), desirable, others, self.ref_logps(others))
 
-    def _outputs(self, rows: list[Row]) -> Outputs:
-        sequences = self.encode_samples(rows)
-        return Outputs(sequences, self.in_micro_batches(sequences, lambda micro: self.logps(self.reference, micro)))
-
-    def logps(self, policy: Any, sequences: Sequences) -> Tensor:
-        """Return log π of whole outputs, EOS included. [B, T] -> [B]."""
-        return masked_sum(policy(sequences).logprobs, sequences.response_mask, dim=1)
+    def ref_logps(self, sequences: Sequences) -> Tensor:
+        """Return log π_ref of whole outputs. [B, T] -> [B]."""
+        return self.in_micro_batches(sequences, lambda micro: response_logprobs(self.reference, micro))
 
     def prepare_step(self, batch: KTOBatch) -> KTOBatch:
         """Compute the estimate of the KL, a mean over the step and not over a micro-batch, without gradient."""
-        if batch.mismatched is None:
+        if self.method.reference_point == "zero":
             return batch
-        total = torch.zeros(2, dtype=torch.float64)
-        for micro in self.micro_batches(batch.mismatched):
-            micro = micro.to(self.accelerator.device)
-            ratios = exact(self.logps(self.unwrapped, micro.sequences) - micro.ref_logps)
-            total += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))]).cpu()
-        ratio, count = self.reduce(total)
-        return replace(batch, kl=(ratio / count).float().expand(len(batch)))
+        kl = self.step_mean(batch, lambda x: response_logprobs(self.unwrapped, x.mismatched) - x.mismatched_ref_logps)
+        return replace(batch, kl=kl.expand(len(batch)))
 
     def loss(self, batch: KTOBatch) -> tuple[Tensor, Metrics]:
         """Return the loss of KTO, a mean over samples. -> []."""
         method, desirable = self.method, batch.desirable
-        logps = self.logps(self.policy, batch.own.sequences)
-        rewards = method.beta * (logps - batch.own.ref_logps)
+        logps = response_logprobs(self.policy, batch.own)
+        rewards = method.beta * (logps - batch.ref_logps)
         point = torch.zeros_like(rewards) if batch.kl is None else method.beta * batch.kl.clamp(min=0)
         margins = torch.where(desirable, rewards - point, point - rewards)
         weights = torch.where(desirable, method.desirable_weight, method.undesirable_weight)

@@ -1,4 +1,4 @@
-"""What the settings of KTO do: measured by the conformance kit."""
+"""What the settings of KTO do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 @torch.no_grad()
@@ -15,8 +15,7 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
     """Return the loss before the first update, at β = 0.1, if mismatched outputs have become likelier by 10 nats."""
     batch = trainer.store.experience
     if batch.mismatched is not None:
-        earlier = replace(batch.mismatched, ref_logps=batch.mismatched.ref_logps - 10.0)
-        batch = replace(batch, mismatched=earlier)
+        batch = replace(batch, mismatched_ref_logps=batch.mismatched_ref_logps - 10.0)
     trainer.policy  # noqa: B018  (moves the model to the device)
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
@@ -37,6 +36,7 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     # of 16 samples 6 are desirable, with the loss σ(1), and the others have σ(−1)
     "reference_point": Effect(loss_with_a_kl_of_10, equals={"mismatched": 0.442235, "zero": 0.5}),
 }
+STRUCTURE = (Structure(scores="row", surrogate="none", detached=()),)
 
 
 class Declared:
@@ -46,3 +46,8 @@ class Declared:
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: no baseline; a label counts in its own sample, and the reference point is a number."""
+        return STRUCTURE

@@ -40,6 +40,7 @@ from trainkit.functional import (
 )
 from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit.models import Policy, load_heads, load_model, make_policy
+from trainkit_ppo.kit import Declared
 
 
 class PPOConfig(MethodConfig):
@@ -102,6 +103,7 @@ class PPORollouts(TokenBatch):
     ref_logprobs: Tensor
     values: Tensor
     entropy: Tensor
+    weights: Tensor
     scores: Tensor
     bootstrap: Tensor
     """V after the last token [B]; 0 unless the response was truncated and `bootstrap_truncated` is set."""
@@ -131,11 +133,12 @@ class KLController:
 
 
 @register_trainer("ppo")
-class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
+class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
     """Trainer of PPO: r_t = score − β·k1, GAE, whitened advantages, clipped surrogate and clipped value loss."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     needs_reference: ClassVar[bool] = True
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
 
     def __init__(self, config: TRLConfig[PPOConfig], **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -171,6 +174,7 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             ref_logprobs=self.reference(sequences).logprobs,
             values=policy.values,
             entropy=policy.entropy,
+            weights=self.importance_weights(rollouts, policy),
             scores=placed,
             bootstrap=self.bootstrap(rollouts),
         )
@@ -208,7 +212,8 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
         )
         total, episodes = self.reduce(torch.stack(kl.tensors())).tolist()
         self.kl.update(total / episodes, int(episodes))
-        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
+        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
+        return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scale a collection's rewards by a standard deviation of scores if set, then clip them (S-61). [B, T]."""
@@ -264,30 +269,6 @@ class PPOTrainer(AccelerateRLTrainer[PPOConfig]):
             self.kl.coef = state["kl_coef"]
         self.ref_std = state["ref_std"]
         self.moments.load_state_dict(state["moments"])
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `horizon` has an effect."""
-        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
-        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_ppo.kit import EFFECTS
-
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
-        """Return the structure of the surrogate and of the experience."""
-        from trainkit_ppo.kit import STRUCTURE
-
-        return STRUCTURE
 
 
 def followed(sequences: Sequences) -> Sequences:

@@ -11,7 +11,7 @@ from trainkit.functional import masked_mean
 from trainkit.testing import Effect, Structure
 
 MOVED = {"optimizer.lr": 0.03, "method.ratio_threshold": None}
-STEERED = {"optimizer.lr": 0.03, "train.total_steps": 24, "method.ppo_epochs": 1}
+STEERED = {"optimizer.lr": 0.03, "train.total_steps": 10, "method.ppo_epochs": 1}
 
 
 def kl_coef_at_the_end(trainer: Any) -> float:
@@ -63,4 +63,30 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "target_kl": Effect("skipped", falls=(1e-6, None), under=MOVED),
     "ratio_threshold": Effect("skipped", falls=(1.0001, None), under=MOVED),
 }
-STRUCTURE = (Structure(surrogate="token", whitened=("advantages",), unscaled=("returns",)),)
+STRUCTURE = (
+    Structure(scores="collection", surrogate="token", detached=(), whitened=("advantages",), unscaled=("returns",)),
+)
+
+
+class Declared:
+    """The declarations of PPO."""
+
+    @classmethod
+    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
+        """Return PPO with scores that are scaled by the deviation of all processes, and bootstrapped responses."""
+        return {"scaled": {"method.scale_reward": "running", "method.bootstrap_truncated": True}}
+
+    @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return the settings under which `horizon` has an effect."""
+        return {"horizon": {"method.target": 0.01, "method.horizon": 50}}
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure of the surrogate and of the experience."""
+        return STRUCTURE

@@ -20,6 +20,7 @@ from trainkit.errors import DataError
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import RewardModel, Scorer, load_scorer
+from trainkit_reward.kit import Declared
 
 __all__ = ["RewardBatch", "RewardConfig", "RewardModel", "RewardTrainer", "preference_loss"]
 
@@ -53,19 +54,12 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center
 
 
 @register_trainer("reward")
-class RewardTrainer(AccelerateRLTrainer[RewardConfig]):
+class RewardTrainer(Declared, AccelerateRLTrainer[RewardConfig]):
     """Trainer of reward models: loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
     generates: ClassVar[bool] = False
     encoder_decoders: ClassVar[bool] = False
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_reward.kit import EFFECTS
-
-        return EFFECTS
 
     def get_arch(self, config: TRLConfig[RewardConfig]) -> Scorer:
         """Return a language model with a new score head, or a sequence classifier with its own head."""

@@ -15,7 +15,9 @@ from torch import Tensor
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, Row, Sequences, TokenBatch, register_trainer
 from trainkit.functional import nll, per_response
 from trainkit.metrics import Mean, Metrics, Std
+from trainkit.rollouts import assemble
 from trainkit.seeding import PLACE
+from trainkit_rft.kit import Declared
 
 
 class RFTConfig(MethodConfig):
@@ -27,7 +29,7 @@ class RFTConfig(MethodConfig):
     rft_k: int = Field(32, ge=1)
     """Responses sampled to each prompt in a growth step."""
     n_improve_steps: int = Field(4, ge=1)
-    """Visits to a prompt per growth step, the growth step included; the other visits train on the prompt's pool."""
+    """Epochs per growth step, its own included; in the other epochs prompts are trained on with their pools."""
     start_percentile: float = Field(0.7, ge=0, le=1)
     """Percentile of a prompt's pool that is the threshold in the growth step, as a fraction."""
     end_percentile: float = Field(0.95, ge=0, le=1)
@@ -78,8 +80,13 @@ def place(row: Row) -> int:
     return row[PLACE].position if PLACE in row else 0
 
 
+def epoch(row: Row) -> int:
+    """Return how often the stream has passed all prompts before a row; 0 for one that is not of the stream."""
+    return row[PLACE].epoch if PLACE in row else 0
+
+
 @register_trainer("rft")
-class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
+class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
     """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
@@ -94,28 +101,32 @@ class RFTTrainer(AccelerateRLTrainer[RFTConfig]):
         """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
         return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
 
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_rft.kit import EFFECTS
+    def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
+        """Return scored responses to prompts at a growth step, then the other prompts, with an empty response."""
+        grow = [epoch(row) % self.method.n_improve_steps == 0 for row in rows]
+        new, rest = ([row for row, now in zip(rows, grow, strict=True) if now is wanted] for wanted in (True, False))
+        parts, scores = [], [torch.zeros(len(rest), device=self.accelerator.device)]
+        if new:
+            parts.append(self.sample(new))
+            scores.insert(0, per_response(self.score(parts[0])))
+        found = scores[0] if new else scores[0][:0]
+        self.record({"reward/mean": Mean.of(found), "reward/std": Std.of(found)})
+        if rest:
+            parts.append(self.unsampled(rest))
+        return Rollouts.cat(parts), torch.cat(scores)
 
-        return EFFECTS
-
-    def make_experience(self, rows: list[Row]) -> RFTRows:
-        """Return scored responses to prompts at a growth step, and the other prompts without responses. [B, T]."""
-        queries = [self.encode(row["prompt"]) for row in rows]
-        grow = [self.visits.get(str(query), 0) % self.method.n_improve_steps == 0 for query in queries]
-        rest = [(query, place(row)) for query, row, now in zip(queries, rows, grow, strict=True) if not now]
-        empty = Sequences.from_lists([query for query, _ in rest], [[]] * len(rest))
-        parts = [RFTRows(empty, torch.zeros(len(rest)), torch.tensor([at for _, at in rest], dtype=torch.long))]
-        if any(grow):
-            rollouts = self.sample([row for row, now in zip(rows, grow, strict=True) if now])
-            parts.append(self.experience(rollouts, self.score(rollouts)).to("cpu"))
-        made = RFTRows.cat(parts)
-        if self.reduce(torch.tensor(float(any(grow)))):  # all processes record the same metrics
-            new = made.sequences.response_mask.any(1)
-            self.record({"reward/mean": Mean.of(made.scores, new), "reward/std": Std.of(made.scores, new)})
-        return made
+    def unsampled(self, rows: list[Row]) -> Rollouts:
+        """Return rows with empty responses."""
+        return assemble(
+            self.tokenizer,
+            rows,
+            [self.encode(row["prompt"]) for row in rows],
+            [[] for _ in rows],
+            terminated=torch.zeros(len(rows), dtype=torch.bool, device=self.accelerator.device),
+            logprobs=None,
+            stops=[],
+            skip_special_tokens=True,
+        )
 
     def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
         """Return rollouts with their scores [B]; rewards per token are summed."""

@@ -1,10 +1,10 @@
-"""What the settings of RFT do: measured by the conformance kit."""
+"""What the settings of RFT do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 def sampled_in_a_run(trainer: Any) -> int:
@@ -49,3 +49,19 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "end_percentile": Effect(trained_in_a_run, falls=(0.1, 0.95), under={"method.n_improve_steps": 2, **LONG}),
     "pool_size": Effect(largest_pool, rises=(1, 4, 8), under=LONG),
 }
+# a prompt whose responses all have one score is compared with other prompts, which the tests of trainkit-rft cover
+STRUCTURE = (Structure(scores="group", surrogate="none", detached=()),)
+
+
+class Declared:
+    """The declarations of RFT."""
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: responses are chosen among those to their prompt, and all count the same."""
+        return STRUCTURE

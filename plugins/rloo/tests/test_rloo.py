@@ -45,7 +45,9 @@ def prepared(tmp_path: Path, **changes: Any) -> Any:
     k1 = torch.tensor([[0, 0.1, 0.2, 0.3], [0, 0.4, 0.5, 0]])
     scores = torch.tensor([[0, 0, 0, 2.0], [0, 0, 1.0, 0]])
     sequences = Sequences.from_lists([[1], [1]], [[1, 2, 3], [1, 2]])
-    return trainer.prepare_experience(RLOORollouts(sequences, k1, torch.zeros(2, 4), torch.zeros(2, 4), scores))
+    return trainer.prepare_experience(
+        RLOORollouts(sequences, k1, torch.zeros(2, 4), torch.zeros(2, 4), scores, torch.ones(2, 4))
+    )
 
 
 def test_sequence_kl_is_paid_by_the_whole_response(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_levels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_response_per_prompt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method\.rloo_k: should be greater than or equal to 2"):
+    with pytest.raises(ConfigError, match=r"method\.rloo_k: .*compared with each other.*give at least 2 \(given 1"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=1)
     with pytest.raises(ConfigError, match="multiple of 5"):
         tiny_trainer("rloo", tmp_path, method__rloo_k=5)

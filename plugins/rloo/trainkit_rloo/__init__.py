@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, GroupSize, MethodConfig, Rollouts, TokenBatch, register_trainer
 from trainkit.functional import (
     clipped_surrogate,
     kl_k1,
@@ -25,6 +25,7 @@ from trainkit.functional import (
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics
+from trainkit_rloo.kit import Declared
 
 
 class RLOOConfig(MethodConfig):
@@ -34,7 +35,7 @@ class RLOOConfig(MethodConfig):
 
     name: str = "rloo"
     """The registered name."""
-    rloo_k: int = Field(4, ge=2)
+    rloo_k: GroupSize = 4
     """Responses per prompt; each is compared with the mean of the others."""
     rloo_epochs: int = Field(1, ge=1)
     """Passes over each collection of rollouts."""
@@ -75,6 +76,7 @@ class RLOORollouts(TokenBatch):
     ref_logprobs: Tensor
     entropy: Tensor
     scores: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,18 @@ class RLOORows(RLOOBatch):
 
 
 @register_trainer("rloo")
-class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
+class RLOOTrainer(Declared, AccelerateRLTrainer[RLOOConfig]):
     """Trainer of RLOO: A_k = R_k − mean of the other R_j, R = score − β·Σ k1; clipped surrogate per response (F-11)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
     group = "rloo_k"
     needs_reference: ClassVar[bool] = True
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
+
+    @property
+    def correction_level(self) -> str:
+        """The level of importance weights, ``"sequence"`` if the ratio of the loss is that of a response."""
+        return "sequence" if self.method.ratio_level == "sequence" else super().correction_level
 
     @property
     def passes(self) -> int:
@@ -114,7 +122,8 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
         reference = self.reference(sequences)
         placed = self.scored(scores, rollouts.terminated, sequences.response_mask)
-        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed)
+        weights = self.importance_weights(rollouts, policy)
+        return RLOORollouts(sequences, policy.logprobs, reference.logprobs, policy.entropy, placed, weights)
 
     def scored(self, scores: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Return rewards per token, those of truncated responses by `missing_eos_penalty` or `missing_eos_score`.
@@ -146,9 +155,10 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             }
         )
         if self.method.ratio_level == "sequence":
-            return RLOORows(x.sequences, x.logprobs, advantages)
+            weights = masked_sum(x.weights, mask, dim=1) / mask.sum(1)  # one for the whole response
+            return RLOORows(x.sequences, x.logprobs, advantages * weights)
         past = penalty.cumsum(1) - penalty if self.method.kl_level == "token" else torch.zeros_like(penalty)
-        return RLOOBatch(x.sequences, x.logprobs, zero_masked(advantages.unsqueeze(1) - past, mask))
+        return RLOOBatch(x.sequences, x.logprobs, zero_masked((advantages.unsqueeze(1) - past) * x.weights, mask))
 
     def loss(self, batch: RLOOBatch) -> tuple[Tensor, Metrics]:
         """Return the clipped surrogate, a mean over responses, or tokens with ``ratio_level="token"``. -> []."""
@@ -163,27 +173,3 @@ class RLOOTrainer(AccelerateRLTrainer[RLOOConfig]):
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
             "policy/clipfrac": Mean.of(loss > -batch.advantages * ratio, mask),
         }
-
-    @classmethod
-    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
-        """Return the settings under which `kl_level` has an effect."""
-        return {"kl_level": {"method.ratio_level": "token"}}
-
-    @classmethod
-    def tiny_variants(cls) -> dict[str, dict[str, Any]]:
-        """Return RLOO with ratios and KL penalties of tokens."""
-        return {"token": {"method.ratio_level": "token", "method.kl_level": "token"}}
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_rloo.kit import EFFECTS
-
-        return EFFECTS
-
-    @classmethod
-    def tiny_structure(cls) -> tuple[Any, ...]:
-        """Return the structure of baseline, surrogate and KL penalty."""
-        from trainkit_rloo.kit import STRUCTURE
-
-        return STRUCTURE

@@ -19,6 +19,7 @@ from trainkit.errors import ConfigError
 from trainkit.functional import nll
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import check_packing, embedding_noise, load_model, make_policy
+from trainkit_sft.kit import Declared
 
 AT_ONCE = 1000
 """Number of samples that are encoded at a time to measure their lengths."""
@@ -42,17 +43,10 @@ class SFTConfig(MethodConfig):
 
 
 @register_trainer("sft")
-class SFTTrainer(AccelerateRLTrainer[SFTConfig]):
+class SFTTrainer(Declared, AccelerateRLTrainer[SFTConfig]):
     """Trainer of SFT: loss = −mean log π(y_t | prompt, y_<t) over output tokens, EOS included; prompts are context."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples",)
-
-    @classmethod
-    def tiny_effects(cls) -> dict[str, Any]:
-        """Return what each setting does."""
-        from trainkit_sft.kit import EFFECTS
-
-        return EFFECTS
 
     def get_arch(self, config: TRLConfig[SFTConfig]) -> nn.Module:
         """Return the language model as a policy at temperature 1, which does not depend on the sampling temperature."""

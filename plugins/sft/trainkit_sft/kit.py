@@ -1,4 +1,4 @@
-"""What the settings of SFT do: measured by the conformance kit."""
+"""What the settings of SFT do, and its structure: measured by the conformance kit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.testing import Effect
+from trainkit.testing import Effect, Structure
 
 
 @torch.no_grad()
@@ -23,3 +23,18 @@ EFFECTS: dict[str, Effect | list[Effect]] = {
     "packing": [Effect("rows", falls=(False, True)), Effect("weight", same=(False, True))],
     "neftune_alpha": Effect(difference_of_two_losses, rises=(0.0, 0.1, 10.0)),
 }
+STRUCTURE = (Structure(surrogate="none", detached=()),)
+
+
+class Declared:
+    """The declarations of SFT."""
+
+    @classmethod
+    def tiny_effects(cls) -> dict[str, Any]:
+        """Return what each setting does."""
+        return EFFECTS
+
+    @classmethod
+    def tiny_structure(cls) -> tuple[Structure, ...]:
+        """Return the structure: a likelihood, without scores."""
+        return STRUCTURE

@@ -1,12 +1,14 @@
 """The checks of the kit by subject. Importing this package registers them in the order in which they run."""
 
 from trainkit.testing.checks import (
+    corrections,
     credit,
     door,
     effects,
     engines,
     episodes,
     exactness,
+    losses,
     observing,
     policy,
     resume,
@@ -17,12 +19,14 @@ from trainkit.testing.checks import (
 )
 
 __all__ = [
+    "corrections",
     "credit",
     "door",
     "effects",
     "engines",
     "episodes",
     "exactness",
+    "losses",
     "observing",
     "policy",
     "resume",

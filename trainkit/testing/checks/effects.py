@@ -50,10 +50,10 @@ def effects_as_declared(bench: Bench) -> None:
     That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
     bonus that lowers the entropy, or of a penalty that is added.
     """
-    known = method_fields(bench.subject)
+    known, made = method_fields(bench.subject), _Collected(bench)
     for setting, effect in effects_of(bench.subject):
         require(setting in known, f"tiny_effects names {setting!r}, which is no setting{suggest(setting, known)}")
-        found = [_measured(bench, setting, value, effect) for value in effect.values]
+        found = [_measured(bench, made, setting, value, effect) for value in effect.values]
         told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, found, strict=True))
         seen = f"method.{setting} gives {effect.name} the values {told}; "
         slack = CLOSE * max(map(abs, found)) + 1e-9
@@ -73,30 +73,41 @@ def effects_as_declared(bench: Bench) -> None:
             )
 
 
-def _measured(bench: Bench, setting: str, value: Any, effect: Effect) -> float:
+class _Collected:
+    """The trainers with one collection whose experience is only read, kept for further effects of their settings."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.kept = bench, dict[str, Any]()
+
+    def __call__(self, settings: dict[str, Any]) -> Any:
+        key = repr(sorted(settings.items()))
+        if key not in self.kept:
+            self.kept[key] = self.bench.collected(**settings)
+        return self.kept[key]
+
+
+def _measured(bench: Bench, made: _Collected, setting: str, value: Any, effect: Effect) -> float:
     """Return the quantity of an effect with the setting at ``value``."""
     settings = {**contexts(bench.subject).get(setting, {}), **effect.under, f"method.{setting}": value}
     if callable(effect.quantity):
         return float(effect.quantity(bench.collected(**settings)))
-    measure = _measure_of(effect.quantity)
-    number = measure(bench, settings)
-    return float(number)
+    return float(_measure_of(effect.quantity, made)(bench, settings))
 
 
 Measure = Callable[[Bench, dict[str, Any]], float | Tensor]
 
 
-def _measure_of(quantity: str) -> Measure:
+def _measure_of(quantity: str, made: _Collected) -> Measure:
     """Return the function that measures a quantity of `QUANTITIES`."""
     if quantity in SIMPLE:
         return SIMPLE[quantity]
     if quantity.startswith("credit of "):
         which = quantity.removeprefix("credit of ")
         require(which in ROWS, f"there is no quantity {quantity!r}{suggest(quantity, QUANTITIES)}")
-        return lambda bench, settings: _credit(bench.collected(**settings), ROWS[which])
+        return lambda _, settings: _credit(made(settings), ROWS[which])
     if quantity.startswith("gradient of "):
         return lambda bench, settings: _gradient_norm(bench, settings, quantity.removeprefix("gradient of "))
-    return lambda bench, settings: _field(bench.collected(**settings), quantity)
+    return lambda _, settings: _field(made(settings), quantity)
 
 
 # ---------------------------------------------------------------------------------------------------------- quantities

@@ -301,17 +301,23 @@ def _shifted(trainer: Any, shifts: Mapping[Ids, float], tokens: slice = slice(No
 # ------------------------------------------------------------------------------------------------ declared structure
 
 
+def structures(subject: Subject, part: str) -> list[Structure]:
+    """Return the declared structures that say something about a part."""
+    return [each for each in subject.trainer_class.tiny_structure() if getattr(each, part) is not None]
+
+
 def declared(part: str) -> Callable[[Subject], bool]:
     """Return whether a subject declares a part of its structure."""
-
-    def declares(subject: Subject) -> bool:
-        return any(getattr(each, part) for each in subject.trainer_class.tiny_structure())
-
-    return declares
+    return lambda subject: bool(structures(subject, part))
 
 
 def _declared(bench: Bench, part: str) -> list[Structure]:
-    return [each for each in bench.subject.trainer_class.tiny_structure() if getattr(each, part)]
+    return structures(bench.subject, part)
+
+
+def clips(subject: Subject) -> bool:
+    """Return whether a subject declares a clipped surrogate."""
+    return any(each.surrogate != "none" for each in structures(subject, "surrogate"))
 
 
 @check(where=declared("baseline"))
@@ -329,7 +335,7 @@ def own_score_left_out(bench: Bench) -> None:
             sampled = bench.collected(**settings, arguments={"reward_fn": fractions})
             rollouts, size = Rollouts.cat(sampled._rollouts), sampled.samples_per_prompt
             at = _alone(rollouts)
-            changes = _changes(bench, settings, sampled, _raised((rollouts.prompts[at], rollouts.outputs[at])))
+            changes = _changes(bench, settings, sampled, raised((rollouts.prompts[at], rollouts.outputs[at])))
             ids = ids_of(rollouts.sequences)
             rises[size] = changes[ids[at]]
             for mate in _mates(ids, at, size):
@@ -370,7 +376,9 @@ def _alone(rollouts: Rollouts) -> int:
     return found
 
 
-def _raised(own: tuple[str, str]) -> Callable[..., list[float]]:
+def raised(own: tuple[str, str]) -> Callable[..., list[float]]:
+    """Return a reward function that gives the scores of `fractions`, and one more to a prompt with its response."""
+
     def reward(prompts: list[str], outputs: list[str], **_: Any) -> list[float]:
         texts = zip(prompts, outputs, strict=True)
         return [score + (text == own) for text, score in zip(texts, fractions(prompts, outputs), strict=True)]
@@ -384,7 +392,7 @@ def _advantages(trainer: Any) -> dict[Ids, Tensor]:
     return {ids: credit * float(batch.weight) for ids, credit in credits_of(trainer, batch).items()}
 
 
-@check(where=declared("surrogate"))
+@check(where=clips)
 def surrogate_is_pessimistic(bench: Bench) -> None:
     """Check that after an update the credit of a token is ρA, or 0 where ρ has left the clip range in A's direction.
 
@@ -393,6 +401,8 @@ def surrogate_is_pessimistic(bench: Bench) -> None:
     itself, and a range that is not used all train in the first step on a collection, where ρ is 1, as they should.
     """
     for structure in _declared(bench, "surrogate"):
+        if structure.surrogate == "none":
+            continue
         trainer = bench.collected(
             model=tiny_gpt2(VOCABULARY, **SHARP), arguments={"reward_fn": fractions}, **structure.under
         )
@@ -470,7 +480,7 @@ def whitened_once(bench: Bench) -> None:
     """
     for structure in _declared(bench, "whitened"):
         batch = bench.collected(arguments={"reward_fn": fractions}, **structure.under).store.experience
-        for name in structure.whitened:
+        for name in structure.whitened or ():
             values = getattr(batch, name)
             values = values if values.dim() == 1 else values[batch.sequences.response_mask]
             mean, std = float(values.mean()), float(values.std())
@@ -494,7 +504,7 @@ def fields_keep_the_scale_of_scores(bench: Bench) -> None:
         batches = [trainer.store.experience for trainer in trainers]
         mask = batches[0].sequences.response_mask
         last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-        for name in structure.unscaled:
+        for name in structure.unscaled or ():
             rise = float((getattr(batches[1], name) - getattr(batches[0], name))[last].mean())
             require(abs(rise - 3) < 1e-3, f"if all scores rise by 3, {name} of last tokens rises by {rise:.4g}")
 
@@ -521,7 +531,7 @@ def kl_penalty_counts_where_declared(bench: Bench) -> None:
         with _shifted(shifted, {ids[at]: 1.0}, slice(1, 2)):
             shifted.collect()
         before, after, beta = _advantages(trainer), _advantages(shifted), trainer.method.kl_coef
-        by_score = _changes(bench, settings, trainer, _raised((rollouts.prompts[at], rollouts.outputs[at])))
+        by_score = _changes(bench, settings, trainer, raised((rollouts.prompts[at], rollouts.outputs[at])))
         _require_kl(after[ids[at]] - before[ids[at]], beta * by_score[ids[at]], structure.kl)
         for mate in _mates(ids, at, size):
             found, due = float((after[mate] - before[mate]).mean()), beta * by_score[mate]
