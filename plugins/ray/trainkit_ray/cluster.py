@@ -46,9 +46,7 @@ def _initialise(address: str | None) -> None:
         ray.init(address=address, **usual)
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault(
-        "RAY_gcs_rpc_server_reconnect_timeout_s", "15"
-    )  # helpers wait so long for a cluster that died
+    os.environ.setdefault()  # helpers wait so long for a cluster that died
     ray.init(address="local", include_dashboard=False, **usual)
 
 
@@ -80,8 +78,9 @@ def _unchanged() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(variables)
+        for name in {*os.environ} - {*variables}:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
         random.setstate(draws)
         if main and handler is not None:
             signal.signal(signal.SIGTERM, handler)
