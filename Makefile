@@ -3,6 +3,7 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example
+#   make engines   the tests with Ray and vLLM, in an environment of their own
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
@@ -17,12 +18,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+ENGINES := .venv-engines
 # the versions that are installed; the newest ones: make test VENV=.venv-newest PINS=
 PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all reasoning coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all engines reasoning coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -36,13 +38,18 @@ test: $(VENV)/made
 	$(PYTEST) $(SELECTED)
 
 test-all: $(VENV)/made
-	$(PYTEST) -m "slow and not parity" $(SELECTED)
+	$(PYTEST) -m "slow and not parity and not engines" $(SELECTED)
+	$(if $(ARGS),,$(MAKE) engines)
+
+# one after the other: each starts several processes
+engines: $(ENGINES)/made
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest -m engines $(ARGS)
 
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
 
 coverage: $(VENV)/made
-	$(PYTEST) -n auto --dist worksteal -m "not parity" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
+	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .
@@ -81,6 +88,17 @@ test-lowest:
 $(BENCH)/made: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
+	touch $@
+
+# vLLM requires torchvision, torchaudio and torchcodec; the builds of them that pip finds need CUDA, and transformers,
+# which imports what is installed of them, fails with them on a machine without it
+WITH_ENGINES := $(patsubst plugins/ray,plugins/ray[ray],$(patsubst plugins/vllm,plugins/vllm[cpu],$(PLUGINS)))
+$(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pyproject.toml,$(PLUGINS))
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	mkdir -p build
+	$(PYTHON) .ci/engines.py > build/engines.txt
+	$(ENGINES)/bin/python -m pip install -c build/engines.txt -e '.[dev]' $(foreach plugin,$(WITH_ENGINES),-e '$(plugin)')
+	$(ENGINES)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
 # made again whenever a dependency, or trainkit's version, could have changed

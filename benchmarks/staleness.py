@@ -10,8 +10,9 @@ All runs use the engine ``local``: the engine does not change the result.
 
 ``--time`` measures speed instead, on a larger model with random weights, one system after another: sampling and
 training in turns with one thread, with two threads and in two processes, and with the engine ``ray`` at staleness 1,
-where the actor and the training have one thread each. It prints seconds per collection, the median of those after the first two,
-and ratios to the first system. It exits with 1 if Ray is less than 1.4 times as fast. It needs two cores and Ray.
+where the actor and the training have one thread each. It prints seconds per collection, the median of those after the
+first two, and ratios to the first system. It exits with 1 if Ray is less than 1.4 times as fast. It needs two cores and
+Ray.
 """
 
 from __future__ import annotations

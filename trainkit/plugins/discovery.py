@@ -35,6 +35,7 @@ BUILT_IN = {
     "kto": "trainkit-kto",
     "online_dpo": "trainkit-dpo",
     "ppo": "trainkit-ppo",
+    "ray": "trainkit-ray",
     "reward": "trainkit-reward",
     "rft": "trainkit-rft",
     "rloo": "trainkit-rloo",

@@ -50,8 +50,8 @@ class Replica:
         assert self.version is not None, "an engine loads weights before it generates"
         with self._autocast():
             made = self.sampler.generate(request.queries, request.settings, request.seeds, self.version)
-        numbers = {name: getattr(made, name) for name in ("logprobs", "entropy", "hidden")}
-        return replace(made, **{name: None if x is None else x.cpu() for name, x in numbers.items()})
+        logprobs, entropy, hidden = (None if x is None else x.cpu() for x in (made.logprobs, made.entropy, made.hidden))
+        return replace(made, logprobs=logprobs, entropy=entropy, hidden=hidden)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return the context of forward passes, which accelerate enters in the training process."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -57,7 +60,7 @@ class Serving:
 
     @torch.no_grad()
     def push_away(self) -> None:
-        """Change the weights of the trained model."""
+        """Perturb the weights of the trained model."""
         draws = torch.Generator().manual_seed(getattr(self, "version", 0))
         for parameter in self.model.parameters():
             parameter.add_(SPREAD * torch.randn(parameter.shape, generator=draws).to(parameter))
@@ -70,7 +73,8 @@ class Serving:
     @property
     def weights(self) -> Weights:
         """The weights as they are now, at the version of the last `load`."""
-        return replace(self.trainer.weights, version=self.version)
+        now: Weights = self.trainer.weights
+        return replace(now, version=self.version)
 
     def request(self, prompts: Sequence[str], seeds: Sequence[int] | None = None, **settings: Any) -> Request:
         """Return a request of responses to the prompts."""
@@ -115,14 +119,14 @@ def prompts(count: int) -> list[str]:
 
 def state_of_process() -> dict[str, Any]:
     """Return what an engine must leave as it is in the training process."""
-    import os
-
     return {
         "the number of torch's threads": torch.get_num_threads(),
         "torch's precision of float32 products": torch.get_float32_matmul_precision(),
         "the default dtype of torch": torch.get_default_dtype(),
         "torch.distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "the global generator of torch": torch.get_rng_state().tolist(),
+        "the global generator of Python": random.getstate(),
+        "the handler of SIGTERM": signal.getsignal(signal.SIGTERM),
         "the working directory": str(Path.cwd()),
         "environment variables": dict(os.environ),
     }

@@ -1,0 +1,86 @@
+"""Ray in this process: joined at an address, or started here and shut down with its last engine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_lock = threading.Lock()
+_engines = 0
+"""Engines of this process that use Ray."""
+_own = False
+"""Whether this module has initialised Ray, and so shuts it down."""
+_joined: str | None = None
+"""The address at which it was."""
+
+
+def enter(address: str | None) -> None:
+    """Use the cluster at ``address``; None: start one on this machine, unless Ray is initialised already.
+
+    Raises:
+        RuntimeError: another engine of this process uses another cluster.
+        Exception: those of `ray.init`.
+    """
+    global _engines, _own, _joined
+    with _lock, _unchanged():
+        import ray
+
+        if not ray.is_initialized():
+            _initialise(address)
+            _own, _joined = True, address
+        elif _own and address != _joined:
+            raise RuntimeError(f"another engine of this process uses the cluster {_joined or 'of this machine'}")
+        _engines += 1
+
+
+def _initialise(address: str | None) -> None:
+    import ray
+
+    usual: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
+    if address is not None:
+        ray.init(address=address, **usual)
+        return
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault()  # helpers wait so long for a cluster that died
+    ray.init(address="local", include_dashboard=False, **usual)
+
+
+def leave(actors: Iterable[Any]) -> None:
+    """End ``actors``; shut Ray down if it was initialised here, and no other engine uses it."""
+    global _engines, _own
+    import ray
+
+    with _lock:
+        _engines -= 1
+        if not ray.is_initialized():  # at the end of the process Ray may be first
+            return
+        for actor in actors:
+            with suppress(Exception):  # it has died
+                ray.kill(actor)
+        if _own and _engines == 0:
+            with _unchanged():
+                ray.shutdown()
+            _own = False
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Restore environment variables, the handler of SIGTERM and Python's generator, which importing Ray and `ray.init`
+    change."""
+    variables, draws = dict(os.environ), random.getstate()
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        for name in {*os.environ} - {*variables}:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+        random.setstate(draws)
+        if main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

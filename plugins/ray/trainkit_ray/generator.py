@@ -1,0 +1,69 @@
+"""What runs in an actor: a replica of the model; and how tensors travel to it and back."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.rollouts import Generated, Replica, Request, Weights
+
+Packed = tuple[Any, str, tuple[int, ...]]
+"""The bytes of a tensor as a NumPy array, its dtype and its shape. Ray stores arrays without pickling them, and NumPy
+has no bfloat16."""
+NUMBERS = ("logprobs", "entropy", "hidden")
+
+
+class Generator:
+    """Samples with a copy of the model.
+
+    Args:
+        model: the pickled `trainkit.rollouts.ServedModel`.
+        threads: threads of torch.
+        device: where it samples.
+    """
+
+    def __init__(self, model: bytes, threads: int, device: str) -> None:
+        torch.set_num_threads(threads)
+        served = torch.load(io.BytesIO(model), map_location=device, weights_only=False)
+        self.replica = Replica(served, device)
+
+    def place(self) -> tuple[str, int]:
+        """Return the machine and the process."""
+        return socket.gethostname(), os.getpid()
+
+    def load(self, weights: tuple[int, dict[str, Packed]]) -> None:
+        """Sample with these weights from now on."""
+        version, tensors = weights
+        self.replica.load(Weights(version, lambda: ((name, unpacked(each)) for name, each in tensors.items())))
+
+    def generate(self, request: Request) -> tuple[Generated, dict[str, Packed]]:
+        """Return the responses, with the numbers about their tokens apart."""
+        made = self.replica.generate(request)
+        numbers = {name: packed(getattr(made, name)) for name in NUMBERS if getattr(made, name) is not None}
+        return Generated(made.ids, made.reasons, made.versions), numbers
+
+
+def unpacked_answer(answer: tuple[Generated, dict[str, Packed]]) -> Generated:
+    """Return what `Generator.generate` returned as one object."""
+    made, numbers = answer
+    tensors = {name: unpacked(each) for name, each in numbers.items()}
+    return Generated(made.ids, made.reasons, made.versions, **tensors)
+
+
+def packed(tensor: Tensor) -> Packed:
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def unpacked(given: Packed) -> Tensor:
+    """Return the tensor that was packed; a copy, because what Ray stores cannot be written to."""
+    data, dtype, shape = given
+    made = torch.empty(shape, dtype=getattr(torch, dtype))
+    made.reshape(-1).view(torch.uint8).numpy()[:] = data
+    return made
