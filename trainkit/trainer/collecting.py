@@ -160,6 +160,7 @@ class Ahead:
             done.set_result(self._sample(collection, before))
             self.waiting.append(done)
             return
+        trainer.sampler  # noqa: B018  (engines are started in the main thread)
         now = trainer.weights
         copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in now.tensors()]
         collection.weights = replace(now, tensors=lambda: copies)
