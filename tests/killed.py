@@ -3,7 +3,8 @@
     python tests/killed.py sweep ALGORITHM DIRECTORY STEPS FIRST_KILLED_STEP STRIDE
     python tests/killed.py storm ALGORITHM DIRECTORY STEPS KILLS
 
-Prints one JSON object. It is a process of its own because a fork should have one thread.
+A further argument may be a JSON object of settings, such as {"rollout__staleness": 1}. Prints one JSON object.
+It is a process of its own because a fork should have one thread.
 """
 
 from __future__ import annotations
@@ -257,8 +258,12 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
 
 def main(what: str, name: str, root: str, steps: str, *numbers: str) -> None:
     torch.set_num_threads(1)
+    if numbers[-1].startswith("{"):
+        CHANGES.update(json.loads(numbers[-1]))
+        numbers = numbers[:-1]
     case = Case(name, int(steps), Path(root))
-    trainer = tiny_trainer(name, case.root / "warm", train__total_steps=1, **CHANGES)
+    usual = {**CHANGES, "rollout__engine": "local"}  # others start threads, which a fork should not have
+    trainer = tiny_trainer(name, case.root / "warm", train__total_steps=1, **usual)
     trainer.learn()  # whatever is imported late is imported now
     shutil.rmtree(case.root / "warm")
     gc.collect()

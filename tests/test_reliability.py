@@ -204,9 +204,14 @@ def test_killed_at_a_change_of_a_file_a_run_goes_on_by_itself_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_run_killed_thirty_times_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """B2: by SIGKILL, at random changes of files and at random times, before the first checkpoint too."""
-    found = killed("storm", "ppo", str(tmp_path), "12", "36")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_killed_thirty_times_ends_with_the_same_bits(staleness: int, tmp_path: Path) -> None:
+    """B2: by SIGKILL, at random changes of files and at random times, before the first checkpoint too.
+
+    With staleness 1 checkpoints hold the collection that was sampled ahead.
+    """
+    settings = {"rollout__staleness": staleness, "method__ppo_epochs": 1} if staleness else {}
+    found = killed("storm", "ppo", str(tmp_path), "12", "36", json.dumps(settings))
     assert found["kills"] >= 30
     assert found["after steps"][0] == 0, "the first kill came before the first checkpoint"
 
