@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 import trainkit
 from trainkit import PluginConfig, TRLConfig, hookimpl, register_engine
 from trainkit.cli import app
+from trainkit.config import parse_yaml
 from trainkit.errors import CheckpointError, ConfigError, EngineError, PluginError, RegistryError
 from trainkit.plugins import discover, get_engine, get_hooks, hook_manager, registry
+from trainkit.plugins.probe import probe
 from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
 from trainkit.rollouts.engines import EngineSampler
 from trainkit.testing import tiny_llama, tiny_t5
@@ -160,6 +162,20 @@ def test_an_installed_engine_is_imported_when_it_is_named_and_listed_as_one(inst
         hook_manager(["fake-engine"], [])
     assert config("fake-engine").rollout.engine == "fake-engine"
     assert get_engine("Fake-Engine").made.__name__ == "FakeEngine"
+
+
+@pytest.mark.slow
+def test_a_probe_of_an_installed_engine_imports_it(install: Callable[..., Path]) -> None:
+    install("fake-dist", {"fake-engine": "fake_engine_module"}, ENGINE)
+    assert [plugin.state for plugin in probe([p for p in discover() if p.name == "fake-engine"])] == ["ok"]
+
+
+def test_the_command_line_prints_the_entry_of_an_engine() -> None:
+    shown = CliRunner().invoke(app, ["config", "copies"]).output
+    assert shown == "rollout:\n  engine:\n    name: copies\n    # A setting.\n    threads: 1\n"
+    assert TRLConfig.from_dict({**config("local").to_dict(), **parse_yaml(shown)}).rollout.engine == CopiesConfig(
+        name="copies"
+    )
 
 
 def test_an_installed_engine_that_is_disabled_or_fails_is_an_error(

@@ -26,8 +26,7 @@ from trainkit.plugins import load_file, load_function
 from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
-    from trainkit.config import TRLConfig
-    from trainkit.plugins.registry import HookClass
+    from trainkit.config import PluginConfig, TRLConfig
     from trainkit.testing.conformance import Result
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
@@ -417,29 +416,38 @@ def _mark(good: bool) -> str:
 @app.command("config")
 def show_config(
     method: Annotated[
-        str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of a plugin with hooks.")
+        str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of an engine or a plugin with hooks.")
     ],
 ) -> None:
-    """Print an algorithm's defaults, or the entry of a plugin with hooks and its settings, as YAML with comments."""
+    """Print an algorithm's defaults, or the entry of another plugin with its settings, as YAML with comments."""
     from trainkit.config import default_config
-    from trainkit.plugins import get_hooks, is_registered
+    from trainkit.plugins import get_engine, get_hooks, is_registered
     from trainkit.plugins.discovery import is_installed
+    from trainkit.plugins.registry import available_engines
 
+    if (name := method.lower()) in available_engines():
+        head = ["rollout:", f"  engine:\n    name: {name}"]
+        typer.echo(entry_yaml(head, get_engine(name).settings), nl=False)
+        return
     hooks = get_hooks(method) if is_installed(method.lower(), "") else None
     if hooks is None or is_registered(method):
         typer.echo(annotated_yaml(default_config(method)), nl=False)
     else:
-        typer.echo(entry_yaml(method.lower(), hooks), nl=False)
+        head = ["train:", f"  trackers:\n  - name: {name}"] if hooks.tracker else [f"plugins:\n- name: {name}"]
+        typer.echo(entry_yaml(head, hooks.settings), nl=False)
 
 
-def entry_yaml(name: str, hooks: HookClass) -> str:
-    """Return the entry of a plugin in a configuration as YAML, with comments that describe its settings."""
+def entry_yaml(head: list[str], settings: type[PluginConfig] | None) -> str:
+    """Return the entry of a plugin in a configuration as YAML, with comments that describe its settings.
+
+    Args:
+        head: its first lines, one piece for each level that its settings are indented; the last one has the name.
+        settings: the class of its settings; None if it has none.
+    """
     from trainkit.config import to_yaml
 
-    indent = "    " if hooks.tracker else "  "
-    lines = ["train:", "  trackers:"] if hooks.tracker else ["plugins:"]
-    lines.append(f"{indent[:-2]}- name: {name}")
-    for field, about in (hooks.settings.model_fields if hooks.settings else {}).items():
+    lines, indent = list(head), "  " * len(head)
+    for field, about in (settings.model_fields if settings else {}).items():
         if field != "name":
             lines += _comment(about.description, indent)
             given = (

@@ -103,13 +103,15 @@ def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object
 def check_hooks(name: str) -> None:
     """Check the hooks of the installed plugin ``name`` without making an object of its class, which may need settings.
 
+    An engine is imported, and nothing else.
+
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    hooks = get_hooks(name)
-    if hooks is None:
+    hooks = None if is_engine(name) else get_hooks(name)
+    if hooks is None and not is_engine(name):
         hook_manager([name], [])
-    else:
+    elif hooks is not None:
         _add(HookManager(), object.__new__(hooks.made), f"plugin {find_plugin(name)}", name)
 
 

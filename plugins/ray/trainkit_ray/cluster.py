@@ -46,7 +46,6 @@ def _initialise(address: str | None) -> None:
         ray.init(address=address, **usual)
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault()  # helpers wait so long for a cluster that died
     ray.init(address="local", include_dashboard=False, **usual)
 
 
