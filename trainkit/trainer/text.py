@@ -364,6 +364,8 @@ class TextTrainer(AcceleratedLoop[M]):
         for ability, what in needed.items():
             if name != LOCAL and ability not in get_engine(name).made.abilities:
                 raise ConfigError(f"the engine {name!r} cannot {what}; set rollout.engine to 'local'")
+        entry = self.config.rollout.engine
+        get_engine(name).made.check(None if isinstance(entry, str) else entry)
 
     @property
     def _steers(self) -> bool:
