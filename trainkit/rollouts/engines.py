@@ -94,8 +94,8 @@ class Engine(ABC):
     def __init__(self, config: PluginConfig | None, served: ServedModel) -> None:
         self.config, self.served = config, served
 
-    @classmethod
-    def check(cls, config: PluginConfig | None) -> None:  # noqa: B027  (an engine need not depend on anything)
+    @classmethod  # noqa: B027  (an engine need not depend on anything)
+    def check(cls, config: PluginConfig | None) -> None:
         """Raise a `ConfigError` if the engine cannot be used here, e.g. because a library is not installed.
 
         Called when a trainer is constructed, before a model is loaded.

@@ -17,13 +17,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from trainkit import PluginConfig, register_engine
-from trainkit.config import SamplingConfig
+from trainkit import PluginConfig, SamplingConfig, register_engine
 from trainkit.errors import ConfigError, EngineError
-from trainkit.models.adapters import has_adapter
+from trainkit.models import has_adapter
 from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
-from trainkit_vllm import exports
-from trainkit_vllm.client import Answer, Died, Server
+from trainkit_vllm.client import Answer, DiedError, Server
+from trainkit_vllm.exports import check_adapter, compare, write_adapter, write_model, write_weights
 from trainkit_vllm.inprocess import InProcess
 from trainkit_vllm.launch import Started, installed
 from trainkit_vllm.worker import shapes_in
@@ -42,7 +41,7 @@ class VLLMConfig(PluginConfig):
 
     mode: Literal["server", "process"] = "server"
     """Where vLLM runs: in servers, or in the process of the trainer (one process, no `urls`)."""
-    urls: list[str] = []
+    urls: list[str] = Field([])
     """Addresses of servers that run already, `http://HOST:PORT`. They are divided among the processes of the run.
     Empty: each process starts a server on loopback."""
     shared_dir: str | None = None
@@ -60,7 +59,7 @@ class VLLMConfig(PluginConfig):
     """Seconds that a server has to start."""
     restarts: int = Field(3, ge=0)
     """How often, in a run, a server that died is started again; its weights are loaded and its requests sent again."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field({})
     """Further arguments of vLLM, e.g. `{tensor_parallel_size: 2, gpu_memory_utilization: 0.5}`."""
 
     @model_validator(mode="after")
@@ -99,7 +98,7 @@ class VLLMEngine(Engine):
         super().__init__(config, served)
         self.name = "'vllm'"
         self.adapter = has_adapter(served.model)
-        rank = exports.check_adapter(served.model)
+        rank = check_adapter(served.model)
         urls = self._own_urls()
         self.directory = Path(tempfile.mkdtemp(prefix="trainkit-vllm-", dir=config.shared_dir))
         self.run, self.loads = secrets.token_hex(4), 0
@@ -156,7 +155,7 @@ class VLLMEngine(Engine):
     def _start(self, rank: int | None) -> None:
         """Start vLLM here, with the model as it is now."""
         model = self.directory / "model"
-        exports.write_model(self.served, model)
+        write_model(self.served, model)
         arguments = {**self._arguments(model), **({} if rank is None else _adapters(rank)), **self.config.arguments}
         if self.config.mode == "process":
             self.local = InProcess(arguments)
@@ -225,14 +224,14 @@ class VLLMEngine(Engine):
     def _write(self, weights: Weights, files: Path) -> None:
         model, tensors = self.served.model, weights.tensors()
         if self.adapter:
-            exports.write_adapter(model, tensors, files)
+            write_adapter(model, tensors, files)
             return
         if self.loads == 1 and self.config.urls:  # frozen tensors of servers that others have started
             tensors = {**model.state_dict(), **dict(tensors)}.items()
-        exports.write_weights(model, dict(tensors), files)
+        write_weights(model, dict(tensors), files)
         shapes = shapes_in(files)
         for place, known in zip(self._places, self.known, strict=True):
-            exports.compare(shapes, known["shapes"], str(place))
+            compare(shapes, known["shapes"], str(place))
 
     def _load(self, place: Server | InProcess) -> None:
         assert self.loaded is not None
@@ -244,10 +243,10 @@ class VLLMEngine(Engine):
             place = self._places[index]
             try:
                 return call(place)
-            except Died as error:
+            except DiedError as error:
                 self._revive(place, error)
 
-    def _revive(self, place: Any, error: Died) -> None:
+    def _revive(self, place: Any, error: DiedError) -> None:
         """Start a server that died again, with the weights that are loaded.
 
         Raises:
@@ -270,7 +269,7 @@ class VLLMEngine(Engine):
                     place.describe()
                     self._load(place)
                     return
-                except Died as again:
+                except DiedError as again:
                     error = again
 
     @torch.no_grad()
@@ -340,7 +339,7 @@ class VLLMEngine(Engine):
         else:
             answers = self.local.generate_all([query for query, _ in jobs], [given for _, given in jobs])
         for index, answer in enumerate(answers):
-            if answer.tags != {self.loaded[1]}:
+            if answer.ids and answer.tags != {self.loaded[1]}:  # one that was aborted at once has no tags
                 raise EngineError(
                     f"the engine {self} sampled response {index} with the weights {', '.join(sorted(answer.tags))}; "
                     f"this run has loaded {self.loaded[1]}. Does another run use the server, or was it started again?"

@@ -33,15 +33,15 @@ class Answer:
     """The log-probability of each token, at the sampling temperature and before truncation."""
 
 
-class Unreachable(EngineError):
+class UnreachableError(EngineError):
     """A server that cannot be reached."""
 
 
-class Failed(EngineError):
+class RefusedError(EngineError):
     """A server that could not do what it was asked for: the status of its answer is 500 or above."""
 
 
-class Died(EngineError):
+class DiedError(EngineError):
     """A server, started by trainkit, that ended although it should not."""
 
 
@@ -90,12 +90,12 @@ class Server:
                 "see what the server does"
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(
+            raise UnreachableError(
                 f"the engine {self} cannot be reached ({type(error).__name__}: {error}); start a server there, or "
                 "correct rollout.engine.urls"
             ) from error
         if status != 200:
-            kind = Failed if status >= 500 else EngineError
+            kind = RefusedError if status >= 500 else EngineError
             raise kind(f"the engine {self} answered {path} with the status {status}: {_message(content)}")
         try:
             return json.loads(content)
@@ -112,7 +112,7 @@ class Server:
         """
         try:
             found: dict[str, Any] = self.post("/collective_rpc", {"method": "trainkit_describe"})["results"][0]
-        except (Unreachable, Died):
+        except (UnreachableError, DiedError):
             raise
         except (EngineError, LookupError, TypeError) as error:
             raise EngineError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from trainkit.errors import ConfigError, EngineError
-from trainkit.models.adapters import has_adapter, without_adapter
+from trainkit.models import has_adapter, without_adapter
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be prepared for."""

@@ -36,7 +36,7 @@ class InProcess:
         os.environ.update({name: os.environ.get(name, value) for name, value in [*ENVIRONMENT.items()][2:]})
         os.environ.update(dict([*ENVIRONMENT.items()][:2]))
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # a setting decides
-        with _unchanged_torch():
+        with _own_threads(), _own_generator():
             from vllm import LLM  # type: ignore[import-not-found, unused-ignore]
 
             self.llm: Any = LLM(
@@ -48,7 +48,6 @@ class InProcess:
                 }
             )
         self.adapter: Any = None
-        self.loads = 0
 
     def __str__(self) -> str:
         return "'vllm' in this process"
@@ -64,15 +63,14 @@ class InProcess:
         Raises:
             EngineError: the prefix cache may hold what the earlier weights computed.
         """
-        self.loads += 1
-        if adapter:
-            from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
+        with _own_generator():
+            if adapter:
+                from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
-            self.adapter = LoRARequest(ADAPTER, 1, str(directory), load_inplace=True)
-            self.llm.llm_engine.add_lora(self.adapter)
-            self.adapter = LoRARequest(ADAPTER, 1, str(directory))
-        else:
-            self.llm.collective_rpc("trainkit_load", args=(str(directory),))
+                self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
+                self.adapter = LoRARequest(ADAPTER, 1, str(directory))
+            else:
+                self.llm.collective_rpc("trainkit_load", args=(str(directory),))
         self.llm.update_weight_version(tag)
         if not self.llm.reset_prefix_cache():
             raise EngineError(f"the engine {self} did not clear its prefix cache after new weights were loaded")
@@ -81,12 +79,13 @@ class InProcess:
         """Return a response to each of ``queries``, sampled with vLLM's ``parameters`` of each."""
         from vllm import SamplingParams
 
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(query)} for query in queries],
-            [SamplingParams(**given) for given in parameters],
-            use_tqdm=False,
-            lora_request=self.adapter,
-        )
+        with _own_generator():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(query)} for query in queries],
+                [SamplingParams(**given) for given in parameters],
+                use_tqdm=False,
+                lora_request=self.adapter,
+            )
         return [_answer(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
@@ -104,12 +103,18 @@ def _answer(output: Any) -> Answer:
 
 
 @contextmanager
-def _unchanged_torch() -> Iterator[None]:
-    """Restore what vLLM changes in torch when it starts: the global generator and ``torch.set_num_threads``."""
-    state, threads, count = torch.get_rng_state(), torch.set_num_threads, torch.get_num_threads()
+def _own_generator() -> Iterator[None]:
+    """Restore torch's global generator, which vLLM seeds and uses."""
+    with torch.random.fork_rng():
+        yield
+
+
+@contextmanager
+def _own_threads() -> Iterator[None]:
+    """Restore ``torch.set_num_threads``, which vLLM replaces when it starts, and the number of threads."""
+    function, count = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        torch.set_num_threads = threads
+        torch.set_num_threads = function
         torch.set_num_threads(count)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from trainkit.errors import EngineError
-from trainkit_vllm import guard
-from trainkit_vllm.client import Died, Failed, Server, Unreachable
+from trainkit_vllm.client import DiedError, RefusedError, Server, UnreachableError
+from trainkit_vllm.guard import PATIENCE
 
 log = logging.getLogger(__name__)
 
+GUARD = Path(__file__).with_name("guard.py")
+"""The program that ends a server with the process that has started it."""
 EXTENSION = "trainkit_vllm.worker.WorkerExtension"
 DYING = 15.0
 """Seconds in which a server that has lost its worker ends; only then is it known that it died."""
@@ -93,12 +95,12 @@ class Started(Server):
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         server = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-        quiet = ["--uvicorn-log-level", "warning", "--disable-log-stats"]
+        quiet = ["--uvicorn-log-level", "warning"]
         given = options({**self.arguments, "worker_extension_cls": EXTENSION, "enable_scale_out": True})
         self._begin = self.log.stat().st_size if self.log.exists() else 0  # the log of a restarted server goes on
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, guard.__file__, sys.executable, *server, *quiet, *given],
+                [sys.executable, str(GUARD), sys.executable, *server, *quiet, *given],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,
@@ -142,18 +144,18 @@ class Started(Server):
         """Send ``body`` as JSON, and return the answer.
 
         Raises:
-            Died: the server died, or is about to.
+            DiedError: the server died, or is about to.
             EngineError: it does not answer in time, or its answer is an error.
         """
         process = self.process  # another thread may start the next one meanwhile
         try:
             return super().post(path, body)
-        except (Unreachable, Failed) as error:
+        except (UnreachableError, RefusedError) as error:
             end = time.monotonic() + DYING
             while process is not None and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
             if process is None or process.poll() is not None:
-                raise Died(f"the engine {self} died: {self.reason()}") from error
+                raise DiedError(f"the engine {self} died: {self.reason()}") from error
             raise
 
     def close(self) -> None:
@@ -163,7 +165,7 @@ class Started(Server):
         assert self.process.stdin is not None
         self.process.stdin.close()  # for the guard, the end of this process
         try:
-            self.process.wait(guard.PATIENCE + 5)
+            self.process.wait(PATIENCE + 5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
