@@ -15,6 +15,8 @@ from trainkit.errors import EngineError, describe
 
 ADAPTER = "trainkit"
 """The name under which a server knows the adapter of the run."""
+PARTIAL = "partly loaded"
+"""The tag of weights while new ones are loaded; it remains if that fails."""
 UNKNOWN = -9999.0
 """What vLLM's servers return instead of a log-probability that is NaN or −inf."""
 
@@ -129,18 +131,21 @@ class Server:
             EngineError: the server refused, or its prefix cache may hold what the earlier weights computed.
         """
         self.post("/pause?mode=wait")  # all requests have been answered; a server of several users may have others
-        if adapter:
-            path = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
-            self.post("/v1/load_lora_adapter", path)
-        else:
-            self.post("/collective_rpc", {"method": "trainkit_load", "args": [str(directory)]})
-        self.post("/update_weight_version", {"new_version": tag})
-        if self.post("/reset_prefix_cache") != {"success": True}:
-            raise EngineError(
-                f"the engine {self} did not clear its prefix cache after new weights were loaded: its next responses "
-                "could depend on the earlier weights"
-            )
-        self.post("/resume")
+        try:
+            self.post("/update_weight_version", {"new_version": PARTIAL})
+            if adapter:
+                path = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
+                self.post("/v1/load_lora_adapter", path)
+            else:
+                self.post("/collective_rpc", {"method": "trainkit_load", "args": [str(directory)]})
+            if self.post("/reset_prefix_cache") != {"success": True}:
+                raise EngineError(
+                    f"the engine {self} did not clear its prefix cache after new weights were loaded: its next "
+                    "responses could depend on the earlier weights"
+                )
+            self.post("/update_weight_version", {"new_version": tag})
+        finally:
+            self.post("/resume")
 
     def generate(self, query: Sequence[int], parameters: Mapping[str, Any], adapter: bool) -> Answer:
         """Return the response to ``query``, sampled with vLLM's ``parameters``.

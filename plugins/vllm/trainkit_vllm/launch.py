@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 GUARD = Path(__file__).with_name("guard.py")
 """The program that ends a server with the process that has started it."""
 EXTENSION = "trainkit_vllm.worker.WorkerExtension"
+FOREIGN = re.compile(
+    r"VLLM_CPU_KVCACHE_SPACE|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+"""Variables that a server does not inherit: a setting decides on the cache; the others describe the trainer's group."""
 DYING = 15.0
 """Seconds in which a server that has lost its worker ends; only then is it known that it died."""
 FAULT, HARMLESS = re.compile(r"\b\w*(?:Error|Exception): .*"), re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
@@ -40,7 +44,7 @@ def installed() -> bool:
 def environment(adapters: bool) -> dict[str, str]:
     """Return the environment variables of a server; those of this process take precedence where they may differ."""
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    own = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}  # a setting decides
+    own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
     return {
         **threads,
         **own,
