@@ -165,14 +165,15 @@ def gone(pid: int) -> bool:
 
 
 def test_what_a_guard_runs_ends_with_the_process_that_started_the_guard(tmp_path: Path) -> None:
-    note = tmp_path / "pids"
+    note, files = tmp_path / "pids", tmp_path / "files"
+    files.mkdir()
     child = f"import os, time; open({str(note)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)"
     command = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); {child}"
     begin = (
         "import subprocess, sys, time; p = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE,"
         " start_new_session=True); time.sleep(60)"
     )
-    starter = subprocess.Popen([sys.executable, "-c", begin, guard.__file__, sys.executable, "-c", command])
+    starter = subprocess.Popen([sys.executable, "-c", begin, guard.__file__, str(files), sys.executable, "-c", command])
     try:
         end = time.monotonic() + 30
         while not (note.exists() and len(note.read_text().split()) == 2) and time.monotonic() < end:
@@ -184,6 +185,9 @@ def test_what_a_guard_runs_ends_with_the_process_that_started_the_guard(tmp_path
         while not all(map(gone, pids)) and time.monotonic() < end:
             time.sleep(0.05)
         assert all(map(gone, pids)), "the server and its workers"
+        while files.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not files.exists(), "nothing else removes the files of a trainer that was killed"
     finally:
         starter.kill()
         starter.wait()

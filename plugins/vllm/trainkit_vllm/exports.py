@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from trainkit.errors import ConfigError, EngineError
 from trainkit.models import has_adapter, without_adapter
@@ -55,23 +57,25 @@ def adapter_of(model: Any) -> tuple[str, Any]:
 def write_model(served: Any, directory: Path) -> None:
     """Write the model without its adapter, and the tokenizer."""
     base = without_adapter(served.model) if has_adapter(served.model) else served.model
-    _save(base, directory, None)
+    config = copy.deepcopy(base.config)
+    config.architectures, config.dtype = [type(base).__name__], base.dtype
+    config.save_pretrained(directory)
+    write_weights(base, base.state_dict(), directory)
     served.tokenizer.save_pretrained(directory)
 
 
 def write_weights(model: Any, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write ``tensors``, named as in the model's ``state_dict``, under the names that a checkpoint has."""
-    _save(model, directory, {name: tensor.detach() for name, tensor in tensors.items()})
+    """Write ``tensors``, named as in the model's ``state_dict``, under the names that a checkpoint has.
 
-
-def _save(model: Any, directory: Path, tensors: dict[str, Tensor] | None) -> None:
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        model.save_pretrained(directory, state_dict=tensors)
-    finally:
-        if shown:
-            enable_progress_bar()
+    This is what the model's ``save_pretrained`` does, which writes nothing on other processes than the first.
+    """
+    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(tensors), model))
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.detach().contiguous().cpu() for name, tensor in named.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def write_adapter(model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:

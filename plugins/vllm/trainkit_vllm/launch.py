@@ -104,7 +104,7 @@ class Started(Server):
         self._begin = self.log.stat().st_size if self.log.exists() else 0  # the log of a restarted server goes on
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(GUARD), sys.executable, *server, *quiet, *given],
+                [sys.executable, str(GUARD), str(self.log.parent), sys.executable, *server, *quiet, *given],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,
@@ -136,8 +136,11 @@ class Started(Server):
         content = self.log.read_bytes()[self._begin :] if self.log.exists() else b""
         lines = content.decode("utf-8", "replace").strip().splitlines()
         told = [line for line in lines if not HARMLESS.search(line)]
-        faults = [found.group() for line in told if (found := FAULT.search(line))]
-        return faults[0] if faults else " | ".join(lines[-3:]) or "its log is empty"
+        for at, line in enumerate(told):
+            if found := FAULT.search(line):
+                more = told[at + 1 : at + 3] if "validation error" in line else []  # pydantic says it in further lines
+                return " ".join([found.group(), *more])
+        return " | ".join(lines[-3:]) or "its log is empty"
 
     @property
     def alive(self) -> bool:
