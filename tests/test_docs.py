@@ -33,7 +33,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TUTORIALS = [page for page in PAGES if page.stem not in ("plugins", "plugin-api")]
 """Pages whose code is run and needs no further look."""
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
-ALGORITHM_READMES = [page for page in PLUGIN_READMES if page.parent.name not in ("early_stop", "ray")]
+ALGORITHM_READMES = [page for page in PLUGIN_READMES if page.parent.name not in ("early_stop", "ray", "vllm")]
 """Those of plugins that are trainers."""
 DOCUMENTS = [
     README,
@@ -366,7 +366,7 @@ def test_a_plugins_settings_are_listed_with_their_defaults(document: Path) -> No
         assert listed == {name: field.default for name, field in method.model_fields.items()}
 
 
-@pytest.mark.parametrize("plugin", ["early_stop", "ray"])
+@pytest.mark.parametrize("plugin", ["early_stop", "ray", "vllm"])
 def test_the_settings_of_other_plugins_are_listed_with_their_defaults(plugin: str) -> None:
     ((_, table),) = tables_about(f"trainkit_{plugin}.")
     listed = {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in table.rows}

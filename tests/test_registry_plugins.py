@@ -340,8 +340,8 @@ def test_the_built_in_names_are_those_of_trainkits_own_distributions():
     installed = {plugin.name: plugin for plugin in discover()}
     assert {name: installed[name].origin for name in declared} == dict.fromkeys(declared, "built-in")
     kinds = {name: installed[name].kind.split(", ")[0] for name in declared}
-    assert {name for name, kind in kinds.items() if kind != "trainer"} == {"early_stop", "ray"}
-    assert (kinds["early_stop"], kinds["ray"]) == ("hooks", "engine")
+    others = {name: kind for name, kind in kinds.items() if kind != "trainer"}
+    assert others == {"early_stop": "hooks", "ray": "engine", "vllm": "engine"}
 
 
 OBSERVES = "@trainkit.hookimpl\ndef on_step(step): ...\n"

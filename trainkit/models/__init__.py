@@ -1,6 +1,6 @@
 """The models that trainers use: loading, policies, heads, model classes with a value head, and frozen references."""
 
-from trainkit.models.adapters import make_peft_config
+from trainkit.models.adapters import has_adapter, make_peft_config, without_adapter
 from trainkit.models.loading import (
     check_adapter_dropout,
     context_length,
@@ -51,6 +51,7 @@ __all__ = [
     "create_reference_model",
     "disable_dropout",
     "embedding_noise",
+    "has_adapter",
     "in_chunks",
     "load_heads",
     "load_model",
@@ -61,4 +62,5 @@ __all__ = [
     "response_logprobs",
     "state_width",
     "unwrap_model_for_generation",
+    "without_adapter",
 ]

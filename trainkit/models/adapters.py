@@ -268,7 +268,7 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
         warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
         model.save_pretrained(directory)
     if not source:
-        _without_adapter(model).save_pretrained(directory / BASE)
+        without_adapter(model).save_pretrained(directory / BASE)
 
 
 @contextmanager
@@ -282,7 +282,7 @@ def _set_to(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
         vars(config).update(before)
 
 
-def _without_adapter(model: PreTrainedModel) -> PreTrainedModel:
+def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its adapter; the two share the base weights."""
     tensors = [*model.parameters(), *model.buffers()]
     base = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

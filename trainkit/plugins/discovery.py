@@ -40,6 +40,7 @@ BUILT_IN = {
     "rft": "trainkit-rft",
     "rloo": "trainkit-rloo",
     "sft": "trainkit-sft",
+    "vllm": "trainkit-vllm",
 }
 """trainkit's own plugins and their distributions. No other distribution may use these names, installed or not."""
 ACCELERATE_TRACKERS = frozenset(

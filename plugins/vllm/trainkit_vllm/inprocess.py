@@ -1,0 +1,120 @@
+"""vLLM inside the process of the trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.errors import EngineError
+from trainkit_vllm.client import ADAPTER, Answer
+from trainkit_vllm.launch import EXTENSION
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""What vLLM reads when it is imported or started; variables that are set take precedence, except the first two."""
+
+
+class InProcess:
+    """vLLM in this process, with the interface of `trainkit_vllm.client.Server`.
+
+    Args:
+        arguments: those of ``vllm.LLM``, among them the directory of the model.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        os.environ.update({name: os.environ.get(name, value) for name, value in [*ENVIRONMENT.items()][2:]})
+        os.environ.update(dict([*ENVIRONMENT.items()][:2]))
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # a setting decides
+        with _own_threads(), _own_generator():
+            from vllm import LLM  # type: ignore[import-not-found, unused-ignore]
+
+            self.llm: Any = LLM(
+                **{
+                    "distributed_executor_backend": "uni",
+                    "disable_log_stats": True,
+                    "worker_extension_cls": EXTENSION,
+                    **arguments,
+                }
+            )
+        self.adapter: Any = None
+
+    def __str__(self) -> str:
+        return "'vllm' in this process"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is served, as `trainkit_vllm.worker.WorkerExtension.trainkit_describe` returns it."""
+        found: dict[str, Any] = self.llm.collective_rpc("trainkit_describe")[0]
+        return found
+
+    def load(self, directory: Path, tag: str, adapter: bool) -> None:
+        """Load the weights or the adapter in ``directory``, and call them ``tag``.
+
+        Raises:
+            EngineError: the prefix cache may hold what the earlier weights computed.
+        """
+        with _own_generator():
+            if adapter:
+                from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
+
+                self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(directory), load_inplace=True))
+                self.adapter = LoRARequest(ADAPTER, 1, str(directory))
+            else:
+                self.llm.collective_rpc("trainkit_load", args=(str(directory),))
+        self.llm.update_weight_version(tag)
+        if not self.llm.reset_prefix_cache():
+            raise EngineError(f"the engine {self} did not clear its prefix cache after new weights were loaded")
+
+    def generate_all(self, queries: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Return a response to each of ``queries``, sampled with vLLM's ``parameters`` of each."""
+        from vllm import SamplingParams
+
+        with _own_generator():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(query)} for query in queries],
+                [SamplingParams(**given) for given in parameters],
+                use_tqdm=False,
+                lora_request=self.adapter,
+            )
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    def close(self) -> None:
+        """Release the model and the cache."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+
+def _answer(output: Any) -> Answer:
+    ids = [int(token) for token in output.token_ids]
+    known = output.logprobs or [{}] * len(ids)
+    values = [row[token].logprob if token in row else math.nan for token, row in zip(ids, known, strict=True)]
+    return Answer(ids, str(output.finish_reason), {span.version for span in output.weight_versions or []}, values)
+
+
+@contextmanager
+def _own_generator() -> Iterator[None]:
+    """Restore torch's global generator, which vLLM seeds and uses."""
+    with torch.random.fork_rng():
+        yield
+
+
+@contextmanager
+def _own_threads() -> Iterator[None]:
+    """Restore ``torch.set_num_threads``, which vLLM replaces when it starts, and the number of threads."""
+    function, count = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = function
+        torch.set_num_threads(count)

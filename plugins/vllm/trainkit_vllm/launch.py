@@ -1,0 +1,179 @@
+"""Servers of vLLM that trainkit starts on loopback, each in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.errors import EngineError
+from trainkit_vllm.client import DiedError, RefusedError, Server, UnreachableError
+from trainkit_vllm.guard import PATIENCE
+
+log = logging.getLogger(__name__)
+
+GUARD = Path(__file__).with_name("guard.py")
+"""The program that ends a server with the process that has started it."""
+EXTENSION = "trainkit_vllm.worker.WorkerExtension"
+FOREIGN = re.compile(
+    r"VLLM_CPU_KVCACHE_SPACE|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+"""Variables that a server does not inherit: a setting decides on the cache; the others describe the trainer's group."""
+DYING = 15.0
+"""Seconds in which a server that has lost its worker ends; only then is it known that it died."""
+FAULT, HARMLESS = re.compile(r"\b\w*(?:Error|Exception): .*"), re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+
+
+def installed() -> bool:
+    """Return whether vLLM is installed here; do not import it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def environment(adapters: bool) -> dict[str, str]:
+    """Return the environment variables of a server; those of this process take precedence where they may differ."""
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
+    return {
+        **threads,
+        **own,
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights exist only with it
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if adapters else "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # all files are in the directory
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def options(arguments: Mapping[str, Any]) -> list[str]:
+    """Return vLLM's arguments as options of its command line: ``{"a_b": 2, "c": True}`` -> ``--a-b 2 --c``."""
+    made: list[str] = []
+    for name, value in arguments.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            made.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            made += [option, value if isinstance(value, str) else json.dumps(value)]
+    return made
+
+
+class Started(Server):
+    """A server on loopback, started by trainkit; it ends with this process.
+
+    Args:
+        arguments: vLLM's arguments, among them the directory of the model.
+        directory: where its log is written.
+        timeout: seconds that it has to answer.
+        start_timeout: seconds that it has to start.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], directory: Path, timeout: float, start_timeout: float) -> None:
+        super().__init__("", timeout)
+        self.arguments, self.log, self.start_timeout = arguments, directory / "server.log", start_timeout
+        self.process: subprocess.Popen[bytes] | None = None
+        self._begin = 0
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers.
+
+        Raises:
+            EngineError: it ended, or does not answer in time; with the reason from its log.
+        """
+        self.close()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        server = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        quiet = ["--uvicorn-log-level", "warning"]
+        given = options({**self.arguments, "worker_extension_cls": EXTENSION, "enable_scale_out": True})
+        self._begin = self.log.stat().st_size if self.log.exists() else 0  # the log of a restarted server goes on
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(GUARD), str(self.log.parent), sys.executable, *server, *quiet, *given],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=environment(bool(self.arguments.get("enable_lora"))),
+                start_new_session=True,  # an interrupt from the keyboard ends the run, which then ends the server
+            )
+        log.info("starting vLLM at %s, which takes about a minute; its log is %s", self.url, self.log)
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self.start_timeout
+        while time.monotonic() < end:
+            if self.process is None or self.process.poll() is not None:
+                raise EngineError(f"the engine {self} did not start: {self.reason()}")
+            try:
+                if self.request("GET", "/health", timeout=5)[0] == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass  # it does not listen yet
+            time.sleep(0.25)
+        self.close()
+        raise EngineError(
+            f"the engine {self} did not start within {self.start_timeout:g} seconds; raise "
+            f"rollout.engine.start_timeout. Its log ends with: {self.reason()}"
+        )
+
+    def reason(self) -> str:
+        """Return the first error since the server was started, from its log; the log's end if it names none."""
+        content = self.log.read_bytes()[self._begin :] if self.log.exists() else b""
+        lines = content.decode("utf-8", "replace").strip().splitlines()
+        told = [line for line in lines if not HARMLESS.search(line)]
+        for at, line in enumerate(told):
+            if found := FAULT.search(line):
+                more = told[at + 1 : at + 3] if "validation error" in line else []  # pydantic says it in further lines
+                return " ".join([found.group(), *more])
+        return " | ".join(lines[-3:]) or "its log is empty"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process of the server runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Send ``body`` as JSON, and return the answer.
+
+        Raises:
+            DiedError: the server died, or is about to.
+            EngineError: it does not answer in time, or its answer is an error.
+        """
+        process = self.process  # another thread may start the next one meanwhile
+        try:
+            return super().post(path, body)
+        except (UnreachableError, RefusedError) as error:
+            end = time.monotonic() + DYING
+            while process is not None and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+            if process is None or process.poll() is not None:
+                raise DiedError(f"the engine {self} died: {self.reason()}") from error
+            raise
+
+    def close(self) -> None:
+        """End the server and its processes."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # for the guard, the end of this process
+        try:
+            self.process.wait(PATIENCE + 5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
