@@ -43,7 +43,7 @@ test-all: $(VENV)/made
 
 # one after the other: each starts several processes
 engines: $(ENGINES)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest -m engines $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest -m engines $(or $(ARGS),$(wildcard plugins/ray plugins/vllm))
 
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from trainkit.rollouts import Request
 from trainkit.testing import check_engine, tiny_t5
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
 from trainkit_ray import RayConfig
+from trainkit_ray.cluster import speaks_grpc
 from trainkit_ray.generator import packed, unpacked
 
 # --------------------------------------------------------------------------------------------------- without Ray
@@ -119,6 +121,7 @@ def start(code: str, *arguments: str, cwd: Path, **variables: str) -> subprocess
 LEARNER = """
 import sys, time
 from pathlib import Path
+from threading import Thread
 from trainkit.testing.trainers import tiny_trainer
 trainer = tiny_trainer("rloo", Path("run"), rollout__engine={"name": "ray", "actors": 2})
 trainer.generate(["a"])
@@ -335,6 +338,22 @@ def test_an_address_where_nothing_listens_is_named_at_once(tmp_path: Path) -> No
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_another_server_at_the_address_is_told_from_ray(answer: bytes, tmp_path: Path) -> None:
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        thread = Thread(target=serve)
+        thread.start()
+        assert speaks_grpc(address) is False
+        thread.join()
+
+
 # ---------------------------------------------------------------------------------------------------- other processes
 
 HEAD = """
@@ -347,6 +366,7 @@ print(sum(node["Alive"] for node in ray.nodes()), flush=True)
 JOINS = """
 import sys, ray
 from pathlib import Path
+from threading import Thread
 from trainkit.testing.trainers import tiny_trainer
 engine = {"name": "ray", "actors": 2, "address": sys.argv[1]}
 made = [tiny_trainer("rloo", Path("unused"), rollout__engine=each) for each in (engine, "local")]
@@ -375,6 +395,7 @@ def test_a_cluster_at_an_address_is_joined_and_left_running(tmp_path: Path) -> N
 TORCHRUN = """
 import sys
 from pathlib import Path
+from threading import Thread
 import torch
 from trainkit.testing.trainers import tiny_trainer
 for engine in ("local", "ray"):
@@ -413,6 +434,7 @@ def test_a_ray_that_the_user_initialised_is_used_and_not_shut_down(tmp_path: Pat
     code = """
 import ray
 from pathlib import Path
+from threading import Thread
 from trainkit.testing.trainers import tiny_trainer
 ray.init(address="local", include_dashboard=False, num_cpus=1)
 trainer = tiny_trainer("rloo", Path("unused"), rollout__engine="ray")

@@ -239,14 +239,16 @@ class RayEngine(Engine):
                     error = again
 
     def _check_listens(self, address: str) -> None:
-        host, port = address.rsplit(":", 1)
+        """Raise an `EngineError` unless a cluster may listen at ``address``; Ray itself tries for minutes."""
+        from trainkit_ray import cluster
+
+        wanted = "rollout.engine.address should be that of a cluster's head node, as `ray start --head` prints it"
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
+            answers = cluster.speaks_grpc(address)
         except (OSError, OverflowError) as error:
-            raise self._error(
-                f"finds nothing that listens at {address} ({_said(error)}); rollout.engine.address should be that of a "
-                "cluster's head node, as `ray start --head` prints it"
-            ) from error
+            raise self._error(f"finds nothing that listens at {address} ({_said(error)}); {wanted}") from error
+        if not answers:
+            raise self._error(f"finds no Ray at {address}: what listens there does not answer as Ray does; {wanted}")
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"the engine {self} {what}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +48,24 @@ def _initialise(address: str | None) -> None:
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", include_dashboard=False, **usual)
+
+
+def speaks_grpc(address: str) -> bool:
+    """Return whether a server of gRPC listens at ``host:port``, as a head node does; True if it is asked by TLS.
+
+    It answers the beginning of an HTTP/2 connection (RFC 9113, section 3.4) by a frame of its settings.
+
+    Raises:
+        OSError: nothing listens.
+    """
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return True
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        with suppress(OSError):  # it does not answer, or hangs up
+            return connection.recv(9)[3:4] == b"\x04"
+        return False
 
 
 def leave(actors: Iterable[Any]) -> None:
