@@ -34,7 +34,7 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "plugins"), ("cli", "testing"), ("examples", "trainer"),
+    ("cli", "config"), ("cli", "testing"), ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
     ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
 }  # fmt: skip
