@@ -39,7 +39,6 @@ test: $(VENV)/made
 
 test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity and not engines" $(SELECTED)
-	$(if $(ARGS),,$(MAKE) engines)
 
 # one after the other: each starts several processes
 engines: $(ENGINES)/made
