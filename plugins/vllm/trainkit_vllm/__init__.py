@@ -34,6 +34,8 @@ EXACT, ROUNDED = 1e-4, 0.1
 """How much log-probabilities may differ from those of the trained model, in nats: in float32; at lower precision."""
 COLDEST = 0.01
 """The lowest temperature above 0 that vLLM samples at."""
+PARALLEL = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+"""Arguments by which vLLM runs in several processes."""
 SERVERS_ONLY = ("timeout", "start_timeout", "restarts")
 
 
@@ -172,7 +174,11 @@ class VLLMEngine(Engine):
 
     def _arguments(self, model: Path) -> dict[str, Any]:
         limit = {} if self.served.limit is None else {"max_model_len": self.served.limit}
-        eager = {} if torch.cuda.is_available() else {"enforce_eager": True}  # there is nothing to compile for
+        eager: dict[str, Any] = {}
+        if not torch.cuda.is_available():
+            eager["enforce_eager"] = True  # there is nothing to compile for
+            if not PARALLEL & self.config.arguments.keys():
+                eager["distributed_executor_backend"] = "uni"  # one process less, which would wait by running
         return {
             "model": str(model),
             "dtype": self._dtype(),

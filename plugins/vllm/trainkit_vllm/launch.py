@@ -46,6 +46,8 @@ def installed() -> bool:
 def environment(adapters: bool) -> dict[str, str]:
     """Return the environment variables of a server; those of this process take precedence where they may differ."""
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if not torch.cuda.is_available():
+        threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for CPUs, vLLM takes the executor "uni" only with it
     own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
     return {
         **threads,
