@@ -5,7 +5,7 @@ A step makes 32 responses of exactly 64 tokens to prompts of 32 tokens with mode
 turn, each on ``--threads`` threads. The figures are medians over ``--steps`` after ``--warmup``.
 
 Seconds of the processor are those of all processes that take part: for vLLM, this process, which sends the requests,
-and the three of the server. Loading the weights into vLLM is measured separately; the other systems do not need it.
+and those of the server. Loading the weights into vLLM is measured separately; the other systems do not need it.
 """
 
 from __future__ import annotations

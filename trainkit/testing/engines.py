@@ -28,8 +28,8 @@ MODEL = tiny_llama(10, hidden_size=64, intermediate_size=128)
 """The model that engines are checked with, unless another is given: heads of 32, the smallest that all engines run."""
 SPREAD = 0.15
 """The deviation of the noise that is added to the weights: the likeliest token then has a probability of about 0.4."""
-PATIENCE = 120.0
-"""Seconds within which an engine should answer, also if a process of it has died."""
+PATIENCE = 300.0
+"""Seconds within which an engine should answer, also if a process of it has died; a busy machine starts one slowly."""
 
 
 class Serving:

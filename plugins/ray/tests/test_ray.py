@@ -283,7 +283,7 @@ def test_one_death_more_than_max_restarts_is_an_error_with_its_cause(cluster: No
 
 
 @pytest.mark.engines
-def test_an_exception_in_an_actor_is_an_error_with_its_cause(cluster: None, tmp_path: Path) -> None:
+def test_an_exception_in_an_actor_and_an_answer_that_is_not_finite_are_errors(cluster: None, tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, rollout__engine="ray")
     trainer.generate(["a"])
     future = trainer.engine.submit(Request([[99]], [1], trainer.settings(), "generate"))
@@ -292,11 +292,6 @@ def test_an_exception_in_an_actor_is_an_error_with_its_cause(cluster: None, tmp_
     assert isinstance(caught.value.__cause__, IndexError)
     assert trainer.generate(["a"]).outputs, "the actor lives on"
 
-
-@pytest.mark.engines
-def test_weights_that_are_not_numbers_are_noticed_in_the_answer(cluster: None, tmp_path: Path) -> None:
-    trainer = tiny_trainer("rloo", tmp_path, rollout__engine="ray")
-    trainer.generate(["a"])
     with torch.no_grad():
         next(trainer.unwrapped.model.parameters()).fill_(torch.nan)
     with pytest.raises(EngineError, match="returned logprobs that are not finite"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 import shutil
@@ -33,6 +34,8 @@ EXACT, ROUNDED = 1e-4, 0.1
 """How much log-probabilities may differ from those of the trained model, in nats: in float32; at lower precision."""
 COLDEST = 0.01
 """The lowest temperature above 0 that vLLM samples at."""
+PARALLEL = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+"""Arguments by which vLLM runs in several processes."""
 SERVERS_ONLY = ("timeout", "start_timeout", "restarts")
 
 
@@ -133,6 +136,11 @@ class VLLMEngine(Engine):
         return self.name
 
     @property
+    def pids(self) -> list[int]:
+        """The ids of the processes of the servers that were started here."""
+        return [pid for server in self.servers if isinstance(server, Started) for pid in server.pids]
+
+    @property
     def _places(self) -> list[Server | InProcess]:
         return [*self.servers] if self.local is None else [self.local]
 
@@ -166,7 +174,11 @@ class VLLMEngine(Engine):
 
     def _arguments(self, model: Path) -> dict[str, Any]:
         limit = {} if self.served.limit is None else {"max_model_len": self.served.limit}
-        eager = {} if torch.cuda.is_available() else {"enforce_eager": True}  # there is nothing to compile for
+        eager: dict[str, Any] = {}
+        if not torch.cuda.is_available():
+            eager["enforce_eager"] = True  # there is nothing to compile for
+            if not PARALLEL & self.config.arguments.keys():
+                eager["distributed_executor_backend"] = "uni"  # one process less, which would wait by running
         return {
             "model": str(model),
             "dtype": self._dtype(),
@@ -207,28 +219,38 @@ class VLLMEngine(Engine):
     # ----------------------------------------------------------------------------------------------------- weights
 
     def load(self, weights: Weights) -> None:
-        """Write ``weights`` into files, compare names and shapes with those of the servers, and load them."""
+        """Write ``weights`` into files, compare names and shapes with those of the servers, and load them.
+
+        Raises:
+            EngineError: they do not fit, nothing is loaded then; or the servers compute other log-probabilities.
+        """
+        given = self.served.fitting(weights)
         self.loads += 1
         tag = f"{self.run}-{self.loads}-{weights.version}"
         files = self.directory / f"weights-{self.loads}"
-        self._write(weights, files)
+        try:
+            self._write(given, files)
+        except EngineError:
+            shutil.rmtree(files, ignore_errors=True)
+            raise
         before, self.loaded, self.version = self.loaded, (files, tag), weights.version
         for index in range(len(self._places)):
             self._alive(index, self._load)
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
         if self.loads & (self.loads - 1) == 0:  # 1, 2, 4, 8, ...: the first weights may equal those that were there
+            model = self._model_with(given)
             for index in range(len(self._places)):
-                self._check_logprobs(index)
+                self._check_logprobs(index, model)
 
-    def _write(self, weights: Weights, files: Path) -> None:
-        model, tensors = self.served.model, weights.tensors()
+    def _write(self, given: Mapping[str, Tensor], files: Path) -> None:
+        model = self.served.model
         if self.adapter:
-            write_adapter(model, tensors, files)
+            write_adapter(model, given.items(), files)
             return
         if self.loads == 1 and self.config.urls:  # frozen tensors of servers that others have started
-            tensors = {**model.state_dict(), **dict(tensors)}.items()
-        write_weights(model, dict(tensors), files)
+            given = {**model.state_dict(), **given}
+        write_weights(model, given, files)
         shapes = shapes_in(files)
         for place, known in zip(self._places, self.known, strict=True):
             compare(shapes, known["shapes"], str(place))
@@ -273,13 +295,27 @@ class VLLMEngine(Engine):
                     error = again
 
     @torch.no_grad()
-    def _check_logprobs(self, index: int) -> None:
-        """Compare log-probabilities of a few sampled tokens with those of the trained model.
+    def _model_with(self, given: Mapping[str, Tensor]) -> Any:
+        """Return the model with the weights ``given``: a copy, unless they are those of the trained model itself.
+
+        Weights that are kept for a collection that is sampled ahead are loaded while the model is trained.
+        """
+        model = self.served.model
+        own = model.state_dict()
+        if all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in given.items()):
+            return model
+        model = copy.deepcopy(model)
+        model.load_state_dict(given, strict=False)
+        return model
+
+    @torch.no_grad()
+    def _check_logprobs(self, index: int, model: Any) -> None:
+        """Compare log-probabilities of a few sampled tokens with those of ``model``, which has the loaded weights.
 
         Raises:
             EngineError: they differ by more than rounding explains.
         """
-        model, settings = self.served.model, SamplingConfig(max_new_tokens=8, temperature=0.7, top_p=0.9)
+        settings = SamplingConfig(max_new_tokens=8, temperature=0.7, top_p=0.9)
         room = 24 if self.served.limit is None else min(24, self.served.limit)
         if room < 2:
             return
@@ -290,7 +326,7 @@ class VLLMEngine(Engine):
         queries = [torch.randint(size, (length,), generator=generator).tolist() for length in lengths]
         made = self._generate(Request(queries, range(4), settings, "generate"), only=index)
         assert made.logprobs is not None
-        off = (made.logprobs - self._expected(queries, made.ids, settings.temperature)).abs()
+        off = (made.logprobs - _expected(model, queries, made.ids, settings.temperature)).abs()
         exact = {self.known[index]["dtype"], str(model.dtype)} == {"float32", "torch.float32"}
         exact &= self.served.mixed_precision == "no"
         worst, allowed = (float(off.max()), EXACT) if exact else (float(off.mean()), ROUNDED)
@@ -301,20 +337,6 @@ class VLLMEngine(Engine):
                 f"and {allowed:g} is allowed for {self.known[index]['dtype']}. Does it serve another model, or with "
                 "other options?"
             )
-
-    def _expected(self, queries: list[list[int]], responses: list[list[int]], temperature: float) -> Tensor:
-        """Return the trained model's log-probabilities of all tokens of ``responses`` [N]."""
-        model, found = self.served.model, []
-        training = model.training
-        model.eval()
-        try:
-            for query, response in zip(queries, responses, strict=True):
-                ids = torch.tensor([[*query, *response]], device=model.device)
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float() / temperature
-                found.append(logits.log_softmax(-1).gather(-1, ids[0, len(query) :, None]).squeeze(-1).cpu())
-        finally:
-            model.train(training)
-        return torch.cat(found)
 
     # -------------------------------------------------------------------------------------------------- generating
 
@@ -411,3 +433,17 @@ def check_settings(settings: SamplingConfig) -> None:
 
 def _adapters(rank: int) -> Mapping[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
+def _expected(model: Any, queries: list[list[int]], responses: list[list[int]], temperature: float) -> Tensor:
+    """Return the model's log-probabilities of all tokens of ``responses`` [N]."""
+    found, training = [], model.training
+    model.eval()
+    try:
+        for query, response in zip(queries, responses, strict=True):
+            ids = torch.tensor([[*query, *response]], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float() / temperature
+            found.append(logits.log_softmax(-1).gather(-1, ids[0, len(query) :, None]).squeeze(-1).cpu())
+    finally:
+        model.train(training)
+    return torch.cat(found)

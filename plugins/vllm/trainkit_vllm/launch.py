@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from trainkit.errors import EngineError
@@ -44,6 +46,8 @@ def installed() -> bool:
 def environment(adapters: bool) -> dict[str, str]:
     """Return the environment variables of a server; those of this process take precedence where they may differ."""
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if not torch.cuda.is_available():
+        threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for CPUs, vLLM takes the executor "uni" only with it
     own = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
     return {
         **threads,
@@ -146,6 +150,20 @@ class Started(Server):
     def alive(self) -> bool:
         """Whether the process of the server runs."""
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of its processes: that of the server first, then those that compute."""
+        if not self.alive:
+            return []
+        assert self.process is not None
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if each.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(each.cmdline()):
+                        found.append(each.pid)
+        return found
 
     def post(self, path: str, body: Any = None) -> Any:
         """Send ``body`` as JSON, and return the answer.

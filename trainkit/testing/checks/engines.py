@@ -16,7 +16,7 @@ from trainkit.functional import penalise_repetition, truncate_logits
 from trainkit.rollouts import Engine, Generated, Weights
 from trainkit.testing.checks.tools import require_close, require_same_weights, weights
 from trainkit.testing.conformance import Bench, Subject, check, require
-from trainkit.testing.engines import MODEL, Serving, changed_since, prompts, seeds_of, state_of_process
+from trainkit.testing.engines import MODEL, PATIENCE, Serving, changed_since, prompts, seeds_of, state_of_process
 from trainkit.testing.trainers import tiny_trainer
 
 TEMPERATURE = 0.7
@@ -405,7 +405,7 @@ def engine_deaths(bench: Bench) -> None:
 
 def _require_same_or_error(subject: Subject, request: Any, expected: list[list[int]], early: Any) -> None:
     """Fail unless the answer is the expected one or an `EngineError`; start the engine again after an error."""
-    serving, ended = subject.serving, time.monotonic() + 120
+    serving, ended = subject.serving, time.monotonic() + PATIENCE
     try:
         made = serving.answer(request, serving.engine.submit(request) if early is None else early)
         again = serving.answer(request, serving.engine.submit(request))
@@ -413,7 +413,9 @@ def _require_same_or_error(subject: Subject, request: Any, expected: list[list[i
         subject.stop()
         return
     finally:
-        require(time.monotonic() < ended, "after the death of a process the answer takes more than two minutes")
+        require(
+            time.monotonic() < ended, f"after the death of a process the answer takes more than {PATIENCE:g} seconds"
+        )
     same = made.ids == again.ids == expected
     require(same, "after the death of a process other ids are sampled with the same seeds")
     serving.load()
