@@ -78,8 +78,15 @@ ELSEWHERE = {
         "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
+    "rollout.engine": "test_staleness.py::test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits",
+    "rollout.staleness":
+        "test_staleness.py::test_collection_c_is_sampled_with_the_weights_after_collection_c_minus_1_minus_s",
+    "rollout.correction": "test_staleness.py::test_importance_weights_scale_the_gradients_of_their_tokens",
+    "rollout.correction_level": "test_staleness.py::test_responses_with_one_ratio_have_one_weight",
+    "rollout.correction_cap": "test_staleness.py::test_importance_weights_scale_the_gradients_of_their_tokens",
 }  # fmt: skip
-"""Fields that need an environment, or an algorithm that keeps, and the tests that show their effect."""
+"""Fields that need an environment, an engine, older weights, or an algorithm that keeps, and the tests that show their
+effect."""
 
 
 def observe(root: Path, changes: dict[str, Any]) -> Any:

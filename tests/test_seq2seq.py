@@ -270,7 +270,7 @@ def test_what_the_sampler_has_seen_is_used_in_the_policys_place(
 ) -> None:
     trainer = tiny_trainer(name, tmp_path, model=fields, rollout__temperature=0.7, rollout__top_k=4)
     trainer.learn()
-    assert trainer.progress.sampler == "Seq2SeqSampler"
+    assert trainer.progress.sampler == "local"
     assert trainer.progress.sampler_exact
     rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
     said = trainer.unwrapped(rollouts.sequences, entropy=True)

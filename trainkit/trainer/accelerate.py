@@ -264,7 +264,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
     @property
     def scores_rollouts(self) -> bool:
         """Whether experience is made of scored rollouts, and not by an own `make_experience`."""
-        return self.online and type(self).make_experience is AccelerateRLTrainer.make_experience
+        own = getattr(self.make_experience, "__func__", None) is not AccelerateRLTrainer.make_experience
+        return self.online and not own
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
