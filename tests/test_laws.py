@@ -288,9 +288,8 @@ def test_epochs_end_a_run_also_if_its_collections_are_stopped_early(name: str, t
     trainer.learn()
     made, left_out = trainer.progress.step, trainer.passes * 2 - 1
     assert trainer.progress.collection + 1 == collections
-    if (
-        "make_experience" in vars(type(trainer)) or trainer.rows_vary
-    ):  # it may select among the rollouts, and make fewer steps
+    # an algorithm may select among the rollouts, and make fewer steps
+    if "make_experience" in vars(type(trainer)) or trainer.rows_vary:
         assert 0 < made <= planned - left_out
     else:
         assert (made, trainer.progress.samples) == (planned - left_out, collections * trainer.experience_rows)
