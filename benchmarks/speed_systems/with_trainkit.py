@@ -24,7 +24,7 @@ class Alternation:
         """Time the phases, and wait for the first turn."""
         turns = self.turns
         if trainer.online:
-            turns.time(trainer, "sampler", "generate")
+            turns.time(trainer.engine, "submit", "generate")
             turns.time(trainer, "behaviour", "old logprobs")
             turns.time(type(trainer.reference), "__call__", "reference")
         turns.time(trainer, "loss", "forward")
@@ -59,7 +59,7 @@ def run(work: Work, turns: Turns) -> None:
     config, tokenizer = trainkit.TRLConfig.from_dict(settings(work)), work.tokenizer()
     if work.case == "generate":
         trainer = trainkit.get_trainer("sft")(config, tokenizer=tokenizer)
-        turns.time(trainer, "sampler", "generate")
+        turns.time(trainer.engine, "submit", "generate")
         prompts = work.texts(work.rows, work.prompt)
         turns.ready()
         while True:

@@ -265,9 +265,8 @@ BUGS = (
         "ppo",
         ("padding_amount",),
         patch="""
--        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
 +        advantages = whiten(advantages, torch.ones_like(mask), reduce=self.reduce)
-+        return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
 """,
     ),
     Bug(
@@ -277,8 +276,7 @@ BUGS = (
         "ppo",
         ("micro_batches",),
         patch="""
--        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
-+        return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
 @@
 -        policy = clipped_surrogate(ratio, batch.advantages, cliprange=method.cliprange)
 +        policy = clipped_surrogate(ratio, whiten(batch.advantages, mask), cliprange=method.cliprange)
@@ -302,8 +300,9 @@ BUGS = (
         "rloo",
         ("credit_of_scores",),
         patch="""
--            return RLOORows(x.sequences, x.logprobs, advantages)
-+            return RLOORows(x.sequences, x.logprobs, advantages).select(torch.arange(0, len(x), self.method.rloo_k))
+-            return RLOORows(x.sequences, x.logprobs, advantages * weights)
++            rows = RLOORows(x.sequences, x.logprobs, advantages * weights)
++            return rows.select(torch.arange(0, len(x), self.method.rloo_k))
 """,
     ),
     Bug(
@@ -409,20 +408,23 @@ BUGS = (
 """,
     ),
     Bug(
-        "visits_not_saved",
-        "where the thresholds stand is not in the checkpoint",
+        "pools_not_saved",
+        "the responses that thresholds are computed from are not in the checkpoint",
         "S-20: trlX",
         "rft",
         ("resume_every_step",),
         patch="""
 -    remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
-+    remembers: ClassVar[dict[str, Any]] = {"pools": dict}
++    remembers: ClassVar[dict[str, Any]] = {"visits": dict}
 @@
      pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
 +
 +    def __init__(self, *args: Any, **kwargs: Any) -> None:
 +        super().__init__(*args, **kwargs)
-+        self.visits = {}
++        self.pools = {}
+@@
+-        method, pools = self.method, [self.pools[query] for query in queries]
++        method, pools = self.method, [self.pools.get(query, {"[5]": 0.0}) for query in queries]
 """,
     ),
     Bug(
@@ -544,8 +546,8 @@ BUGS = (
         "ppo",
         ("two_processes",),
         patch="""
--        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask, reduce=self.reduce), returns)
-+        return PPOBatch(x.sequences, x.logprobs, x.values, whiten(advantages, mask), returns)
+-        advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
++        advantages = whiten(advantages, mask) * x.weights
 """,
     ),
     Bug(

@@ -174,6 +174,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Fill the store with one collection of experience."""
         at = self.progress
         self._collection = Collection(at.collection, at.collection, at.cursor)
+        self.policy  # noqa: B018  (all processes make it together, also one that samples nothing)
         self.unwrapped.eval()
         with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
             self.collect_experience()
