@@ -310,6 +310,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "bad seq_length": ({"config": {"train": {"seq_length": 100}}}, ConfigError, "at most 64 tokens"),
     "no room": ({"config": {"rollout": {"max_new_tokens": 64}}}, ConfigError, "no room for a prompt"),
     "greedy": ({"config": {"rollout": {"temperature": 0}}}, ConfigError, "rollout.temperature is 0"),
+    "greedy by top_k": ({"config": {"rollout": {"top_k": 1}}}, ConfigError, "rollout.top_k is 1: .* are the same"),
     "optimizer": ({"config": {"optimizer": {"kwargs": {"beta": 1}}}}, ConfigError, "optimizer.kwargs"),
     "constant": ({"config": {"scheduler": {"kwargs": {"x": 1}}}}, ConfigError, "'constant' takes no arguments"),
     "scheduler": ({"config": {"scheduler": {"name": "linear", "kwargs": {"x": 1}}}}, ConfigError, "scheduler.kwargs"),

@@ -408,6 +408,23 @@ BUGS = (
 """,
     ),
     Bug(
+        "visits_not_saved",
+        "a resumed run begins again with the first thresholds",
+        "S-20: trlX",
+        "rft",
+        ("resume_every_step",),
+        patch="""
+-    remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
++    remembers: ClassVar[dict[str, Any]] = {"pools": dict}
+@@
+     pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
++
++    def __init__(self, *args: Any, **kwargs: Any) -> None:
++        super().__init__(*args, **kwargs)
++        self.visits = {}
+""",
+    ),
+    Bug(
         "pools_not_saved",
         "the responses that thresholds are computed from are not in the checkpoint",
         "S-20: trlX",

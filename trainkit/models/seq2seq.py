@@ -154,7 +154,7 @@ class _Responses:
 
     def at_actions(self, values: Tensor) -> Tensor:
         """Return those of ``values`` [B, K + R − 1, *] at the positions where a response token is chosen. -> [N, *]."""
-        return values[:, self.start :][self.chosen]
+        return values[:, self.start : self.start + self.chosen.size(1)][self.chosen]
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -29,11 +29,12 @@ class RFTConfig(MethodConfig):
     rft_k: int = Field(32, ge=1)
     """Responses sampled to each prompt in a growth step."""
     n_improve_steps: int = Field(4, ge=1)
-    """Epochs per growth step, its own included; in the other epochs prompts are trained on with their pools."""
+    """Epochs per growth step, its own included; in the other epochs prompts are trained on with their pools. Thresholds
+    rise over as many visits to a prompt: an epoch is one visit, unless the prompt occurs several times in the data."""
     start_percentile: float = Field(0.7, ge=0, le=1)
-    """Percentile of a prompt's pool that is the threshold in the growth step, as a fraction."""
+    """Percentile of a prompt's pool that is the threshold in the first visit, as a fraction."""
     end_percentile: float = Field(0.95, ge=0, le=1)
-    """The same in the last visit before the next growth step. Between the two visits it changes in equal steps."""
+    """The same in the last visit, after which the thresholds begin again. Between the two it changes in equal steps."""
     pool_size: int = Field(128, ge=1)
     """Distinct responses that a prompt's pool holds; those that were sampled least recently are dropped."""
 
@@ -58,13 +59,13 @@ def select(scores: list[list[float]], percentiles: list[float]) -> list[list[boo
     return [keep.tolist() for keep in kept]
 
 
-def share(kept: list[tuple[str, str]], rank: int, world: int) -> list[tuple[str, str]]:
+def share(kept: list[tuple[str, str]], rank: int, world: int, batch_size: int) -> list[tuple[str, str]]:
     """Return every ``world``-th of the (prompt, response) pairs, from ``rank`` on; equally many in every process.
 
-    If their number is not a multiple of ``world``, prompts without a response are added, which have no weight in the
-    loss.
+    Before, they are filled up to a multiple of ``batch_size`` with a prompt without a response, which has no weight in
+    the loss. Minibatches are then the same for every number of processes that divides ``batch_size``.
     """
-    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % world)]
+    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % batch_size)]
     return filled[rank::world]
 
 
@@ -144,7 +145,8 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
         kept = self.improve(list(dict.fromkeys(query for _, query, *_ in found)))
-        mine = share(kept, self.accelerator.process_index, self.accelerator.num_processes)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = share(kept, rank, world, self.config.train.batch_size)
         queries, responses = [json.loads(query) for query, _ in mine], [json.loads(response) for _, response in mine]
         return Sequences.from_rows(
             [query + [max(i, ~i) for i in response] for query, response in zip(queries, responses, strict=True)],

@@ -57,6 +57,11 @@ class Declared:
     """The declarations of RFT."""
 
     @classmethod
+    def tiny_arguments(cls) -> dict[str, Any]:
+        """Return the settings of the kit's runs: short enough for thresholds to rise and for a second growth step."""
+        return {"config": {"method": {"n_improve_steps": 2}}}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return EFFECTS

@@ -12,7 +12,7 @@ from trainkit.rollouts import Turn
 from trainkit.testing.checks.exactness import accumulation, micro_batches
 from trainkit.testing.checks.resume import resume_every_step
 from trainkit.testing.checks.rows import batch_mates, mask_law, padding_amount, padding_side
-from trainkit.testing.checks.tools import credits_of, hashed, ids_of, sequences_in
+from trainkit.testing.checks.tools import credits_of, hashed, ids_of, sequences_in, weighted
 from trainkit.testing.conformance import Bench, Subject, check, require
 from trainkit.testing.trainers import Letters
 
@@ -55,7 +55,7 @@ def episodes_are_whole(bench: Bench) -> None:
     """
     trainer = playing(bench).collected()
     played = {_signed(row) for part in trainer._rollouts for row in _rows(part.sequences)}
-    held = [row for sequences in sequences_in(trainer.store.experience) for row in _rows(sequences)]
+    held = [row for sequences in sequences_in(weighted(trainer.store.experience)) for row in _rows(sequences)]
     require(held, "the experience has no sequences")
     for row in held:
         require(_signed(row) in played, f"a row of the experience is no episode: {_signed(row)}")

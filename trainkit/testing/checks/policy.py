@@ -22,6 +22,7 @@ from trainkit.testing.checks.tools import (
     readings,
     require_close,
     require_same_weights,
+    weighted,
     weights,
 )
 from trainkit.testing.conformance import Bench, Subject, check, require
@@ -205,7 +206,7 @@ def sampled_ids(bench: Bench) -> None:
     sampled = {ids for rollouts in trainer._rollouts for ids in ids_of(rollouts.sequences)}
     changed = [r for _, r in sampled if tuple(tokenizer(tokenizer.decode(list(r)))["input_ids"]) != r]
     require(len(changed) > len(sampled) // 8, "too few responses would change if they were tokenised again")
-    for reading in readings(trainer, trainer.store.experience):
+    for reading in readings(trainer, weighted(trainer.store.experience)):
         for query, response in ids_of(reading.sequences):
             require((query, response) in sampled, f"{query} → {response} is trained but was never sampled")
 
@@ -223,7 +224,7 @@ def eos_is_trained(bench: Bench) -> None:
     require(
         not bench.subject.online or len(set(ended.values())) == 2, "no response was truncated, or none ended with EOS"
     )
-    for reading in readings(trainer, trainer.store.experience):
+    for reading in readings(trainer, weighted(trainer.store.experience)):
         segments = reading.sequences.segments
         many = [1] * len(reading.sequences) if segments is None else segments.amax(1).tolist()
         real = [

@@ -77,10 +77,10 @@ def require_same_experience(one: Batch, other: Batch, what: str) -> None:
 def require_same_rows(one: Batch, other: Batch, what: str) -> None:
     """Fail unless two batches hold the same rows equally often, up to rounding, in any order; ``what`` names the two.
 
-    Rows that weigh nothing, which make batches of several processes equally long, are ignored.
+    Rows that weigh nothing are ignored.
     """
     require(type(one) is type(other), f"{what} are a {type(one).__name__} and a {type(other).__name__}")
-    one, other = _weighted(one), _weighted(other)
+    one, other = weighted(one), weighted(other)
     fields = under_masks(type(one).cat([one, other])).flatten()
     table = torch.cat([column.double().reshape(len(column), -1) for column in fields.values()], dim=1)
     same = torch.isclose(table.unsqueeze(1), table.unsqueeze(0), rtol=1e-4, atol=1e-5).all(-1)  # [rows, rows]
@@ -93,8 +93,8 @@ def require_same_rows(one: Batch, other: Batch, what: str) -> None:
     )
 
 
-def _weighted(batch: Batch) -> Batch:
-    """Return the rows that count in the loss."""
+def weighted(batch: Batch) -> Batch:
+    """Return the rows that count in the loss: those that only fill a batch up weigh nothing."""
     rows = torch.arange(len(batch))
     return batch.select(rows[[bool(batch.select(row.unsqueeze(0)).weight > 0) for row in rows]])
 
