@@ -104,8 +104,8 @@ class TextTrainer(AcceleratedLoop[M]):
         if self.online and (config.rollout.temperature == 0 or config.rollout.top_k == 1):
             field, given = ("temperature", "0") if config.rollout.temperature == 0 else ("top_k", "1")
             raise ConfigError(
-                f"rollout.{field} is {given}: greedy responses have no distribution to learn on, and all responses to a "
-                "prompt are the same. Give a temperature > 0, and a top_k of 0, for all tokens, or more than 1; for "
+                f"rollout.{field} is {given}: greedy responses have no distribution to learn on, and all responses to "
+                "a prompt are the same. Give a temperature > 0, and a top_k of 0, for all tokens, or more than 1; for "
                 "greedy evaluation set rollout.eval_kwargs.temperature to 0"
             )
         if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
