@@ -2,8 +2,10 @@
 
     python tests/killed.py sweep ALGORITHM DIRECTORY STEPS FIRST_KILLED_STEP STRIDE
     python tests/killed.py storm ALGORITHM DIRECTORY STEPS KILLS
+    python tests/killed.py generators ALGORITHM DIRECTORY STEPS KILLS
 
-A further argument may be a JSON object of settings, such as {"rollout__staleness": 1}. Prints one JSON object.
+A further argument may be a JSON object of settings, such as {"rollout__staleness": 1}. Prints one JSON object. With
+``generators``, the processes of the run's engine are killed instead. The runs are compared with one by ``local``.
 It is a process of its own because a fork should have one thread.
 """
 
@@ -18,6 +20,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,8 +154,11 @@ class Case:
         self.kills = 0
         self.problems: list[str] = []
 
-    def go(self, run_dir: Path, kill_at: int = 0, from_step: int = 0) -> None:
-        """Train to the end, or to the kill; events count from the end of step ``from_step`` on."""
+    def go(self, run_dir: Path, kill_at: int = 0, from_step: int = 0, kills: int = 0, **changes: Any) -> None:
+        """Train to the end, or to the kill; events count from the end of step ``from_step`` on.
+
+        Meanwhile, up to so many ``kills`` of the engine's processes are made at random times.
+        """
 
         class Arm:
             killer: Killer | None = None
@@ -165,10 +171,13 @@ class Case:
         arm = Arm()
         if not from_step:
             arm.killer = Killer(kill_at)
-        trainer = tiny_trainer(self.name, run_dir, callbacks=[arm], train__total_steps=self.steps, **CHANGES)
+        settings = {"train__total_steps": self.steps, **CHANGES, **changes}
+        trainer = tiny_trainer(self.name, run_dir, callbacks=[arm], **settings)
+        done = killing(trainer, kills) if kills else []
         trainer.learn()
         count = arm.killer.count if arm.killer else 0
-        (self.root / f"{run_dir.name}.end").write_text(json.dumps({"digest": digest(trainer), "events": count}))
+        found = {"digest": digest(trainer), "events": count, "kills": len(done)}
+        (self.root / f"{run_dir.name}.end").write_text(json.dumps(found))
 
     def restart(self, run_dir: Path) -> None:
         status = forked(lambda: self.go(run_dir))
@@ -179,10 +188,13 @@ class Case:
         return dict(json.loads((self.root / f"{run_dir.name}.end").read_text()))
 
     def compare(self, run_dir: Path, straight: Path) -> None:
-        """Bits of weights, optimizer and export; every number but times, each once and in order; nothing left over."""
+        """Bits of weights, optimizer and export, every number but times, each once and in order; nothing left over.
+
+        The card of the export has the settings, and so the engine.
+        """
         for what, found in {
             "weights and optimizer": lambda d: self.end(d)["digest"],
-            "export": lambda d: {p.name: p.read_bytes() for p in (d / "model").iterdir()},
+            "export": lambda d: {p.name: p.read_bytes() for p in (d / "model").iterdir() if p.name != "README.md"},
             "metrics": numbers,
             "samples": lambda d: (d / "samples.jsonl").read_text() if (d / "samples.jsonl").exists() else "",
             "files": files,
@@ -194,6 +206,22 @@ class Case:
                 continue
             if not equal:
                 self.problems.append(f"{run_dir.name}: {what} differ")
+
+
+def killing(trainer: Any, kills: int) -> list[int]:
+    """Kill processes of the trainer's engine at random times, in a thread; the list of those that were killed."""
+    killed, chance = list[int](), random.Random(kills)
+
+    def work() -> None:
+        while len(killed) < kills:
+            time.sleep(chance.uniform(0.05, 1.0))
+            live = [pid for pid in trainer.engine.pids if pid not in killed] if "engine" in vars(trainer) else []
+            if live:
+                killed.append(chance.choice(live))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    threading.Thread(target=work, daemon=True).start()
+    return killed
 
 
 def files(run_dir: Path) -> list[str]:
@@ -231,7 +259,7 @@ def sweep(case: Case, from_step: int, stride: int) -> dict[str, Any]:
 def storm(case: Case, kills: int) -> dict[str, Any]:
     """One run killed again and again: at random changes of files, and at random times."""
     straight, run_dir = case.root / "straight", case.root / "killed"
-    assert forked(lambda: case.go(straight)) == 0
+    assert forked(lambda: case.go(straight, rollout__engine="local")) == 0
     started = time.monotonic()
     assert forked(lambda: case.go(case.root / "timed")) == 0
     lasts = time.monotonic() - started
@@ -256,6 +284,23 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
     return {"kills": case.kills, "by time": by_time, "after steps": after, "problems": case.problems}
 
 
+def generators(case: Case, kills: int) -> dict[str, Any]:
+    """Runs whose engine loses processes at random times, until so many were killed."""
+    straight = case.root / "straight"
+    assert forked(lambda: case.go(straight, rollout__engine="local")) == 0
+    runs = 0
+    while case.kills < kills and not case.problems:
+        runs += 1
+        run_dir = case.root / f"run-{runs}"
+        status = forked(lambda run_dir=run_dir, left=kills - case.kills: case.go(run_dir, kills=left))
+        if status != 0:
+            case.problems.append(f"{run_dir.name} ended with status {status}")
+            break
+        case.kills += case.end(run_dir)["kills"]
+        case.compare(run_dir, straight)
+    return {"kills": case.kills, "runs": runs, "problems": case.problems}
+
+
 def main(what: str, name: str, root: str, steps: str, *numbers: str) -> None:
     torch.set_num_threads(1)
     if numbers[-1].startswith("{"):
@@ -268,7 +313,7 @@ def main(what: str, name: str, root: str, steps: str, *numbers: str) -> None:
     shutil.rmtree(case.root / "warm")
     gc.collect()
     gc.freeze()  # so that children copy less memory
-    print(json.dumps({"sweep": sweep, "storm": storm}[what](case, *map(int, numbers))))
+    print(json.dumps({"sweep": sweep, "storm": storm, "generators": generators}[what](case, *map(int, numbers))))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainkit import functional, metrics, models, testing
     from trainkit.api import train
-    from trainkit.config import GroupSize, MethodConfig, PluginConfig, SamplingConfig, TRLConfig, default_config
+    from trainkit.config import (
+        EngineEntry,
+        GroupSize,
+        MethodConfig,
+        PluginConfig,
+        SamplingConfig,
+        TRLConfig,
+        default_config,
+    )
     from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
     from trainkit.plugins.hookspecs import hookimpl
     from trainkit.plugins.registry import (
@@ -30,6 +38,7 @@ _HOMES = {
     "AcceleratedLoop": "trainkit.trainer.loop",
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data.batches",
+    "EngineEntry": "trainkit.config",
     "GroupSize": "trainkit.config",
     "MethodConfig": "trainkit.config",
     "PluginConfig": "trainkit.config",
@@ -58,6 +67,7 @@ __all__ = [
     "AcceleratedLoop",
     "BaseRLTrainer",
     "Batch",
+    "EngineEntry",
     "GroupSize",
     "MethodConfig",
     "PluginConfig",

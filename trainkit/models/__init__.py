@@ -1,6 +1,7 @@
 """The models that trainers use: loading, policies, heads, model classes with a value head, and frozen references."""
 
 from trainkit.models.adapters import has_adapter, make_peft_config, without_adapter
+from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.loading import (
     check_adapter_dropout,
     context_length,
@@ -62,5 +63,6 @@ __all__ = [
     "response_logprobs",
     "state_width",
     "unwrap_model_for_generation",
+    "use_fast_exact_matmul",
     "without_adapter",
 ]

@@ -1,6 +1,6 @@
 """From prompts to scored responses: the sampler, engines that generate, and calls of reward functions."""
 
-from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights
+from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights, engine_class, start
 from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
 from trainkit.rollouts.episodes import Player, check_template
 from trainkit.rollouts.replica import Replica
@@ -59,6 +59,7 @@ __all__ = [
     "check_template",
     "cut_at_stop",
     "decode",
+    "engine_class",
     "explained",
     "make_sampler",
     "means",
@@ -66,4 +67,5 @@ __all__ = [
     "metrics",
     "name_of",
     "score",
+    "start",
 ]

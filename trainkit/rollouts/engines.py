@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.config import PluginConfig, SamplingConfig
 from trainkit.data import Rollouts, Row
 from trainkit.errors import EngineError, TrainkitError, describe
+from trainkit.plugins import get_engine
 from trainkit.plugins.guard import said
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts.sampler import Generated, Purpose, TokenSampler, assemble, decode, make_sampler
@@ -129,6 +130,11 @@ class Engine(ABC):
             ConfigError: the engine cannot be used; says what to do.
         """
 
+    @classmethod
+    def of(cls, config: PluginConfig | None) -> type[Engine]:  # noqa: ARG003  (most have one class)
+        """Return the class for these settings: this one, unless a setting changes what the engine can do."""
+        return cls
+
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that it started on this machine and that generate. The kit kills them in turn."""
@@ -153,12 +159,18 @@ class Engine(ABC):
         """Release processes, connections and memory. Called once, at the end; no request follows."""
 
 
-def start(made: type[Engine], entry: str | PluginConfig, served: ServedModel) -> Engine:
-    """Make the engine of a run; ``entry`` is what `rollout.engine` says: its name, or its settings.
+def engine_class(entry: str | PluginConfig) -> type[Engine]:
+    """Return the class of an engine; ``entry`` is what `rollout.engine` says: its name, or its settings."""
+    return get_engine(name_of(entry)).made.of(None if isinstance(entry, str) else entry)
+
+
+def start(entry: str | PluginConfig, served: ServedModel) -> Engine:
+    """Make an engine; ``entry`` as for `engine_class`.
 
     Raises:
         EngineError: it cannot be started; the original error is the cause.
     """
+    made = engine_class(entry)
     try:
         return made(None if isinstance(entry, str) else entry, served)
     except TrainkitError:

@@ -29,12 +29,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.config import ModelConfig
+from pydantic import TypeAdapter
+
+from trainkit.config import EngineEntry, ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
 from trainkit.plugins import discover, get_engine, get_hooks, get_trainer, is_registered, load_plugin
 from trainkit.plugins.registry import HookClass, available_engines, hooks_of
 from trainkit.rollouts import Engine
+from trainkit.rollouts.engines import engine_class
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -81,7 +84,7 @@ class Subject:
     @cached_property
     def engine_class(self) -> type[Engine]:
         """The class of the engine."""
-        return get_engine(self.name).made
+        return engine_class(TypeAdapter(EngineEntry).validate_python(self.entry))
 
     @cached_property
     def serving(self) -> Serving:

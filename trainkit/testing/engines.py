@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from trainkit.config import SamplingConfig
-from trainkit.plugins import get_engine
-from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler, Generated, Request, Weights
 from trainkit.rollouts.engines import start
 from trainkit.testing import reinforce, tiny_llama
@@ -47,9 +45,8 @@ class Serving:
         self.push_away()
         served = self.trainer.served
         self.served = replace(served, options={**served.options, "hidden": True})
-        entry = self.trainer.config.rollout.engine
         before = state_of_process()
-        self.engine = start(get_engine(name_of(entry)).made, entry, self.served)
+        self.engine = start(self.trainer.config.rollout.engine, self.served)
         self.close = weakref.finalize(self, self.engine.close)
         self.sampler = EngineSampler(self.engine, vocabulary=fields["vocab_size"], device=torch.device("cpu"))
         self.core = self.served.sampler()

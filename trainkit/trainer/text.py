@@ -44,7 +44,7 @@ from trainkit.models.loading import (
     pad_id,
 )
 from trainkit.plugins.hooks import name_of
-from trainkit.plugins.registry import LOCAL, get_engine
+from trainkit.plugins.registry import LOCAL
 from trainkit.rollouts import (
     Engine,
     EngineSampler,
@@ -58,7 +58,7 @@ from trainkit.rollouts import (
     check_maker,
     score,
 )
-from trainkit.rollouts.engines import Ability, start
+from trainkit.rollouts.engines import Ability, engine_class, start
 from trainkit.runs import run
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
@@ -325,14 +325,14 @@ class TextTrainer(AcceleratedLoop[M]):
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
         self._prepared  # noqa: B018  (as above)
         entry = self.config.rollout.engine
-        made = start(self.engine_class, entry, self.served)
+        made = start(entry, self.served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
 
     @property
     def engine_class(self) -> type[Engine]:
         """The class of the engine."""
-        return get_engine(name_of(self.config.rollout.engine)).made
+        return engine_class(self.config.rollout.engine)
 
     @property
     def served(self) -> ServedModel:
@@ -363,8 +363,7 @@ class TextTrainer(AcceleratedLoop[M]):
     def _check_engine(self) -> None:
         """Raise a `ConfigError` if the run needs something of its engine that the engine cannot do."""
         entry = self.config.rollout.engine
-        name, needed = name_of(entry), dict[Ability, str]()
-        engine = get_engine(name).made
+        name, needed, engine = name_of(entry), dict[Ability, str](), self.engine_class
         if self.apart:
             needed["encoder_decoder"] = f"generate with a model of type {self.model_config.model_type!r}"
         if self.logit_mask is not None:

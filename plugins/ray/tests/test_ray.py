@@ -34,7 +34,7 @@ from trainkit_ray.generator import packed, unpacked
 
 
 def test_a_run_without_ray_is_told_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainkit_ray, "find_spec", lambda _: None)
+    monkeypatch.setattr(trainkit_ray.cluster, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs Ray, which is not installed: pip install 'trainkit-ray\[ray\]'"):
         tiny_trainer("rloo", tmp_path, rollout__engine="ray")
 
@@ -50,6 +50,12 @@ def test_an_algorithm_that_changes_logits_is_refused(tmp_path: Path) -> None:
         tiny_trainer("ilql", tmp_path, rollout__engine="ray")
 
 
+def test_what_the_engine_in_the_actors_cannot_do_is_refused(tmp_path: Path) -> None:
+    engine = {"name": "ray", "engine": {"name": "vllm", "mode": "process"}}
+    with pytest.raises(ConfigError, match=r"the engine 'ray' cannot generate with a model of type 't5'"):
+        tiny_trainer("rloo", tmp_path, rollout__engine=engine, model=tiny_t5(10))
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -59,6 +65,9 @@ def test_an_algorithm_that_changes_logits_is_refused(tmp_path: Path) -> None:
         ({"cpus": 2}, "cpus has no effect without address"),
         ({"threads": 0}, "rollout.engine.threads: should be greater than or equal to 1"),
         ({"actor": 2}, "rollout.engine.actor: unknown field; did you mean 'actors'?"),
+        ({"engine": "ray"}, "should be what samples in an actor, e.g. 'local'; given 'ray' itself"),
+        ({"engine": "rey"}, "there is no engine 'rey'; did you mean 'ray'?"),
+        ({"engine": {"name": "vllm", "mod": "process"}}, "rollout.engine.engine.mod: unknown field"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], told: str) -> None:
@@ -326,7 +335,7 @@ def test_an_address_where_nothing_listens_is_named_at_once(tmp_path: Path) -> No
         address = f"127.0.0.1:{found.getsockname()[1]}"
     started = time.monotonic()
     with pytest.raises(
-        EngineError, match=rf"finds nothing that listens at {address} \(ConnectionRefusedError"
+        EngineError, match=rf"cannot be reached: nothing listens at {address} \(ConnectionRefusedError"
     ) as caught:
         tiny_trainer("rloo", tmp_path, rollout__engine={"name": "ray", "address": address}).generate(["a"])
     assert isinstance(caught.value.__cause__, OSError)

@@ -1,23 +1,28 @@
-"""The generation engine ``ray``: actors of Ray sample the responses, on this machine or on a cluster."""
+"""The generation engine ``ray``: actors of Ray sample the responses, on this machine or on a cluster.
+
+Reward functions and environments run in actors, too: `remote_reward` and `remote_environment`."""
 
 from __future__ import annotations
 
 import io
 import logging
-import re
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from importlib.util import find_spec
+from functools import cache
 from threading import Lock, Thread
 from typing import Any
 
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from trainkit import PluginConfig, register_engine
-from trainkit.errors import ConfigError, EngineError
-from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights
+from trainkit import EngineEntry, PluginConfig, register_engine
+from trainkit.errors import EngineError
+from trainkit.rollouts import Engine, Generated, Request, ServedModel, Weights, engine_class
+from trainkit_ray import cluster
+from trainkit_ray.workers import remote_environment, remote_reward
+
+__all__ = ["RayConfig", "RayEngine", "remote_environment", "remote_reward"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,9 @@ class RayConfig(PluginConfig):
 
     actors: int = Field(1, ge=1)
     """Actors, each a process with a copy of the model. A call of the sampler goes to one of them as a whole."""
+    engine: EngineEntry = "local"
+    """What samples in each actor: `local`, which is trainkit's sampler, or another engine, which is started there, e.g.
+    `{name: vllm, mode: process}`."""
     address: str | None = None
     """The cluster: the `host:port` of its head node, or `auto` for the one that this machine belongs to. None: a
     cluster on this machine, for this run alone."""
@@ -44,9 +52,14 @@ class RayConfig(PluginConfig):
     @field_validator("address")
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
-        if value is None or value == "auto" or re.fullmatch(r"[^:/\s]+:\d+", value):
-            return value
-        raise ValueError("should be host:port of the head node, as `ray start --head` prints it, or 'auto'")
+        return cluster.check_address(value)
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, value: str | PluginConfig) -> str | PluginConfig:
+        if isinstance(value, RayConfig):
+            raise ValueError("should be what samples in an actor, e.g. 'local'; given 'ray' itself")
+        return value
 
     @model_validator(mode="after")
     def _check_cpus(self) -> RayConfig:
@@ -64,8 +77,6 @@ class RayEngine(Engine):
     config: RayConfig
 
     def __init__(self, config: RayConfig, served: ServedModel) -> None:
-        from trainkit_ray import cluster
-
         super().__init__(config, served)
         self.restarts = 0
         """Actors that have been replaced."""
@@ -73,10 +84,10 @@ class RayEngine(Engine):
         self.loaded: Any = None
         """Reference to the weights of the last `load`, in Ray's store of objects."""
         self._restarting, self._choosing = Lock(), Lock()
-        if config.address not in (None, "auto"):
-            self._check_listens(config.address or "")
         try:
             cluster.enter(config.address)
+        except ConnectionError as error:
+            raise self._error(f"cannot be reached: {error}") from error
         except Exception as error:
             token = "" if config.address is None else "; if the cluster asks for a token, set RAY_AUTH_MODE=token"
             raise self._error(f"cannot be reached or started: {_said(error)}{token}") from error
@@ -93,10 +104,15 @@ class RayEngine(Engine):
         return f"'ray' ({count} actor{'s' if count > 1 else ''} {where})"
 
     @classmethod
+    def of(cls, config: PluginConfig | None) -> type[Engine]:
+        """Return a class that can do what the engine in the actors can do."""
+        inner = getattr(config, "engine", "local")
+        return cls if inner == "local" else _holding(cls, engine_class(inner))
+
+    @classmethod
     def check(cls, config: PluginConfig | None, processes: int) -> None:  # noqa: ARG003
         """Raise a `ConfigError` if Ray is not installed."""
-        if find_spec("ray") is None:
-            raise ConfigError("the engine 'ray' needs Ray, which is not installed: pip install 'trainkit-ray[ray]'")
+        cluster.check_installed("the engine 'ray'")
 
     # ------------------------------------------------------------------------------------------------ the interface
 
@@ -128,8 +144,6 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         """End the actors, and the cluster if the run started it."""
-        from trainkit_ray import cluster
-
         if self.closed:
             return
         self.closed = True
@@ -194,7 +208,7 @@ class RayEngine(Engine):
         cpus = 0 if config.address is None else config.cpus  # the machine is the run's own
         options = {"num_cpus": cpus, "num_gpus": config.gpus, "max_restarts": 0}
         device = "cuda" if config.gpus else "cpu"
-        return ray.remote(Generator).options(**options).remote(self._packed, threads, device)
+        return ray.remote(Generator).options(**options).remote(self._packed, threads, device, config.engine)
 
     def _await_start(self, seat: Seat, actor: Any) -> None:
         """Wait until the actor has made its replica, and note where it runs."""
@@ -238,20 +252,13 @@ class RayEngine(Engine):
                 except RayActorError as again:
                     error = again
 
-    def _check_listens(self, address: str) -> None:
-        """Raise an `EngineError` unless a cluster may listen at ``address``; Ray itself tries for minutes."""
-        from trainkit_ray import cluster
-
-        wanted = "rollout.engine.address should be that of a cluster's head node, as `ray start --head` prints it"
-        try:
-            answers = cluster.speaks_grpc(address)
-        except (OSError, OverflowError) as error:
-            raise self._error(f"finds nothing that listens at {address} ({_said(error)}); {wanted}") from error
-        if not answers:
-            raise self._error(f"finds no Ray at {address}: what listens there does not answer as Ray does; {wanted}")
-
     def _error(self, what: str) -> EngineError:
         return EngineError(f"the engine {self} {what}")
+
+
+@cache
+def _holding(outer: type[RayEngine], inner: type[Engine]) -> type[Engine]:
+    return type(outer.__name__, (outer,), {"abilities": inner.abilities, "exact": False})
 
 
 class Seat:

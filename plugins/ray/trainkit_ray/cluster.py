@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
+
+from trainkit.errors import ConfigError
 
 _lock = threading.Lock()
 _engines = 0
@@ -20,10 +24,28 @@ _joined: str | None = None
 """The address at which it was."""
 
 
+def check_installed(what: str) -> None:
+    """Raise a `ConfigError` if Ray is not installed; ``what`` needs it."""
+    if find_spec("ray") is None:
+        raise ConfigError(f"{what} needs Ray, which is not installed: pip install 'trainkit-ray[ray]'")
+
+
+def check_address(value: str | None) -> str | None:
+    """Return the address of a cluster.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if value is None or value == "auto" or re.fullmatch(r"[^:/\s]+:\d+", value):
+        return value
+    raise ValueError("should be host:port of the head node, as `ray start --head` prints it, or 'auto'")
+
+
 def enter(address: str | None) -> None:
     """Use the cluster at ``address``; None: start one on this machine, unless Ray is initialised already.
 
     Raises:
+        ConnectionError: no Ray listens at the address; Ray itself would try for minutes.
         RuntimeError: another engine of this process uses another cluster.
         Exception: those of `ray.init`.
     """
@@ -31,6 +53,8 @@ def enter(address: str | None) -> None:
     with _lock, _unchanged():
         import ray
 
+        if address not in (None, "auto"):
+            _check_listens(address or "")
         if not ray.is_initialized():
             _initialise(address)
             _own, _joined = True, address
@@ -48,6 +72,16 @@ def _initialise(address: str | None) -> None:
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", include_dashboard=False, **usual)
+
+
+def _check_listens(address: str) -> None:
+    wanted = "give the address of a cluster's head node, as `ray start --head` prints it"
+    try:
+        answers = speaks_grpc(address)
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nothing listens at {address} ({type(error).__name__}: {error}); {wanted}") from error
+    if not answers:
+        raise ConnectionError(f"no Ray is at {address}: what listens there does not answer as Ray does; {wanted}")
 
 
 def speaks_grpc(address: str) -> bool:

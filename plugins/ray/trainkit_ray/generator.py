@@ -1,16 +1,18 @@
-"""What runs in an actor: a replica of the model; and how tensors travel to it and back."""
+"""What runs in an actor: a replica of the model, or an engine; and how tensors travel to it and back."""
 
 from __future__ import annotations
 
 import io
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.rollouts import Generated, Replica, Request, Weights
+from trainkit import PluginConfig
+from trainkit.rollouts import Generated, Replica, Request, ServedModel, Weights, start
 
 Packed = tuple[Any, str, tuple[int, ...]]
 """The bytes of a tensor as a NumPy array, its dtype and its shape. Ray stores arrays without pickling them, and NumPy
@@ -25,12 +27,14 @@ class Generator:
         model: the pickled `trainkit.rollouts.ServedModel`.
         threads: threads of torch.
         device: where it samples.
+        engine: what samples.
     """
 
-    def __init__(self, model: bytes, threads: int, device: str) -> None:
+    def __init__(self, model: bytes, threads: int, device: str, engine: str | PluginConfig) -> None:
         torch.set_num_threads(threads)
-        served = torch.load(io.BytesIO(model), map_location=device, weights_only=False)
-        self.replica = Replica(served, device)
+        own = engine == "local"
+        served = torch.load(io.BytesIO(model), map_location=device if own else "cpu", weights_only=False)
+        self.replica = Replica(served, device) if own else Started(engine, served)
 
     def place(self) -> tuple[str, int]:
         """Return the machine and the process."""
@@ -46,6 +50,21 @@ class Generator:
         made = self.replica.generate(request)
         numbers = {name: packed(getattr(made, name)) for name in NUMBERS if getattr(made, name) is not None}
         return Generated(made.ids, made.reasons, made.versions), numbers
+
+
+class Started:
+    """An engine in this process, with the interface of `trainkit.rollouts.Replica`."""
+
+    def __init__(self, engine: str | PluginConfig, served: ServedModel) -> None:
+        self.engine = start(engine, replace(served, process=0, processes=1))
+
+    def load(self, weights: Weights) -> None:
+        """Generate with ``weights`` from now on."""
+        self.engine.load(weights)
+
+    def generate(self, request: Request) -> Generated:
+        """Return the responses."""
+        return self.engine.submit(request).result()
 
 
 def unpacked_answer(answer: tuple[Generated, dict[str, Packed]]) -> Generated:

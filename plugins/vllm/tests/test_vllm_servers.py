@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -26,10 +25,7 @@ from trainkit_vllm.client import DiedError
 from trainkit_vllm.launch import Started
 from trainkit_vllm.worker import shapes_in
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.engines
 
 MODEL = tiny_llama(10, hidden_size=64, intermediate_size=128, max_position_embeddings=256)
 """vLLM's kernels need heads of 32."""
@@ -267,6 +263,18 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr[-2000:]
     expected = ask(home.engine, QUERIES, max_new_tokens=12, temperature=1.7, top_p=0.8).ids
     assert f"ids {expected}" in done.stdout
+
+
+def test_vllm_in_an_actor_of_ray_conforms() -> None:
+    inner = {"name": "vllm", "mode": "process", "kv_cache": 0.25, "concurrency": 64, "arguments": {"block_size": 32}}
+    [subject] = subjects_of({"name": "ray", "engine": inner}, MODEL)
+    assert not subject.engine_class.exact
+    assert subject.engine_class.abilities == KIT.engine_class.abilities
+    try:
+        for name in ("engine_logprobs", "engine_weights", "engine_deaths"):
+            CHECKS[name].run(subject)
+    finally:
+        subject.stop()
 
 
 # --------------------------------------------------------------------------------------------------------- faults

@@ -370,7 +370,6 @@ def engine_trains(bench: Bench) -> None:
             trainer.engine = serving.engine  # which runs already
         trainer.learn()
         ended.append(trainer)
-    serving.load()
     require(ended[0].progress.step == 4, f"a run of 4 steps ends at step {ended[0].progress.step}")
     if serving.engine.exact:
         require_same_weights(
@@ -382,6 +381,7 @@ def engine_trains(bench: Bench) -> None:
             policy = ended[0].unwrapped(sampled.sequences).logprobs
         what = "log-probabilities of the engine and of the policy after a run"
         require_close(policy[mask], sampled.logprobs[mask], what, rtol=0, atol=1e-4)
+    serving.load()  # the checks that follow use the engine with the weights of `serving`
 
 
 # ---------------------------------------------------------------------------------------------------------- the end
