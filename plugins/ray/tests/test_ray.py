@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainkit
 import trainkit_ray
 from trainkit import TRLConfig
 from trainkit.errors import ConfigError, EngineError
@@ -110,6 +112,7 @@ def test_a_tensor_is_packed_without_a_copy() -> None:
 # ------------------------------------------------------------------------------------------ on a cluster of two actors
 
 TWO = {"name": "ray", "actors": 2}
+KILLED = Path(__file__).parents[3] / "tests" / "killed.py"
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +256,9 @@ def threads(trainer: Any) -> int:
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
-    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sent: signal.Signals, cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the middle of the second collection, after the weights were sent."""
     calls: list[int] = []
@@ -262,7 +266,7 @@ def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
     def reward(outputs: list[str], **rest: Any) -> list[float]:
         calls.append(len(outputs))
         if len(calls) == 3:
-            os.kill(made[0].engine.pids[0], signal.SIGKILL)
+            os.kill(made[0].engine.pids[0], sent)
         return count_first_letters(outputs)
 
     made: list[Any] = []
@@ -277,6 +281,49 @@ def test_a_run_with_an_actor_that_is_killed_ends_as_one_without(
     straight = tiny_trainer("rloo", tmp_path / "local", **changes)
     straight.learn()
     require_equal(trainer, straight)
+
+
+class Ends:
+    """Sends its own process SIGTERM after a step, as a scheduler would."""
+
+    @trainkit.hookimpl
+    def on_step(self, step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.engines
+def test_a_run_that_is_stopped_while_actors_sample_ahead_goes_on_to_the_bits_of_local(
+    cluster: None, tmp_path: Path
+) -> None:
+    """B11."""
+    changes = {"rollout__staleness": 1, "train__save_interval": 100, "method__ppo_epochs": 1}
+    straight = ended("ppo", tmp_path / "local", "local", **changes)
+    with pytest.raises(SystemExit) as stopped:
+        ended("ppo", tmp_path / "ray", TWO, callbacks=[Ends()], **changes)
+    assert stopped.value.code == 143
+    resumed = ended("ppo", tmp_path / "ray", TWO, train__resume="auto", **changes)
+    assert resumed.progress.step == 6
+    require_equal(straight, resumed)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("mode", ["storm", "generators"])
+def test_runs_whose_learner_or_actors_are_killed_again_and_again_end_with_the_bits_of_local(
+    mode: str, cluster: None, tmp_path: Path
+) -> None:
+    """B1 and B2, with staleness 1. The runs join the cluster of the test, so that they begin sooner."""
+    import ray
+
+    engine = {"name": "ray", "cpus": 0, "max_restarts": 9, "address": ray.get_runtime_context().gcs_address}
+    settings = {"rollout__staleness": 1, "method__ppo_epochs": 1, "rollout__engine": engine}
+    command = [sys.executable, str(KILLED), mode, "ppo", str(tmp_path), "8", "3", json.dumps(settings)]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"kills"')))
+    assert found["problems"] == []
+    assert found["kills"] == 3
 
 
 @pytest.mark.engines
