@@ -2,8 +2,8 @@
 #
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
-#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example
-#   make engines   the tests with Ray and vLLM, in an environment of their own
+#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
+#   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
@@ -39,10 +39,15 @@ test: $(VENV)/made
 
 test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity and not engines" $(SELECTED)
+	$(if $(ARGS),,$(MAKE) engines)
 
-# one after the other: each starts several processes
+# those with real servers and actors one after the other: each starts several processes
+WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
+OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
+PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest -m engines $(or $(ARGS),$(wildcard plugins/ray plugins/vllm))
+	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
+	$(PYTEST_ENGINES) -m engines $(or $(ARGS),$(WITH_REAL_ENGINES))
 
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
