@@ -155,7 +155,7 @@ class Case:
         self.problems: list[str] = []
 
     def go(self, run_dir: Path, kill_at: int = 0, from_step: int = 0, kills: int = 0, **changes: Any) -> None:
-        """Train to the end, or to the kill; events count from the end of step ``from_step`` on.
+        """Train to the end, or to the kill; events count from the end of step ``from_step`` on, of the first for -1.
 
         Meanwhile, up to so many ``kills`` of the engine's processes are made at random times.
         """
@@ -165,7 +165,7 @@ class Case:
 
             @trainkit.hookimpl
             def on_step(self, step: int) -> None:
-                if step == from_step:
+                if step == from_step or (from_step < 0 and self.killer is None):
                     self.killer = Killer(kill_at)
 
         arm = Arm()
@@ -257,7 +257,12 @@ def sweep(case: Case, from_step: int, stride: int) -> dict[str, Any]:
 
 
 def storm(case: Case, kills: int) -> dict[str, Any]:
-    """One run killed again and again: at random changes of files, and at random times."""
+    """One run killed again and again: at random changes of files, and at random times.
+
+    An engine takes long to start, so with one the changes are those after the first step of each part of the run.
+    """
+    local = CHANGES.get("rollout__engine", "local") == "local"
+    first, share = (0, 6) if local else (-1, 1)
     straight, run_dir = case.root / "straight", case.root / "killed"
     assert forked(lambda: case.go(straight, rollout__engine="local")) == 0
     started = time.monotonic()
@@ -266,12 +271,12 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
     chance, by_time, after = random.Random(7), 0, []
     while case.kills < kills:
         if case.kills % 3 == 2:
-            patience = chance.uniform(0.0, lasts / 6)
+            patience = chance.uniform(0.0, lasts / share)
             status = forked(lambda: case.go(run_dir), patience)
             by_time += 1
         else:
             at = chance.randint(1, 45)
-            status = forked(lambda at=at: case.go(run_dir, at))
+            status = forked(lambda at=at: case.go(run_dir, at, first))
         if status == 0:
             break  # it came to its end
         if not os.WIFSIGNALED(status):
