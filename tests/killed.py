@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers.modeling_utils
@@ -162,13 +162,15 @@ class Case:
 
         class Arm:
             killer: Killer | None = None
+            times: ClassVar[list[float]] = []
 
             @trainkit.hookimpl
             def on_step(self, step: int) -> None:
+                self.times.append(time.monotonic() - started)
                 if step == from_step or (from_step < 0 and self.killer is None):
                     self.killer = Killer(kill_at)
 
-        arm = Arm()
+        started, arm = time.monotonic(), Arm()
         if not from_step:
             arm.killer = Killer(kill_at)
         settings = {"train__total_steps": self.steps, **CHANGES, **changes}
@@ -176,7 +178,7 @@ class Case:
         done = killing(trainer, kills) if kills else []
         trainer.learn()
         count = arm.killer.count if arm.killer else 0
-        found = {"digest": digest(trainer), "events": count, "kills": len(done)}
+        found = {"digest": digest(trainer), "events": count, "kills": len(done), "times": arm.times}
         (self.root / f"{run_dir.name}.end").write_text(json.dumps(found))
 
     def restart(self, run_dir: Path) -> None:
@@ -262,20 +264,22 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
     An engine takes long to start, so with one the changes are those after the first step of each part of the run.
     """
     local = CHANGES.get("rollout__engine", "local") == "local"
-    first, share = (0, 6) if local else (-1, 1)
+    first, most = (0, 45) if local else (-1, 300)
     straight, run_dir = case.root / "straight", case.root / "killed"
     assert forked(lambda: case.go(straight, rollout__engine="local")) == 0
     started = time.monotonic()
     assert forked(lambda: case.go(case.root / "timed")) == 0
     lasts = time.monotonic() - started
+    times = case.end(case.root / "timed")["times"]
+    between = (0.0, lasts / 6) if local else (times[0], times[0] + (times[-1] - times[0]) / 6)
     chance, by_time, after = random.Random(7), 0, []
     while case.kills < kills:
         if case.kills % 3 == 2:
-            patience = chance.uniform(0.0, lasts / share)
+            patience = chance.uniform(*between)
             status = forked(lambda: case.go(run_dir), patience)
             by_time += 1
         else:
-            at = chance.randint(1, 45)
+            at = chance.randint(1, most)
             status = forked(lambda at=at: case.go(run_dir, at, first))
         if status == 0:
             break  # it came to its end
