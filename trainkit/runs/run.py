@@ -298,10 +298,12 @@ def _write(trainer: Trainer, building: Path) -> None:
     if trainer.ahead is not None:
         name = f"ahead-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
-    if accelerator.is_main_process:
-        _refuse_non_finite(trainer)
-        checkpoint.write_state(building, "model", trained(trainer.unwrapped))
-        checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
+    loop = {**trainer.loop_state(), **_identity(trainer)}
+    with trainer.sharding.whole():
+        if accelerator.is_main_process:
+            _refuse_non_finite(trainer)
+            checkpoint.write_state(building, "model", trained(trainer.unwrapped))
+            checkpoint.write_state(building, "loop", loop)
 
 
 def _refuse_non_finite(trainer: Trainer) -> None:
@@ -348,7 +350,8 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
     expected = trained(trainer.unwrapped).keys()
     if wrong := sorted(expected ^ state.keys()):
         raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
-    trainer.unwrapped.load_state_dict(state, strict=False)
+    with trainer.sharding.whole(write=True):
+        trainer.unwrapped.load_state_dict(state, strict=False)
 
 
 def resume(trainer: Trainer, root: Path) -> None:
@@ -509,7 +512,8 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
             shutil.rmtree(building, ignore_errors=True)
             raise CheckpointError(f"cannot export the model to {target}: {error}") from error
 
-    on_main(trainer, build)
+    with trainer.sharding.whole():
+        on_main(trainer, build)
     return target
 
 
