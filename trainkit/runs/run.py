@@ -298,8 +298,9 @@ def _write(trainer: Trainer, building: Path) -> None:
     if trainer.ahead is not None:
         name = f"ahead-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
-    loop = {**trainer.loop_state(), **_identity(trainer)}
+    loop = trainer.loop_state()
     with trainer.sharding.whole():
+        loop |= _identity(trainer)
         if accelerator.is_main_process:
             _refuse_non_finite(trainer)
             checkpoint.write_state(building, "model", trained(trainer.unwrapped))
@@ -431,7 +432,9 @@ def _whole_at(path: Path) -> Path:
 
 def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    now = _identity(trainer)
+    trainer.policy  # noqa: B018  (as above)
+    with trainer.sharding.whole():
+        now = _identity(trainer)
     if state["processes"] != now["processes"]:
         raise CheckpointError(
             f"{path} belongs to a run with another number of processes: {state['processes']} there, "

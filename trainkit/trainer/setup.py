@@ -253,7 +253,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
             frozen.policy  # noqa: B018  (loads it)
         scaled = self.accelerator.scaler is not None
         make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled)
-        return (*self.sharding.prepare(model, make), reference)
+        compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
+        prepared = self.sharding.prepare(model, make)
+        for other in {id(each): each for each in compared}.values():
+            self.sharding.share(other)
+        return (*prepared, reference)
 
     def _make_equal(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the main process's ``model`` to all other processes."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +34,9 @@ class Sharding(ABC):
     def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
         """Divide ``model``, which is the same on all processes; return it with the optimizer that ``make`` makes."""
 
+    def share(self, model: nn.Module) -> None:  # noqa: B027  (replicas keep it)
+        """Divide a frozen model, such as the reference; `whole` gathers it with the trained one."""
+
     @abstractmethod
     def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
         """Return a context in which every process has the whole model and may run it as often as it wants.
@@ -58,7 +62,8 @@ class Sharding(ABC):
     def clip(self, limit: float | None) -> Tensor:
         """Clip the gradient to the norm ``limit``; None: not at all. Return its norm before. -> []."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), math.inf if limit is None else limit)
-        return whole_tensor(torch.as_tensor(norm).detach())
+        whole: Tensor = whole_tensor(torch.as_tensor(norm).detach())
+        return whole
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with whole tensors. All processes call it."""
@@ -100,24 +105,47 @@ class FSDP2(Sharding):
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
+        self._models: list[nn.Module] = []
+        """The trained model, and those that are compared with it."""
         self._depth = 0
         self._writes = False
 
+    @property
+    def _parts(self) -> list[Any]:
+        """The modules that are gathered as a unit each, every model before its blocks."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for model in self._models for module in model.modules() if isinstance(module, FSDPModule)]
+
     def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
         """Shard the model, and return it with the optimizer of its shards."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        accelerator = self.accelerator
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        for block in blocks_of(model):
-            fully_shard(block, mesh=mesh)
-        root: Any = fully_shard(model, mesh=mesh)
-        root._get_fsdp_state()._lazy_init()  # the sampler may run blocks before the root, which each would be a root then
         self.policy = model
-        self._parts: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._alone(True)
-        return model, accelerator.prepare_optimizer(make(model))
+        self.share(model)
+        return model, self.accelerator.prepare_optimizer(make(model))
+
+    @cached_property
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
+
+    def share(self, model: nn.Module) -> None:
+        """Shard each block of ``model``; of the trained one, then the rest of it.
+
+        A frozen model keeps its embeddings and head whole, because a divergence in a loss reads it not by `forward`.
+
+        Raises:
+            ConfigError: its blocks are not found.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks_of(model):
+            fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+        if model is self.policy:
+            root: Any = fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
+            root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
+        self._models.append(model)
+        self._together(True)
 
     @contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
@@ -138,37 +166,29 @@ class FSDP2(Sharding):
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
-        self._alone(False)
-        # hooks by which FSDP lets the whole parameters go whenever a state dict is made or loaded
-        self._hooks = [
-            (hooks, dict(hooks))
-            for module in self.policy.modules()
-            for hooks in (module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
-            if hooks
-        ]
-        for hooks, _ in self._hooks:
-            hooks.clear()
+        self._together(False)
+        self._undo = [undo for model in self._models for module in model.modules() for undo in _made_plain(module)]
 
     @torch.no_grad()
     def _let_go(self) -> None:
         if self._writes:
             for name, parameter in self.policy.named_parameters():
-                shard = self._shards[name]
+                shard: Any = self._shards[name]
                 shard.to_local().copy_(_distributed(parameter.detach(), shard).to_local())
         self._writes = False
-        for hooks, before in self._hooks:
-            hooks.update(before)
+        for undo in self._undo:
+            undo()
         for part in self._parts:
             part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
-        self._alone(True)
-        self._shards, self._hooks = {}, []
+        self._together(True)
+        self._shards, self._undo = {}, []
 
-    def _alone(self, together: bool) -> None:
-        """Make each call of the policy one pass, because all processes make it together; or as many as are fastest."""
-        for module in self.policy.modules():
-            if isinstance(module, Policy):
-                module.one_pass = together
+    def _together(self, together: bool) -> None:
+        """Make each call of a policy one pass, because all processes make it together; or as many as are fastest."""
+        for model in self._models:
+            if isinstance(model, Policy):
+                model.one_pass = together
 
     def passes(self, own: int) -> int:
         """Return the largest number of micro-batches of a process."""
@@ -177,7 +197,8 @@ class FSDP2(Sharding):
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are exchanged only if this is the last micro-batch."""
-        self._parts[-1 if self._parts[0] is not self.policy else 0].set_requires_gradient_sync(last)
+        policy: Any = self.policy
+        policy.set_requires_gradient_sync(last)
         return torch.enable_grad()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -201,6 +222,42 @@ class FSDP2(Sharding):
             for key, values in state["state"].items()
         }
         return {**state, "state": parts}
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+"""Attributes of a module in which FSDP has hooks: they gather parameters, and let go of them."""
+
+
+def _made_plain(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Take FSDP off a module whose parameters are gathered, so that it is what it was before; yield how to undo it.
+
+    Otherwise it could neither be copied nor saved, and each pass would go through hooks.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    held: dict[str, Any] = vars(module)
+    made: Any = type(module)
+    if issubclass(made, FSDPModule):
+        yield partial(setattr, module, "__class__", made)
+        cast(Any, module).__class__ = next(base for base in made.__mro__ if not issubclass(base, FSDPModule))
+    own = {key: held.pop(key) for key in [*held] if key.startswith("__composable_api")}
+    yield partial(held.update, own)
+    for hooks in (held[name] for name in HOOKS):
+        taken = {key: hooks.pop(key) for key in _of_fsdp(hooks)}
+        yield partial(_put_back, hooks, taken)
+
+
+def _of_fsdp(hooks: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the hooks that FSDP has registered; torch wraps those of state dicts."""
+    places = {key: str(getattr(getattr(hook, "hook", hook), "__module__", "")) for key, hook in hooks.items()}
+    return [key for key, place in places.items() if place.startswith("torch.distributed.fsdp")]
+
+
+def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
+    """Add the hooks ``taken``: those that gather are the first, as FSDP registers them."""
+    others = dict(hooks)
+    hooks.clear()
+    hooks.update({**taken, **others})
 
 
 def make_sharding(name: str, accelerator: Accelerator) -> Sharding:
