@@ -154,15 +154,20 @@ class AcceleratedLoop(TrainerInputs[M]):
         Raises:
             PluginError: processes have made different numbers of rows.
         """
-        rows, world, prompts = len(self.store), self.accelerator.num_processes, self.progress.prompts
+        rows, world = len(self.store), self.accelerator.num_processes
         counts = self.gather([rows])
         if len(set(counts)) > 1:
             raise PluginError(
                 f"{self.config.method.name!r} made {' and '.join(map(str, counts))} rows of experience on {world} "
                 "processes; prepare_experience must return equally many on each, as for trainer.gather"
             )
+        return Layout(self.rows_of_a_prompt(rows), world, self.accelerator.process_index)
+
+    def rows_of_a_prompt(self, rows: int) -> int:
+        """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds; 1 if that varies."""
+        prompts = self.progress.prompts
         regular = not self.rows_vary and prompts and rows % prompts == 0
-        return Layout(rows // prompts if regular else 1, world, self.accelerator.process_index)
+        return rows // prompts if regular else 1
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and call the hook `on_experience`."""

@@ -324,6 +324,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
 
+    @abstractmethod
+    def rows_of_a_prompt(self, rows: int) -> int:
+        """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds."""
+
     @cached_property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps."""
