@@ -5,7 +5,7 @@
 
 CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`. ``equal`` trains each replicated and by
 FSDP2, and writes the largest difference of the weights after six steps to DIRECTORY/equal.json. ``run`` trains one, and
-writes its whole weights and the optimizer's state to DIRECTORY/NAME-WORLD.pt.
+writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import trainkit
 from trainkit.testing.trainers import Letters, tiny_trainer
 
 USUAL: dict[str, Any] = {
@@ -30,14 +31,12 @@ USUAL: dict[str, Any] = {
 GAME = {"reward_fn": None, "environment": Letters}
 
 
-def trained(name: str, place: Path, settings: dict[str, Any]) -> Any:
-    """A trainer after its run."""
+def made(name: str, place: Path, settings: dict[str, Any], **arguments: Any) -> Any:
+    """A trainer."""
     changes = {**USUAL, **settings}
     if changes.pop("game", False):
         changes["arguments"] = GAME
-    trainer = tiny_trainer(name, place, **changes)
-    trainer.learn()
-    return trainer
+    return tiny_trainer(name, place, **arguments, **changes)
 
 
 def whole(trainer: Any) -> dict[str, torch.Tensor]:
@@ -46,26 +45,40 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
+def state(trainer: Any) -> dict[str, Any]:
+    """Weights and the optimizer's state, whole."""
+    return {"weights": whole(trainer), "optimizer": trainer.sharding.optimizer_state(trainer.optimizer)["state"]}
+
+
 def equal(root: Path, cases: dict[str, Any]) -> None:
     """Train each case twice."""
     found = {}
     for index, (case, (name, settings)) in enumerate(cases.items()):
-        ends = [
-            whole(trained(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding}))
-            for sharding in ("none", "fsdp2")
-        ]
+        ends = []
+        for sharding in ("none", "fsdp2"):
+            trainer = made(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding})
+            trainer.learn()
+            ends.append(whole(trainer))
         found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
         if os.environ["RANK"] == "0":
             (root / "equal.json").write_text(json.dumps(found))
 
 
+class Beginning:
+    """What the processes have when the run begins."""
+
+    @trainkit.hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        self.state = state(trainer)
+
+
 def run(root: Path, name: str, settings: dict[str, Any]) -> None:
     """Train, and write what the processes have together."""
-    place = settings.pop("place", "run")
-    trainer = trained(name, root / place, settings)
-    weights, optimizer = whole(trainer), trainer.sharding.optimizer_state(trainer.optimizer)
+    beginning, place = Beginning(), settings.pop("place", "run")
+    trainer = made(name, root / place, settings, callbacks=[beginning])
+    trainer.learn()
+    kept = {"begin": beginning.state, "end": state(trainer), "resumed": trainer.resumed}
     if os.environ["RANK"] == "0":
-        kept = {"weights": weights, "optimizer": optimizer["state"], "resumed": trainer.resumed}
         torch.save(kept, root / f"{name}-{os.environ['WORLD_SIZE']}.pt")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit import TRLConfig
+from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.sharding import Replicated, blocks_of
 
 SCRIPT = Path(__file__).parent / "sharded.py"
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -79,40 +84,30 @@ def test_models_and_settings_are_trained_in_shards_as_in_replicas(tmp_path: Path
     ("name", "settings"),
     [
         ("ppo", {"train__sharding": "fsdp2"}),
-        ("rloo", {"train__sharding": "fsdp2", "rollout__staleness": 1}),
+        ("rloo", {"train__sharding": "fsdp2", "rollout__staleness": 1, "model__peft_config": LORA}),
         ("rft", {}),
-        ("sft", {"train__sharding": "fsdp2", "model__peft_config": LORA}),
     ],
-    ids=["ppo", "rloo-ahead", "rft-replicated", "sft-adapter"],
+    ids=["ppo", "rloo-ahead-adapter", "rft-replicated"],
 )
 def test_checkpoints_of_two_processes_are_read_by_one_and_four(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
+    """The same bits of weights and optimizer after reading; the same weights, up to rounding, three steps later."""
     usual = {"train__save_interval": 3, "rollout__num_rollouts": 16, **settings}
     launched(2, "run", str(tmp_path), name, json.dumps({**usual, "train__total_steps": 5}))
-    before = torch.load(tmp_path / f"{name}-2.pt", weights_only=False)
-    straight = {**usual, "train__total_steps": 8, "train__resume": "auto"}
+    before = torch.load(tmp_path / f"{name}-2.pt")
+    ends = {}
     for processes in (4, 1, 2):
         place = f"by-{processes}"
-        copy_of(tmp_path / "run", tmp_path / place)
-        same = {**usual, "place": place, "train__total_steps": 5, "train__resume": "auto"}
-        launched(processes, "run", str(tmp_path), name, json.dumps(same))
-        there = torch.load(tmp_path / f"{name}-{processes}.pt", weights_only=False)
-        require_same(before, there)
+        shutil.copytree(tmp_path / "run", tmp_path / place)
+        longer = {**usual, "place": place, "train__total_steps": 8, "train__resume": "auto"}
+        launched(processes, "run", str(tmp_path), name, json.dumps(longer))
+        there = torch.load(tmp_path / f"{name}-{processes}.pt")
+        require_same(before["end"], there["begin"])
         assert any("processes: 2 there" in line for line in there["resumed"]) == (processes != 2)
-    ends = []
-    for processes in (4, 1, 2):
-        place = {**straight, "place": f"by-{processes}"}
-        launched(processes, "run", str(tmp_path), name, json.dumps(place))
-        ends.append(torch.load(tmp_path / f"{name}-{processes}.pt", weights_only=False)["weights"])
-    for end in ends[:2]:
-        assert max(float((end[key] - ends[2][key]).abs().max()) for key in end) < 1e-5
-
-
-def copy_of(one: Path, other: Path) -> None:
-    import shutil
-
-    shutil.copytree(one, other)
+        ends[processes] = there["end"]["weights"]
+    for processes in (4, 1):
+        assert max(float((ends[processes][key] - ends[2][key]).abs().max()) for key in ends[2]) < 1e-5
 
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -120,7 +115,25 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert [key for key in one["weights"] if not one["weights"][key].equal(other["weights"][key])] == []
     left, right = one["optimizer"], other["optimizer"]
     assert left.keys() == right.keys()
-    differ = [
-        (key, name) for key in left for name, value in left[key].items() if not torch.equal(value, right[key][name])
-    ]
+    differ = [(key, name) for key in left for name in left[key] if not left[key][name].equal(right[key][name])]
     assert differ == []
+
+
+def test_an_unknown_sharding_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.sharding: .*'fsdp3'.*"):
+        TRLConfig(method="sft", train={"sharding": "fsdp3"})
+
+
+def test_one_process_is_not_sharded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="trainkit"):
+        trainer = tiny_trainer("sft", tmp_path, train__sharding="fsdp2")
+    assert isinstance(trainer.sharding, Replicated)
+    assert "train.sharding is 'fsdp2', and the run has one process, which holds the whole model" in caplog.text
+
+
+def test_a_model_whose_blocks_are_not_found_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert blocks_of(model) == []
+    model._no_split_modules = ["Block"]  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the blocks of Linear \(Block\) are not found"):
+        blocks_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy
+
+log = logging.getLogger(__name__)
 
 
 class Sharding(ABC):
@@ -224,7 +227,13 @@ class FSDP2(Sharding):
         return {**state, "state": parts}
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 """Attributes of a module in which FSDP has hooks: they gather parameters, and let go of them."""
 
 
@@ -261,8 +270,13 @@ def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
 
 
 def make_sharding(name: str, accelerator: Accelerator) -> Sharding:
-    """Return the sharding that `train.sharding` names."""
-    return FSDP2(accelerator) if name == "fsdp2" and accelerator.num_processes > 1 else Replicated(accelerator)
+    """Return the sharding that `train.sharding` names; of a single process it has no effect, which is logged."""
+    if name == "none":
+        return Replicated(accelerator)
+    if accelerator.num_processes == 1:
+        log.warning("train.sharding is %r, and the run has one process, which holds the whole model", name)
+        return Replicated(accelerator)
+    return FSDP2(accelerator)
 
 
 def whole_tensor(tensor: Any) -> Any:

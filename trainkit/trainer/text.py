@@ -545,7 +545,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """As `Sharding.whole`, after the model was made and divided."""
+        """Make and divide the model, if it is not yet, and gather it inside the block."""
         self._prepared  # noqa: B018  (as above)
         with self.sharding.whole():
             yield
