@@ -678,13 +678,6 @@ def test_another_initial_model_under_the_same_name_is_refused(tmp_path: Path) ->
     tiny_trainer("ppo", tmp_path / "run", **changes, train__resume="auto").learn()
 
 
-def test_another_number_of_processes_is_refused(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = resumed(a_run)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(CheckpointError, match="another number of processes: 1 there, 2 here"):
-        trainer.load(a_run)
-
-
 def test_a_path_to_a_checkpoint_a_run_or_its_checkpoints_is_resumed_from(a_run: Path, tmp_path: Path) -> None:
     for index, (path, step) in enumerate(
         [(a_run, 4), (a_run / "checkpoints", 4), (a_run / "checkpoints" / "step_00000003", 3)]

@@ -78,6 +78,7 @@ ELSEWHERE = {
         "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
+    "train.sharding": "test_sharding.py::test_sharded_runs_equal_replicated_ones",
     "rollout.engine": "test_staleness.py::test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits",
     "rollout.staleness":
         "test_staleness.py::test_collection_c_is_sampled_with_the_weights_after_collection_c_minus_1_minus_s",

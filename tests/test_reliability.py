@@ -650,7 +650,7 @@ def test_trackers_of_a_loop_that_the_user_drives_are_closed_with_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, "configured to use FSDP, which divides the model"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "configured to use FSDP, which would divide the model"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured to use DeepSpeed"),
         ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, "starts one process, however many"),
         ({"WORLD_SIZE": "2"}, "2 processes were launched"),

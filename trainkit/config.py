@@ -402,6 +402,9 @@ class TrainConfig(Section):
     """Maximum global norm to which gradients are clipped at every step. None: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the forward pass, by accelerate."""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """How the model, its gradients and the optimizer's state are divided among processes. `none`: each has all of them.
+    `fsdp2`: each has a part of every tensor, and blocks are gathered when they run."""
     eval_interval: int = Field(100, ge=0)
     """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
     save_interval: int = Field(1000, ge=0)

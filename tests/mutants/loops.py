@@ -58,10 +58,11 @@ class MeansOfRanks(Loop):
 class ClippedOnce(Loop):
     """An iterator over the parameters is exhausted after the first step, and nothing is clipped any more."""
 
-    def _clip(self, policy: Any) -> Any:
-        self.exhaustible = getattr(self, "exhaustible", policy.parameters())
-        limit = self.config.train.max_grad_norm
-        return self.accelerator.clip_grad_norm_(self.exhaustible, limit or torch.inf).detach()
+    def _make_step(self, found: Any) -> Any:
+        self.exhaustible = getattr(self, "exhaustible", self.policy.parameters())
+        clip = self.accelerator.clip_grad_norm_
+        self.sharding.clip = lambda limit: clip(self.exhaustible, limit or torch.inf).detach()  # type: ignore[method-assign]
+        return super()._make_step(found)
 
 
 class GuardThatSteps(Loop):

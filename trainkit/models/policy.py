@@ -125,6 +125,8 @@ class Policy(nn.Module, ABC):
 
     logit_mask: Tensor | None
     head_alone: bool
+    one_pass = False
+    """Whether each call makes one forward pass, because other processes make it at the same time."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class Policy(nn.Module, ABC):
             PluginError: the divergence is unknown, is given without a reference, or does not return [N].
         """
         against = _comparison(reference, divergence)
-        buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        buckets = self._buckets(sequences)
         if len(buckets) == 1:
             return self._read(sequences, entropy, against)
         parts = [self._read(sequences.select(rows), entropy, against) for rows in buckets]
@@ -222,12 +224,18 @@ class Policy(nn.Module, ABC):
             head={name: sequences.place(answer) for name, answer in head.items()},
         )
 
+    def _buckets(self, sequences: Sequences) -> list[Tensor]:
+        """Return the rows of each forward pass."""
+        if self.one_pass:
+            return [torch.arange(len(sequences), device=sequences.input_ids.device)]
+        return sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
         """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
-        buckets = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        buckets = self._buckets(sequences)
         parts = [self._through_trunk(sequences.select(rows)) for rows in buckets]
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
 

@@ -182,5 +182,6 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        copied = tensor.detach().to("cpu", copy=True)  # numpy() fixes the size of a storage, which FSDP2 lets go of
+        digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -63,8 +63,8 @@ class Scorer(nn.Module):
         head: Any = self.model.score if self.head is None else self.head
         states = at_last(hidden_states(self.model, sequences), sequences.attention_mask)  # [B, D]
         with torch.autocast(states.device.type, enabled=False):
-            scores: Tensor = head(states.to(next(head.parameters()).dtype)).squeeze(-1)
-            return scores.float()
+            scores: Tensor = head(states.to(next(head.parameters()).dtype))
+            return scores.float().sum(-1)  # of one number; FSDP2 warns of outputs that are views
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -39,6 +39,7 @@ from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
 from trainkit.runs.lock import RunLock
+from trainkit.runs.resharding import own_rows
 from trainkit.runs.stopping import EXIT_CODE, sigterm_noted
 from trainkit.runs.trackers import default_trackers, without_progress_bars
 
@@ -298,10 +299,13 @@ def _write(trainer: Trainer, building: Path) -> None:
     if trainer.ahead is not None:
         name = f"ahead-{accelerator.process_index:05d}"
         checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
-    if accelerator.is_main_process:
-        _refuse_non_finite(trainer)
-        checkpoint.write_state(building, "model", trained(trainer.unwrapped))
-        checkpoint.write_state(building, "loop", {**trainer.loop_state(), **_identity(trainer)})
+    loop = trainer.loop_state()
+    with trainer.sharding.whole():
+        loop |= _identity(trainer)
+        if accelerator.is_main_process:
+            _refuse_non_finite(trainer)
+            checkpoint.write_state(building, "model", trained(trainer.unwrapped))
+            checkpoint.write_state(building, "loop", loop)
 
 
 def _refuse_non_finite(trainer: Trainer) -> None:
@@ -348,7 +352,8 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
     expected = trained(trainer.unwrapped).keys()
     if wrong := sorted(expected ^ state.keys()):
         raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
-    trainer.unwrapped.load_state_dict(state, strict=False)
+    with trainer.sharding.whole(write=True):
+        trainer.unwrapped.load_state_dict(state, strict=False)
 
 
 def resume(trainer: Trainer, root: Path) -> None:
@@ -383,6 +388,7 @@ def load(trainer: Trainer, path: Path) -> None:
     trainer.store.clear()
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
+    filled = trainer.progress.prompts
     trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
     try:
         _load_trained(trainer, checkpoint.read_state(path, "model"))
@@ -391,16 +397,30 @@ def load(trainer: Trainer, path: Path) -> None:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     at = trainer.progress
     at.position = at.position * state["config"]["train"]["batch_size"] // trainer.config.train.batch_size
-    store = path / f"store-{trainer.accelerator.process_index:05d}.json"
-    if store.exists():
-        trainer.store.experience = checkpoint.read_state(path, store.stem)["experience"]
-    ahead = path / f"ahead-{trainer.accelerator.process_index:05d}.json"
-    if trainer.ahead is not None and ahead.exists():
-        trainer.ahead.load(checkpoint.read_state(path, ahead.stem)["collections"])
+    _load_held(trainer, path, state["processes"], filled)
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:
         trainer.resumed.append(_stopped(trainer, state["config"]))
+
+
+def _load_held(trainer: Trainer, path: Path, there: int, filled: int) -> None:
+    """Load what each process holds of the collections; divide it anew if ``there`` were other processes.
+
+    ``filled`` are the prompts, or samples, of an offline store in this process.
+    """
+    at, rank, world = trainer.progress, trainer.accelerator.process_index, trainer.accelerator.num_processes
+    read = [rank] if there == world else range(there)
+    if (path / "store-00000.json").exists():
+        parts = [checkpoint.read_state(path, f"store-{index:05d}")["experience"] for index in read]
+        rows, each = len(parts[0]), trainer.rows_of_a_prompt(len(parts[0]))
+        at.prompts = at.prompts if there == world else rows // each * there // world
+        trainer.store.experience = parts[0] if there == world else own_rows(parts, each, rank, world)
+    elif there != world:
+        at.prompts = filled
+    if trainer.ahead is not None and (path / "ahead-00000.json").exists():
+        states = [checkpoint.read_state(path, f"ahead-{index:05d}")["collections"] for index in read]
+        trainer.ahead.load(states, anew=there != world)
 
 
 def _stopped(trainer: Trainer, before: Mapping[str, Any]) -> str:
@@ -428,12 +448,9 @@ def _whole_at(path: Path) -> Path:
 
 def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    now = _identity(trainer)
-    if state["processes"] != now["processes"]:
-        raise CheckpointError(
-            f"{path} belongs to a run with another number of processes: {state['processes']} there, "
-            f"{now['processes']} here"
-        )
+    trainer.policy  # noqa: B018  (as above)
+    with trainer.sharding.whole():
+        now = _identity(trainer)
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.allow_drift:
@@ -453,7 +470,8 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
         weights.append(_frozen_line(state["frozen"], now["frozen"]))
     if weights and not trainer.allow_drift:
         raise CheckpointError(f"{path} belongs to a run with another {'; another '.join(weights)}")
-    return [*fixed, *weights]
+    processes = [f"processes: {state['processes']} there, {now['processes']} here"]
+    return [*fixed, *weights, *(processes if state["processes"] != now["processes"] else [])]
 
 
 def check_frozen(trainer: Trainer, policy: Policy) -> None:
@@ -509,7 +527,8 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
             shutil.rmtree(building, ignore_errors=True)
             raise CheckpointError(f"cannot export the model to {target}: {error}") from error
 
-    on_main(trainer, build)
+    with trainer.sharding.whole():
+        on_main(trainer, build)
     return target
 
 

@@ -507,8 +507,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         self._collection = collecting.Collection(rollouts=[rollouts])
         self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
         self.progress.prompts = len(rollouts) // self.samples_per_prompt
-        self.unwrapped.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with self.inference():
             self._record_scored(rollouts, checked)
             self.store.push(self._experience(rollouts, checked))
             self._prepare_store()

@@ -17,9 +17,11 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.data import Rollouts
 from trainkit.errors import CheckpointError, describe
+from trainkit.functional import per_response
 from trainkit.models.backend import one_library
 from trainkit.rollouts import Weights
 from trainkit.runs.checkpoint import is_plain
+from trainkit.runs.resharding import own_items
 from trainkit.seeding import PLACE, Place, Seen
 from trainkit.trainer import dynamic
 
@@ -199,14 +201,40 @@ class Ahead:
         """Return the collections, all of them sampled."""
         return [collection.result().state() for collection in self.waiting]
 
-    def load(self, states: list[dict[str, Any]]) -> None:
-        """Restore the collections whose states are given."""
+    def load(self, states: list[list[dict[str, Any]]], *, anew: bool) -> None:
+        """Restore the collections.
+
+        Args:
+            states: those of this process; or those of each process of the checkpoint.
+            anew: whether these were another number of processes, so that the collections are divided anew.
+        """
         self.wait()
         self.waiting.clear()
-        for state in states:
+        device = self.trainer.accelerator.device
+        for parts in zip(*states, strict=True):
+            restored = [Collection.restored(state, device) for state in parts]
             done: Future[Collection] = Future()
-            done.set_result(Collection.restored(state, self.trainer.accelerator.device))
+            done.set_result(dealt_anew(self.trainer, restored) if anew else restored[0])
             self.waiting.append(done)
+
+
+def dealt_anew(trainer: Trainer, parts: list[Collection]) -> Collection:
+    """Return this process's part of a collection, whose ``parts`` are those of another number of processes."""
+    rank, world, k = trainer.accelerator.process_index, trainer.accelerator.num_processes, trainer.samples_per_prompt
+    mine = own_items([dynamic.groups_of(part.parts, k) for part in parts], rank, world)
+    per_part = max(trainer.config.rollout.batch_size // k, 1)
+    joined = [dynamic.joined(mine[start : start + per_part]) for start in range(0, len(mine), per_part)]
+    records = m.merge(*(part.records for part in parts))
+    if rank > 0:  # the first process has them; those of the others count nothing
+        records = {name: type(each)(*map(torch.zeros_like, each.tensors())) for name, each in records.items()}
+    return replace(
+        parts[0],
+        prompts=len(mine),
+        parts=joined,
+        rollouts=[rollouts for rollouts, _ in joined],
+        scores=[per_response(scores) for _, scores in joined],
+        records=records,
+    )
 
 
 def _plain(rollouts: Rollouts) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     collection.rollouts.clear()  # of the groups that are not kept
     per_part = max(trainer.config.rollout.batch_size // trainer.samples_per_prompt, 1)
     for start in range(0, len(mine), per_part):
-        rollouts, scores = _joined(mine[start : start + per_part])
+        rollouts, scores = joined(mine[start : start + per_part])
         collection.rollouts.append(replace(rollouts, hidden=None))
         yield rollouts, scores
 
@@ -139,7 +139,17 @@ def _dealt(trainer: Trainer, found: list[Group], taken: int) -> list[Group]:
     return sorted([*mine, *arrived], key=lambda group: group.position)
 
 
-def _joined(groups: list[Group]) -> tuple[Rollouts, Tensor]:
+def groups_of(parts: Iterable[tuple[Rollouts, Tensor]], k: int) -> list[Group]:
+    """Return the groups of ``k`` adjacent responses in rollouts with their scores."""
+    return [
+        Group(0, rollouts.select(range(start, start + k)), scores[start : start + k])
+        for rollouts, scores in parts
+        for start in range(0, len(rollouts), k)
+    ]
+
+
+def joined(groups: list[Group]) -> tuple[Rollouts, Tensor]:
+    """Return the rollouts of the groups, with their scores [B], or [B, T] if some are per token."""
     rollouts = Rollouts.cat([group.rollouts for group in groups])
     if all(group.scores.dim() == 1 for group in groups):
         return rollouts, torch.cat([group.scores for group in groups])

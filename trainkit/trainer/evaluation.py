@@ -34,7 +34,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "add_eval_pipeline(prompts)"
         )
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
-    with trainer._discarding_records():
+    with trainer._discarding_records(), trainer.sharding.whole():
         found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
         found |= held_out(trainer) if trainer.eval_samples else {}
     at, hook = trainer.progress, trainer.hooks.hook
@@ -68,10 +68,9 @@ def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
 def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     """Return the loss and metrics over the held-out samples as ``eval/<name>``: exact means over all processes."""
     found: m.Metrics = {}
-    trainer.unwrapped.eval()
     if trainer.held_out is None:
         trainer.held_out = _experience(trainer)
-    with trainer.accelerator.autocast():
+    with trainer.inference():
         experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
     for micro in trainer.micro_batches(experience):
         found = m.merge(found, trainer.measure(micro.to(trainer.accelerator.device))[1])

@@ -31,8 +31,9 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
     sharded = [name for flag, name in SHARDED.items() if str_to_bool(os.environ.get(flag, "false"))]
     if sharded:
         raise ConfigError(
-            f"accelerate is configured to use {' and '.join(sharded)}, which divides the model among processes; "
-            "sampling and checkpoints need the whole model in each. Launch with 'accelerate launch --multi_gpu'"
+            f"accelerate is configured to use {' and '.join(sharded)}, which would divide the model without trainkit's "
+            "sampling, checkpoints and checks; remove that from accelerate's configuration, launch with 'accelerate "
+            "launch --multi_gpu', and set train.sharding to 'fsdp2' to divide the model"
         )
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, mixed_precision):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
@@ -25,6 +25,7 @@ from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.minibatches import Layout, minibatches
 from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
+from trainkit.trainer.sharding import whole_tensor
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
@@ -153,15 +154,20 @@ class AcceleratedLoop(TrainerInputs[M]):
         Raises:
             PluginError: processes have made different numbers of rows.
         """
-        rows, world, prompts = len(self.store), self.accelerator.num_processes, self.progress.prompts
+        rows, world = len(self.store), self.accelerator.num_processes
         counts = self.gather([rows])
         if len(set(counts)) > 1:
             raise PluginError(
                 f"{self.config.method.name!r} made {' and '.join(map(str, counts))} rows of experience on {world} "
                 "processes; prepare_experience must return equally many on each, as for trainer.gather"
             )
+        return Layout(self.rows_of_a_prompt(rows), world, self.accelerator.process_index)
+
+    def rows_of_a_prompt(self, rows: int) -> int:
+        """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds; 1 if that varies."""
+        prompts = self.progress.prompts
         regular = not self.rows_vary and prompts and rows % prompts == 0
-        return Layout(rows // prompts if regular else 1, world, self.accelerator.process_index)
+        return rows // prompts if regular else 1
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and call the hook `on_experience`."""
@@ -175,8 +181,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         at = self.progress
         self._collection = Collection(at.collection, at.collection, at.cursor)
         self.policy  # noqa: B018  (all processes make it together, also one that samples nothing)
-        self.unwrapped.eval()
-        with torch.no_grad(), self.accelerator.autocast():  # policy, sampler and reference at the loss's precision
+        with self.inference():
             self.collect_experience()
             at.taken, at.prompts = self._collection.taken, self._collection.prompts
             self._prepare_store()
@@ -236,9 +241,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        if verdict is Verdict.STEP and not self._overflowed:
-            self.after_step()
+        if verdict is Verdict.STEP and not self._overflowed and self._acts_after_steps:
+            with self.sharding.whole(write=True):
+                self.after_step()
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+
+    @property
+    def _acts_after_steps(self) -> bool:
+        return getattr(self.after_step, "__func__", None) is not BaseRLTrainer.after_step
 
     @property
     def _overflowed(self) -> bool:
@@ -262,16 +272,19 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         device, rank = self.accelerator.device, self.accelerator.process_index
-        self.unwrapped.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with self.inference():
             micros = self.micro_batches(checked_batch(self, "prepare_step", self.prepare_step(batch)))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         self.policy.train()
         with global_rng(self.config.train.seed, "dropout", self.progress.step, rank, device=device):
-            for index, micro in enumerate(micros):
-                with self._synchronised(last=index == len(micros) - 1):
-                    found = m.merge(found, self._backward(micro.to(device), share))
+            passes = self.sharding.passes(len(micros))
+            for index in range(passes):
+                with self.sharding.synchronised(last=index == passes - 1):
+                    if index < len(micros):
+                        found = m.merge(found, self._backward(micros[index].to(device), share))
+                    else:  # other processes have more; all make the passes together
+                        self._backward(micros[-1].to(device), share, factor=0.0)
         return found
 
     def _judged(self, found: m.Metrics) -> Verdict:
@@ -290,7 +303,7 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def _make_step(self, found: m.Metrics) -> m.Metrics:
         """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
-        norm = self._clip(self.policy)
+        norm = self.sharding.clip(self.config.train.max_grad_norm)
         self._refuse_non_finite(found, norm)
         self.optimizer.step()
         made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
@@ -330,28 +343,18 @@ class AcceleratedLoop(TrainerInputs[M]):
         weight = exact(micro.weight.to(loss.device))
         return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
 
-    def _backward(self, micro: Batch, share: Tensor) -> m.Metrics:
+    def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
         loss, found = self.measure(micro)
-        self.accelerator.backward(loss * micro.weight.to(share.device) / share)
+        self.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
         return found
-
-    def _synchronised(self, last: bool) -> Any:
-        """Return a context in which processes exchange gradients only if this is the last micro-batch."""
-        return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
-
-    def _clip(self, policy: nn.Module) -> Tensor:
-        limit = self.config.train.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(policy.parameters(), math.inf if limit is None else limit)
-        return torch.as_tensor(norm).detach()
 
     def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
         loss = self.reduce(torch.stack(found["loss/total"].tensors()))
         overflow = self.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
         if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
             return
-        named = [
-            name for name, p in self.unwrapped.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
-        ]
+        grads = {name: whole_tensor(p.grad) for name, p in self.unwrapped.named_parameters() if p.grad is not None}
+        named = [name for name, grad in grads.items() if not grad.isfinite().all()]
         self.optimizer.zero_grad()
         raise NonFiniteError(
             f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"

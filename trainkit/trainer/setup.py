@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,7 @@ from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
+from trainkit.trainer.sharding import make_sharding
 
 if TYPE_CHECKING:
     from trainkit.testing import Effect, Structure
@@ -110,6 +111,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
+        self.sharding = make_sharding(config.train.sharding, self.accelerator)
+        """How the trained model is divided among the processes."""
         self._check_split()
         self._check_collecting()
         if config.train.save_best and not self.rewarded:
@@ -248,8 +251,13 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
         for frozen in self.frozen_models:
             frozen.policy  # noqa: B018  (loads it)
-        optimizer = optim.make_optimizer(self.config.optimizer, model, scaled=self.accelerator.scaler is not None)
-        return (*self.accelerator.prepare(model, optimizer), reference)
+        scaled = self.accelerator.scaler is not None
+        make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled)
+        compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
+        prepared = self.sharding.prepare(model, make)
+        for other in {id(each): each for each in compared}.values():
+            self.sharding.share(other)
+        return (*prepared, reference)
 
     def _make_equal(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the main process's ``model`` to all other processes."""
@@ -291,7 +299,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def start(self) -> str | None:
         """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
-        return run.fingerprint_start(self)
+        self._prepared  # noqa: B018  (the model is divided)
+        with self.sharding.whole():
+            return run.fingerprint_start(self)
 
     # implemented by the loop; needed here by the schedule and by checkpoints
 
@@ -313,6 +323,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @abstractmethod
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
+
+    @abstractmethod
+    def rows_of_a_prompt(self, rows: int) -> int:
+        """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds."""
 
     @cached_property
     def scheduler(self) -> LRScheduler:
@@ -361,6 +375,13 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _seen(self) -> Seen:
         """Counts of the responses of the collection so far, by the position of their row."""
         return self._sampling.seen
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Let every process run the whole model inside the block, without gradient, at the precision of the loss."""
+        self.unwrapped.eval()
+        with self.sharding.whole(), torch.no_grad(), self.accelerator.autocast():
+            yield
 
     # ----------------------------------------------------------------------------------------- numbers of all processes
 
@@ -485,14 +506,15 @@ class PreparedTrainer(BaseRLTrainer[M]):
             "progress": asdict(self.progress),
             "method": self.state_dict(),
             "hooks": self.hooks.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.sharding.optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `loop_state` returned."""
-        optim.load(self.optimizer, self.scheduler, state)
+        own = self.sharding.own_part(state["optimizer"], self.optimizer)
+        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own})
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])

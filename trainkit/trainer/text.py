@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -542,6 +543,13 @@ class TextTrainer(AcceleratedLoop[M]):
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Make and divide the model, if it is not yet, and gather it inside the block."""
+        self._prepared  # noqa: B018  (as above)
+        with self.sharding.whole():
+            yield
+
     @property
     def weights(self) -> Weights:
         """The weights of the language model as they are now."""
@@ -594,7 +602,7 @@ class TextTrainer(AcceleratedLoop[M]):
         rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
         self.progress.generated += len(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
-        with self._discarding_records():
+        with self._discarding_records(), self._whole():
             rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
@@ -641,7 +649,7 @@ class TextTrainer(AcceleratedLoop[M]):
             run.begin(self)  # as in `generate`
         rows = placed(rows, self.progress.generated)
         self.progress.generated += len(rows)
-        with self._discarding_records():
+        with self._discarding_records(), self._whole():
             return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
 
     def decode(

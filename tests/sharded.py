@@ -1,0 +1,95 @@
+"""Runs of several processes that are compared: sharded and replicated ones, and those of other numbers of processes.
+
+    torchrun --nproc_per_node=2 tests/sharded.py equal DIRECTORY CASES
+    torchrun --nproc_per_node=N tests/sharded.py run DIRECTORY NAME SETTINGS
+
+CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`. ``equal`` trains each replicated and by
+FSDP2, and writes the largest difference of the weights after six steps to DIRECTORY/equal.json. ``run`` trains one, and
+writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainkit
+from trainkit.testing.trainers import Letters, tiny_trainer
+
+USUAL: dict[str, Any] = {
+    "optimizer__lr": 1e-3,
+    "optimizer__kwargs": {"eps": 1e-4},  # weights that cannot change the loss would move by the rounding of 0
+    "train__eval_interval": 3,
+    "train__save_interval": 3,
+    "train__batch_size": 8,
+}
+GAME = {"reward_fn": None, "environment": Letters}
+
+
+def made(name: str, place: Path, settings: dict[str, Any], **arguments: Any) -> Any:
+    """A trainer."""
+    changes = {**USUAL, **settings}
+    if changes.pop("game", False):
+        changes["arguments"] = GAME
+    return tiny_trainer(name, place, **arguments, **changes)
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """A copy of the whole weights."""
+    with trainer.sharding.whole():
+        return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
+
+
+def state(trainer: Any) -> dict[str, Any]:
+    """Weights and the optimizer's state, whole."""
+    return {"weights": whole(trainer), "optimizer": trainer.sharding.optimizer_state(trainer.optimizer)["state"]}
+
+
+def equal(root: Path, cases: dict[str, Any]) -> None:
+    """Train each case twice."""
+    found = {}
+    for index, (case, (name, settings)) in enumerate(cases.items()):
+        ends = []
+        for sharding in ("none", "fsdp2"):
+            trainer = made(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding})
+            trainer.learn()
+            ends.append(whole(trainer))
+        found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
+        if os.environ["RANK"] == "0":
+            (root / "equal.json").write_text(json.dumps(found))
+
+
+class Beginning:
+    """What the processes have when the run begins."""
+
+    @trainkit.hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        self.state = state(trainer)
+
+
+def run(root: Path, name: str, settings: dict[str, Any]) -> None:
+    """Train, and write what the processes have together."""
+    beginning, place = Beginning(), settings.pop("place", "run")
+    trainer = made(name, root / place, settings, callbacks=[beginning])
+    trainer.learn()
+    kept = {"begin": beginning.state, "end": state(trainer), "resumed": trainer.resumed}
+    if os.environ["RANK"] == "0":
+        torch.save(kept, root / f"{name}-{os.environ['WORLD_SIZE']}.pt")
+
+
+def main(what: str, root: str, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    if what == "equal":
+        equal(Path(root), json.loads(arguments[0]))
+    else:
+        run(Path(root), arguments[0], json.loads(arguments[1]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,139 @@
+"""`train.sharding`: runs sharded by FSDP2 equal replicated ones; checkpoints are read by other numbers of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit import TRLConfig
+from trainkit.errors import ConfigError
+from trainkit.plugins import available_trainers
+from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.sharding import Replicated, blocks_of
+
+SCRIPT = Path(__file__).parent / "sharded.py"
+LORA = {"r": 4, "target_modules": "all-linear"}
+CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapter": ("ppo", {"model__peft_config": LORA}),
+    "adapter and pairs": ("dpo", {"model__peft_config": LORA}),
+    "adapter and no reference": ("sft", {"model__peft_config": LORA}),
+    "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1}),
+    "frozen layers and groups": ("rloo", {"model__num_layers_unfrozen": 1}),
+    "encoder-decoder": ("rloo", {"model": tiny_t5(10)}),
+    "llama": ("grpo", {"model": tiny_llama(10)}),
+    "untied embeddings": ("ppo", {"model": tiny_gpt2(10, tie_word_embeddings=False)}),
+    "chosen reference": ("rloo", {"model__reference_path": tiny_gpt2(10)}),
+    "bf16": ("ppo", {"train__mixed_precision": "bf16"}),
+    "small micro-batches": ("ppo", {"train__microbatch_size": 1}),
+    "unequal micro-batches": ("sft", {"train__microbatch_size": 3}),
+    "no clipping": ("dpo", {"train__max_grad_norm": None}),
+    "clipping": ("dpo", {"train__max_grad_norm": 0.01}),
+    "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4}),
+    "sampled ahead": ("rloo", {"rollout__staleness": 1}),
+}
+
+
+def launched(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    port = random.Random(f"{os.getpid()} {arguments}").randrange(20000, 30000)
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return done
+
+
+def require_equal(cases: dict[str, tuple[str, dict[str, Any]]], root: Path) -> None:
+    launched(2, "equal", str(root), json.dumps(cases))
+    off = json.loads((root / "equal.json").read_text())
+    assert off.keys() == cases.keys()
+    assert {case: by for case, by in off.items() if by > 1e-5} == {}
+
+
+def test_sharded_runs_equal_replicated_ones(tmp_path: Path) -> None:
+    require_equal({name: (name, {}) for name in ("ppo", "dpo")}, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_trainer_is_trained_in_shards_as_in_replicas(tmp_path: Path) -> None:
+    require_equal({name: (name, {}) for name in available_trainers() if not name.startswith("_")}, tmp_path)
+
+
+@pytest.mark.slow
+def test_models_and_settings_are_trained_in_shards_as_in_replicas(tmp_path: Path) -> None:
+    require_equal(CONDITIONS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ppo", {"train__sharding": "fsdp2"}),
+        ("rloo", {"train__sharding": "fsdp2", "rollout__staleness": 1, "model__peft_config": LORA}),
+        ("rft", {}),
+    ],
+    ids=["ppo", "rloo-ahead-adapter", "rft-replicated"],
+)
+def test_checkpoints_of_two_processes_are_read_by_one_and_four(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same bits of weights and optimizer after reading; the same weights, up to rounding, three steps later."""
+    usual = {"train__save_interval": 3, "rollout__num_rollouts": 16, **settings}
+    launched(2, "run", str(tmp_path), name, json.dumps({**usual, "train__total_steps": 5}))
+    before = torch.load(tmp_path / f"{name}-2.pt")
+    ends = {}
+    for processes in (4, 1, 2):
+        place = f"by-{processes}"
+        shutil.copytree(tmp_path / "run", tmp_path / place)
+        longer = {**usual, "place": place, "train__total_steps": 8, "train__resume": "auto"}
+        launched(processes, "run", str(tmp_path), name, json.dumps(longer))
+        there = torch.load(tmp_path / f"{name}-{processes}.pt")
+        require_same(before["end"], there["begin"])
+        assert any("processes: 2 there" in line for line in there["resumed"]) == (processes != 2)
+        ends[processes] = there["end"]["weights"]
+    for processes in (4, 1):
+        assert max(float((ends[processes][key] - ends[2][key]).abs().max()) for key in ends[2]) < 1e-5
+
+
+def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same bits of weights and of the optimizer's state."""
+    assert [key for key in one["weights"] if not one["weights"][key].equal(other["weights"][key])] == []
+    left, right = one["optimizer"], other["optimizer"]
+    assert left.keys() == right.keys()
+    differ = [(key, name) for key in left for name in left[key] if not left[key][name].equal(right[key][name])]
+    assert differ == []
+
+
+def test_an_unknown_sharding_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.sharding: .*'fsdp3'.*"):
+        TRLConfig(method="sft", train={"sharding": "fsdp3"})
+
+
+def test_one_process_is_not_sharded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="trainkit"):
+        trainer = tiny_trainer("sft", tmp_path, train__sharding="fsdp2")
+    assert isinstance(trainer.sharding, Replicated)
+    assert "train.sharding is 'fsdp2', and the run has one process, which holds the whole model" in caplog.text
+
+
+def test_a_model_whose_blocks_are_not_found_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert blocks_of(model) == []
+    model._no_split_modules = ["Block"]  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the blocks of Linear \(Block\) are not found"):
+        blocks_of(model)

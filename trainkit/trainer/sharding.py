@@ -1,0 +1,310 @@
+"""How the trained model is divided among the processes: not at all, or by FSDP2."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigError
+from trainkit.models.policy import Policy
+
+log = logging.getLogger(__name__)
+
+
+class Sharding(ABC):
+    """The interface of a way to divide the trained model, its gradients and the optimizer's state among processes.
+
+    Args:
+        accelerator: the processes.
+    """
+
+    policy: nn.Module
+    """The model as the loss calls it, once `prepare` was called."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        """Divide ``model``, which is the same on all processes; return it with the optimizer that ``make`` makes."""
+
+    def share(self, model: nn.Module) -> None:  # noqa: B027  (replicas keep it)
+        """Divide a frozen model, such as the reference; `whole` gathers it with the trained one."""
+
+    @abstractmethod
+    def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which every process has the whole model and may run it as often as it wants.
+
+        All processes enter and leave it together. It can be nested.
+
+        Args:
+            write: whether changes of the weights in it remain. They have to be the same on all processes.
+        """
+
+    @abstractmethod
+    def passes(self, own: int) -> int:
+        """Return how many micro-batches each process has to run, if this process has ``own`` of them."""
+
+    @abstractmethod
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Return a context in which processes exchange gradients only if this is the last micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradient of ``loss``; the gradients of all processes are averaged."""
+        self.accelerator.backward(loss)
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Clip the gradient to the norm ``limit``; None: not at all. Return its norm before. -> []."""
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), math.inf if limit is None else limit)
+        whole: Tensor = whole_tensor(torch.as_tensor(norm).detach())
+        return whole
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict`` with whole tensors. All processes call it."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def own_part(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+        """Return the part of a state as `optimizer_state` returns it that this process keeps."""
+        return state
+
+
+class Replicated(Sharding):
+    """Every process has the whole model; gradients are averaged by DDP."""
+
+    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        """Return model and optimizer as accelerate prepares them."""
+        self.policy, optimizer = self.accelerator.prepare(model, make(model))
+        return self.policy, optimizer
+
+    def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def passes(self, own: int) -> int:
+        """Return ``own``: processes may run different numbers of micro-batches."""
+        return own
+
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Return a context in which DDP exchanges gradients only if this is the last micro-batch."""
+        return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
+
+
+class FSDP2(Sharding):
+    """Every process has a part of each tensor: ``torch.distributed.fsdp.fully_shard`` on each block, then on the model.
+
+    A block is gathered when it runs. Forward and backward passes of the loss are therefore made by all processes
+    together: equally many micro-batches, each in one pass.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._models: list[nn.Module] = []
+        """The trained model, and those that are compared with it."""
+        self._depth = 0
+        self._writes = False
+
+    @property
+    def _parts(self) -> list[Any]:
+        """The modules that are gathered as a unit each, every model before its blocks."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for model in self._models for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        """Shard the model, and return it with the optimizer of its shards."""
+        self.policy = model
+        self.share(model)
+        return model, self.accelerator.prepare_optimizer(make(model))
+
+    @cached_property
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
+
+    def share(self, model: nn.Module) -> None:
+        """Shard each block of ``model``; of the trained one, then the rest of it.
+
+        A frozen model keeps its embeddings and head whole, because a divergence in a loss reads it not by `forward`.
+
+        Raises:
+            ConfigError: its blocks are not found.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks_of(model):
+            fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+        if model is self.policy:
+            root: Any = fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
+            root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
+        self._models.append(model)
+        self._together(True)
+
+    @contextmanager
+    def whole(self, *, write: bool = False) -> Iterator[None]:
+        """Gather all parameters on every process, and let go of them at the end."""
+        self._writes |= write
+        if self._depth == 0:
+            self._gather()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._let_go()
+
+    def _gather(self) -> None:
+        self._shards = dict(self.policy.named_parameters())
+        for part in self._parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        self._together(False)
+        self._undo = [undo for model in self._models for module in model.modules() for undo in _made_plain(module)]
+
+    @torch.no_grad()
+    def _let_go(self) -> None:
+        if self._writes:
+            for name, parameter in self.policy.named_parameters():
+                shard: Any = self._shards[name]
+                shard.to_local().copy_(_distributed(parameter.detach(), shard).to_local())
+        self._writes = False
+        for undo in self._undo:
+            undo()
+        for part in self._parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+        self._together(True)
+        self._shards, self._undo = {}, []
+
+    def _together(self, together: bool) -> None:
+        """Make each call of a policy one pass, because all processes make it together; or as many as are fastest."""
+        for model in self._models:
+            if isinstance(model, Policy):
+                model.one_pass = together
+
+    def passes(self, own: int) -> int:
+        """Return the largest number of micro-batches of a process."""
+        most = torch.tensor([own], device=self.accelerator.device)
+        return int(self.accelerator.gather(most).max())
+
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are exchanged only if this is the last micro-batch."""
+        policy: Any = self.policy
+        policy.set_requires_gradient_sync(last)
+        return torch.enable_grad()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict`` with whole tensors, gathered one at a time."""
+        state = optimizer.state_dict()
+        gathered = {
+            key: {name: whole_tensor(value) for name, value in values.items()} for key, values in state["state"].items()
+        }
+        return {**state, "state": gathered}
+
+    def own_part(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+        """Return the state with this process's part of each tensor."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def part(value: Any, parameter: Tensor) -> Any:
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            return _distributed(value.to(parameter.device), parameter) if fits else value
+
+        parts = {
+            key: {name: part(value, parameters[key]) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
+        return {**state, "state": parts}
+
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Attributes of a module in which FSDP has hooks: they gather parameters, and let go of them."""
+
+
+def _made_plain(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Take FSDP off a module whose parameters are gathered, so that it is what it was before; yield how to undo it.
+
+    Otherwise it could neither be copied nor saved, and each pass would go through hooks.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    held: dict[str, Any] = vars(module)
+    made: Any = type(module)
+    if issubclass(made, FSDPModule):
+        yield partial(setattr, module, "__class__", made)
+        cast(Any, module).__class__ = next(base for base in made.__mro__ if not issubclass(base, FSDPModule))
+    own = {key: held.pop(key) for key in [*held] if key.startswith("__composable_api")}
+    yield partial(held.update, own)
+    for hooks in (held[name] for name in HOOKS):
+        taken = {key: hooks.pop(key) for key in _of_fsdp(hooks)}
+        yield partial(_put_back, hooks, taken)
+
+
+def _of_fsdp(hooks: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the hooks that FSDP has registered; torch wraps those of state dicts."""
+    places = {key: str(getattr(getattr(hook, "hook", hook), "__module__", "")) for key, hook in hooks.items()}
+    return [key for key, place in places.items() if place.startswith("torch.distributed.fsdp")]
+
+
+def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
+    """Add the hooks ``taken``: those that gather are the first, as FSDP registers them."""
+    others = dict(hooks)
+    hooks.clear()
+    hooks.update({**taken, **others})
+
+
+def make_sharding(name: str, accelerator: Accelerator) -> Sharding:
+    """Return the sharding that `train.sharding` names; of a single process it has no effect, which is logged."""
+    if name == "none":
+        return Replicated(accelerator)
+    if accelerator.num_processes == 1:
+        log.warning("train.sharding is %r, and the run has one process, which holds the whole model", name)
+        return Replicated(accelerator)
+    return FSDP2(accelerator)
+
+
+def whole_tensor(tensor: Any) -> Any:
+    """Return a sharded tensor whole, and anything else unchanged. All processes call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _distributed(whole: Tensor, like: Any) -> Any:
+    """Return this process's part of ``whole``, which every process has, divided as ``like`` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of the models in ``model``, outermost first, as transformers and diffusers name them.
+
+    Raises:
+        ConfigError: a model names blocks, and has none of them.
+    """
+    found: list[nn.Module] = []
+    for module in model.modules():
+        names = set(getattr(module, "_no_split_modules", None) or ())
+        blocks = [each for each in module.modules() if type(each).__name__ in names]
+        if names and not blocks:
+            raise ConfigError(
+                f"train.sharding divides a model block by block, and the blocks of {type(module).__name__} "
+                f"({', '.join(sorted(names))}) are not found; set it to 'none'"
+            )
+        found += [block for block in blocks if all(block is not other for other in found)]
+    return found
