@@ -41,13 +41,13 @@ test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity and not engines" $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines)
 
-# those with real servers and actors one after the other: each starts several processes
+# those with real servers and actors in two processes, a file in each: every test starts further ones
 WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
 OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
 PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
 	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
-	$(PYTEST_ENGINES) -m engines $(or $(ARGS),$(WITH_REAL_ENGINES))
+	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES))
 
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
