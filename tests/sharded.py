@@ -10,6 +10,7 @@ writes what the processes have together at its beginning and its end to DIRECTOR
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -46,8 +47,9 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def state(trainer: Any) -> dict[str, Any]:
-    """Weights and the optimizer's state, whole."""
-    return {"weights": whole(trainer), "optimizer": trainer.sharding.optimizer_state(trainer.optimizer)["state"]}
+    """A copy of weights and the optimizer's state, whole."""
+    optimizer = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
+    return {"weights": whole(trainer), "optimizer": copy.deepcopy(optimizer)}
 
 
 def equal(root: Path, cases: dict[str, Any]) -> None:

@@ -403,7 +403,7 @@ BUGS = (
         "rft",
         ("two_processes",),
         patch="""
--    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % world)]
+-    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % batch_size)]
 +    filled = [*kept, *kept[: -len(kept) % world]]
 """,
     ),
