@@ -291,8 +291,7 @@ class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
         totals = per_response(scores)
         if not self.needs_reference:
             return ScoredResponses(sequences, totals, torch.zeros_like(totals))
-        logprobs = self.behaviour(rollouts).logprobs if rollouts.logprobs is None else rollouts.logprobs
-        ref_logprobs = self.reference(sequences).logprobs
+        logprobs, ref_logprobs = self.behaviour(rollouts).logprobs, self.reference(sequences).logprobs
         self.record(
             {
                 "policy/kl": Mean.of(masked_sum(kl_k1(logprobs, ref_logprobs), mask, dim=1)),
