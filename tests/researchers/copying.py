@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from trainkit import register_engine
-from trainkit.models.backend import one_library
 from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
 
 
@@ -61,7 +60,6 @@ class Pair(Copying):
 
     def answer(self, at: int, request: Request) -> Generated:
         """Return the responses."""
-        with one_library():
-            made = self.replicas[at].generate(request)
+        made = self.replicas[at].generate(request)
         self.answered += 1
         return made

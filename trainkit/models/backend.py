@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -60,20 +62,37 @@ def _medium_is_exact() -> bool:
 
 
 _ONE_LIBRARY: ContextVar[bool] = ContextVar("_ONE_LIBRARY", default=False)
+_LOCK = threading.RLock()
+"""Held while the precision is "highest", and by each operation of a thread that runs `beside_training`."""
 
 
 @contextmanager
 def one_library() -> Iterator[None]:
-    """Use one library for all products inside the block, also for those of attention.
-
-    Which library is used is a setting of the whole process. If it changed for attention in one thread, products of
-    other threads would be rounded differently, depending on when they run.
-    """
+    """Use one library for all products inside the block, also for those of attention."""
     token = _ONE_LIBRARY.set(True)
     try:
         yield
     finally:
         _ONE_LIBRARY.reset(token)
+
+
+@contextmanager
+def beside_training() -> Iterator[None]:
+    """Use one library for all products inside the block, while another thread trains.
+
+    Which library is used is a setting of the whole process. The thread that trains changes it for attention; products
+    of this thread would then be rounded differently, depending on when they run. So they wait.
+    """
+    with one_library(), _OneAtATime():
+        yield
+
+
+class _OneAtATime(TorchFunctionMode):
+    """Holds the lock during each operation of torch in this thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _LOCK:
+            return func(*args, **(kwargs or {}))
 
 
 def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -85,13 +104,34 @@ def by_default_library(function: Callable[..., Tensor], *tensors: Tensor) -> Ten
         return function(*tensors)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         switch: Any = _Precision.apply
-        result: Tensor = switch("medium", "highest", function(*switch("highest", "medium", *tensors)))[0]
+        inside = switch("highest", "medium", *tensors)
+        try:
+            found = function(*inside)
+        except BaseException:
+            _set("medium")
+            raise
+        result: Tensor = switch("medium", "highest", found)[0]
         return result
-    torch.set_float32_matmul_precision("highest")
+    _set("highest")
     try:
         return function(*tensors)
     finally:
-        torch.set_float32_matmul_precision("medium")
+        _set("medium")
+
+
+def _set(precision: str) -> None:
+    """Set "highest", and hold the lock; or "medium", and release it."""
+    if precision == "highest":
+        _LOCK.acquire()
+    torch.set_float32_matmul_precision(precision)
+    if precision == "medium":
+        release()
+
+
+def release() -> None:
+    """Release the lock, also one that an error in a backward pass has left behind."""
+    with suppress(RuntimeError):  # this thread does not hold it
+        _LOCK.release()
 
 
 class _Precision(torch.autograd.Function):
@@ -99,13 +139,13 @@ class _Precision(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: str, backward: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        torch.set_float32_matmul_precision(forward)
+        _set(forward)
         ctx.precision = backward
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        torch.set_float32_matmul_precision(ctx.precision)
+        _set(ctx.precision)
         return None, None, *grads
 
 

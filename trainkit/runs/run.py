@@ -20,7 +20,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
+from trainkit.models import backend
 from trainkit.models.adapters import MARK
-from trainkit.models.backend import one_library
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
@@ -90,10 +90,10 @@ def running(trainer: Trainer) -> Iterator[None]:
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
     try:
-        beside = nullcontext() if trainer.ahead is None else one_library()  # what is sampled at the same time
-        with beside, without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
+        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
             yield
     except BaseException:
+        backend.release()
         if trainer.ahead is not None:
             trainer.ahead.cancel()
         _log_errors(_end(trainer))

@@ -97,6 +97,14 @@ def _learn(name: str, folder: Path, settings: Said) -> Said:
     }
 
 
+def _learn_in_shards(name: str, folder: Path, settings: Said) -> Said:
+    """Make the same run with a model that the processes divide, and return its weights."""
+    trainer = tiny_trainer(name, folder / "sharded", **settings, **RUN, train__sharding="fsdp2")
+    trainer.learn()
+    with trainer.sharding.whole():
+        return weights(trainer)
+
+
 def _draw(name: str, folder: Path, settings: Said) -> Any:
     """Return the experience of one prompt, which both processes get; None offline."""
     trainer = tiny_trainer(name, folder / "drawn", **settings)
@@ -130,6 +138,7 @@ def train(name: str, folder: Path, rank: int) -> None:
         "step": _step(name, folder, rank, given),
         "drawn": _draw(name, folder, settings),
         "run": _learn(name, folder, settings),
+        "sharded": _learn_in_shards(name, folder, settings),
     }
     torch.save(said, folder / f"said-{rank}.pt")
     torch.distributed.destroy_process_group()

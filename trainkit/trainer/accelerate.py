@@ -321,8 +321,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
         slightly in float32, and too much at lower precision.
 
         If they were sampled with older weights, or `rollout.correction` is set, the numbers are those of the newest
-        weights before this collection; with the correction ``sampler``, the log-probabilities are the sampler's.
+        weights before this collection; with the correction ``sampler``, the log-probabilities are the sampler's. An
+        algorithm without corrections, which only reports them, gets the numbers of the older weights that sampled.
         """
+        if self.ahead is not None and not self.corrections and rollouts.logprobs is not None:
+            return TokenOutputs(rollouts.logprobs, entropy=rollouts.entropy)
         if self.correction != "none" or self.ahead is not None:
             return self._proximal(rollouts)
         at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name

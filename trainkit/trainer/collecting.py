@@ -18,7 +18,7 @@ from trainkit import metrics as m
 from trainkit.data import Rollouts
 from trainkit.errors import CheckpointError, describe
 from trainkit.functional import per_response
-from trainkit.models.backend import one_library
+from trainkit.models.backend import beside_training, one_library
 from trainkit.rollouts import Weights
 from trainkit.runs.checkpoint import is_plain
 from trainkit.runs.resharding import own_items
@@ -174,7 +174,8 @@ class Ahead:
         if before is not None:
             earlier = before.result()
             collection.cursor = earlier.cursor + earlier.taken
-        with one_library(), trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
+        beside = one_library() if self._thread is None else beside_training()
+        with beside, trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
             for rollouts, scores in sampled(trainer, collection):
                 collection.parts.append((replace(rollouts, hidden=None), scores))  # values are those of later weights
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)

@@ -165,7 +165,9 @@ def two_processes(bench: Bench) -> None:
     Gradients are exchanged only if `loss` calls `policy`, not a module inside it (S-48). Whitening by the moments of
     one process's rows differs from whitening by those of all rows (S-10). A mean of the processes' means is another
     mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55). What depends on
-    the order of `gather`, or on a number of rows that is one process's, differs between one process and two.
+    the order of `gather`, or on a number of rows that is one process's, differs between one process and two. So do two
+    processes that divide the model (`train.sharding: fsdp2`): a loss that reads weights by itself, or that does not
+    call `policy` equally often on all processes, fails there.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -185,6 +187,7 @@ def two_processes(bench: Bench) -> None:
         _require_other_samples(*[each["drawn"] for each in said])
     _require_one_run(folder / "run", [each["run"] for each in said])
     _require_run_of_one_process(weights(bench.learnt(**RUN)), said[0]["run"]["weights"])
+    _require_same_in_shards(said[0]["run"]["weights"], said[0]["sharded"])
 
 
 def _require_one_step(alone: Tensor, found: dict[str, float], said: list[dict[str, Any]]) -> None:
@@ -219,6 +222,16 @@ def _require_run_of_one_process(alone: dict[str, Tensor], both: dict[str, Tensor
         f"the weights after a run of one process and of two differ by up to {off[worst]:.2g}, in {worst}; rows must be "
         "in the order of their prompts, equally many for each (or set rows_vary), and nothing may depend on the number "
         "of processes",
+    )
+
+
+def _require_same_in_shards(whole: dict[str, Tensor], sharded: dict[str, Tensor]) -> None:
+    off = {name: float((whole[name] - sharded[name]).abs().max()) for name in whole if whole[name].numel()}
+    worst = max(off, key=lambda name: off[name])
+    require(
+        off[worst] <= SAME,
+        f"the weights of two processes that divide the model (fsdp2) and of two that do not differ by up to "
+        f"{off[worst]:.2g}, in {worst}; loss may read the model by self.policy(...) alone",
     )
 
 
