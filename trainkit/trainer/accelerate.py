@@ -324,8 +324,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
         weights before this collection; with the correction ``sampler``, the log-probabilities are the sampler's. An
         algorithm without corrections, which only reports them, gets the numbers of the older weights that sampled.
         """
-        if self.ahead is not None and not self.corrections and rollouts.logprobs is not None:
-            return TokenOutputs(rollouts.logprobs, entropy=rollouts.entropy)
+        if self.ahead is not None and not self.corrections:
+            sampled = rollouts.logprobs, rollouts.entropy
+            if sampled[0] is not None and sampled[1] is not None:
+                return TokenOutputs(sampled[0], entropy=sampled[1])
         if self.correction != "none" or self.ahead is not None:
             return self._proximal(rollouts)
         at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
