@@ -10,9 +10,10 @@ All runs use the engine ``local``: the engine does not change the result.
 
 ``--time`` measures speed instead, on a larger model with random weights, one system after another: sampling and
 training in turns with one thread, with two threads and in two processes, and with the engine ``ray`` at staleness 1,
-where the actor and the training have one thread each. It prints seconds per collection, the median of those after the
-first two, and ratios to the first system. It exits with 1 if Ray is less than 1.4 times as fast. It needs two cores and
-Ray.
+where the actor and the training have one thread each. Online DPO trains on the best and the worst of eight responses,
+so that sampling takes longer than training; RLOO trains on all of four, after it has computed their log-probabilities
+with the newest weights. It prints seconds per collection, the median of those after the first two, and ratios to the
+first system. It exits with 1 if online DPO with Ray is less than 1.4 times as fast. It needs two cores and Ray.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ SYSTEMS = {
     "in turns, two processes": {"threads": 1, "processes": 2},
 }
 """What is timed, by name: threads of torch per process, processes, and settings."""
+TIMED: dict[str, dict[str, Any]] = {
+    "online_dpo": {
+        "method": {"name": "online_dpo", "k": 8},
+        "rollout.num_rollouts": 128,
+        "train.batch_size": 16,
+    },
+    "rloo": {"method": {"name": "rloo", "rloo_k": 4}, "rollout.num_rollouts": 64, "train.batch_size": 64},
+}
+"""The settings with which each algorithm is timed: 16 prompts and one optimizer step per collection."""
 COLLECTIONS, FASTER = 12, 1.4
 console = Console(highlight=False, soft_wrap=True)
 
@@ -175,25 +185,31 @@ def costs(runs: list[Run], method: str) -> bool:
 
 def timed() -> int:
     """Print seconds per collection of all systems; return 1 if Ray is not fast enough, else 0."""
-    found = {}
-    for name, system in SYSTEMS.items():
-        command = [sys.executable, __file__, "--timed", json.dumps(system)]
-        if system["processes"] == 2:
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        threads = str(system["threads"])
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            console.print(f"{name} failed:\n{done.stderr[-2000:]}")
-            return 1
-        found[name] = json.loads(done.stdout.strip().splitlines()[-1])
-        console.print(f"{name}: {statistics.median(found[name]):.3f} s per collection")
-    first = statistics.median(found["in turns, one thread"])
-    table = Table("system", "seconds per collection", "speed")
-    for name, seconds in found.items():
-        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{first / statistics.median(seconds):.2f}")
+    table = Table("method", "system", "seconds per collection", "speed")
+    speed = {}
+    for method in TIMED:
+        found = {name: statistics.median(_timed(method, name)) for name in SYSTEMS}
+        first = found["in turns, one thread"]
+        speed[method] = first / found["ray, staleness 1"]
+        for name, seconds in found.items():
+            table.add_row(method, name, f"{seconds:.3f}", f"{first / seconds:.2f}")
     console.print(table)
-    return int(first / statistics.median(found["ray, staleness 1"]) < FASTER)
+    return int(speed["online_dpo"] < FASTER)
+
+
+def _timed(method: str, name: str) -> list[float]:
+    """Return the seconds of each collection of a system, which is started."""
+    system = SYSTEMS[name]
+    command = [sys.executable, __file__, "--timed", json.dumps({**system, **TIMED[method]})]
+    if system["processes"] == 2:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(system["threads"]), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{method}, {name} failed:\n{done.stderr[-2000:]}")
+    seconds: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    console.print(f"{method}, {name}: {statistics.median(seconds):.3f} s per collection")
+    return seconds
 
 
 class Stamps:
@@ -215,10 +231,10 @@ def time_one(system: dict[str, Any]) -> None:
     settings = {key: value for key, value in system.items() if "." in key}
     config: TRLConfig[Any] = TRLConfig.from_dict(
         {
-            "method": {"name": "rloo", "rloo_k": 4},
+            "method": system["method"],
             "model": {"model_path": tiny_gpt2(len(tokenizer), n_layer=6, n_embd=256, n_head=4, n_positions=256)},
-            "rollout": {"max_new_tokens": 64, "num_rollouts": 64, "batch_size": 64},
-            "train": {"batch_size": 64, "total_steps": COLLECTIONS, "eval_interval": 0, "save_interval": 0},
+            "rollout": {"max_new_tokens": 64, "batch_size": 64},
+            "train": {"total_steps": COLLECTIONS, "eval_interval": 0, "save_interval": 0},
         }
     )
     with tempfile.TemporaryDirectory() as out:
