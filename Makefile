@@ -3,7 +3,7 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
-#   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
+#   make engines   the tests with Ray, vLLM and DeepSpeed, and those of the core that engines touch, in an environment of their own
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
@@ -42,7 +42,7 @@ test-all: $(VENV)/made
 	$(if $(ARGS),,$(MAKE) engines)
 
 # those with real servers and actors in two processes, a file in each: every test starts further ones
-WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
+WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm plugins/deepspeed)
 OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
 PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
@@ -96,7 +96,8 @@ $(BENCH)/made: pyproject.toml constraints.txt
 
 # vLLM requires torchvision, torchaudio and torchcodec; the builds of them that pip finds need CUDA, and transformers,
 # which imports what is installed of them, fails with them on a machine without it
-WITH_ENGINES := $(patsubst plugins/ray,plugins/ray[ray],$(patsubst plugins/vllm,plugins/vllm[cpu],$(PLUGINS)))
+EXTRAS := plugins/deepspeed[deepspeed] plugins/ray[ray] plugins/vllm[cpu]
+WITH_ENGINES := $(filter-out plugins/deepspeed plugins/ray plugins/vllm,$(PLUGINS)) $(EXTRAS)
 $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	mkdir -p build

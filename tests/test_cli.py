@@ -250,7 +250,7 @@ def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> 
 # -------------------------------------------------------------------------------------------------------- config
 
 
-@pytest.mark.parametrize("method", plugins.trainers())
+@pytest.mark.parametrize("method", plugins.of_kind("trainer"))
 def test_config_prints_yaml_that_reads_back_equal(method: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(call("config", method).stdout, encoding="utf-8")
     loaded: TRLConfig[Any] = TRLConfig.load_yaml(tmp_path / "c.yaml")

@@ -54,7 +54,7 @@ class Sound(Engine):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_ENGINES", dict(registry._ENGINES))
+    monkeypatch.setattr(registry.ENGINES, "classes", dict(registry.ENGINES.classes))
 
 
 def found(cls: type[Engine], *only: str) -> str:

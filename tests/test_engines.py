@@ -77,7 +77,7 @@ class Plain(Copies):
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engines of this file are registered, and gone after each test."""
-    monkeypatch.setattr(registry, "_ENGINES", dict(registry._ENGINES))
+    monkeypatch.setattr(registry.ENGINES, "classes", dict(registry.ENGINES.classes))
     monkeypatch.setattr(Copies, "made", [])
     register_engine("Copies", CopiesConfig)(Copies)
     register_engine("able")(Able)
@@ -115,8 +115,8 @@ def test_an_engine_is_a_name_or_a_mapping_with_its_settings() -> None:
         ("early_stop", "rollout.engine: 'early_stop' is no engine"),
         ({"name": "copies", "threads": 0}, "rollout.engine.threads: should be greater than or equal to 1 (given 0"),
         ({"name": "copies", "thread": 1}, "rollout.engine.thread: unknown field; did you mean 'threads'?"),
-        ({"threads": 1}, "rollout.engine: should be an engine's name, or a mapping with its 'name' and settings"),
-        (3, "rollout.engine: should be an engine's name"),
+        ({"threads": 1}, "should be the name of a generation engine, or a mapping with its 'name' and settings"),
+        (3, "rollout.engine: should be the name of a generation engine"),
         ({"name": "local", "threads": 1}, "rollout.engine: 'local' has no settings; remove 'threads'"),
         ({"name": "plain", "threads": 1}, "rollout.engine: 'plain' has no settings; remove 'threads'"),
     ],
@@ -184,7 +184,7 @@ def test_an_installed_engine_that_is_disabled_or_fails_is_an_error(
     install("fake-dist", {"fake-engine": "fake_broken_engine"}, ENGINE + "\n1 / 0")
     with pytest.raises(PluginError, match=r"plugin fake-engine \(fake-dist 1\.0, .*ZeroDivisionError"):
         config("fake-engine")
-    assert "fake-engine" not in registry._ENGINES
+    assert "fake-engine" not in registry.ENGINES.classes
     for name in ("fake-engine", "copies"):
         monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", name)
         with pytest.raises(PluginError, match="disabled by TRAINKIT_DISABLE_PLUGINS"):

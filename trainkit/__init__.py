@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MethodConfig,
         PluginConfig,
         SamplingConfig,
+        ShardingEntry,
         TRLConfig,
         default_config,
     )
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
         get_trainer,
         register_engine,
         register_hooks,
+        register_sharding,
         register_tracker,
         register_trainer,
     )
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.base import BaseRLTrainer, Verdict
     from trainkit.trainer.loop import AcceleratedLoop
+    from trainkit.trainer.sharding import Sharding
 
 __version__ = "0.1.0"
 
@@ -47,6 +50,8 @@ _HOMES = {
     "Row": "trainkit.data.batches",
     "SamplingConfig": "trainkit.config",
     "Sequences": "trainkit.data.batches",
+    "Sharding": "trainkit.trainer.sharding",
+    "ShardingEntry": "trainkit.config",
     "TRLConfig": "trainkit.config",
     "TokenBatch": "trainkit.data.batches",
     "Verdict": "trainkit.trainer.base",
@@ -56,6 +61,7 @@ _HOMES = {
     "hookimpl": "trainkit.plugins.hookspecs",
     "register_engine": "trainkit.plugins.registry",
     "register_hooks": "trainkit.plugins.registry",
+    "register_sharding": "trainkit.plugins.registry",
     "register_tracker": "trainkit.plugins.registry",
     "register_trainer": "trainkit.plugins.registry",
     "train": "trainkit.api",
@@ -76,6 +82,8 @@ __all__ = [
     "Row",
     "SamplingConfig",
     "Sequences",
+    "Sharding",
+    "ShardingEntry",
     "TRLConfig",
     "TokenBatch",
     "Verdict",
@@ -88,6 +96,7 @@ __all__ = [
     "models",
     "register_engine",
     "register_hooks",
+    "register_sharding",
     "register_tracker",
     "register_trainer",
     "testing",

@@ -415,19 +415,19 @@ def _mark(good: bool) -> str:
 
 @app.command("config")
 def show_config(
-    method: Annotated[
-        str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of an engine or a plugin with hooks.")
-    ],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of another plugin.")],
 ) -> None:
     """Print an algorithm's defaults, or the entry of another plugin with its settings, as YAML with comments."""
     from trainkit.config import default_config
-    from trainkit.plugins import get_engine, get_hooks, is_registered
+    from trainkit.plugins import get_hooks, is_registered
     from trainkit.plugins.discovery import is_installed
-    from trainkit.plugins.registry import available_engines
+    from trainkit.plugins.registry import PARTS, available_parts, get_part
 
-    if (name := method.lower()) in available_engines():
-        head = ["rollout:", f"  engine:\n    name: {name}"]
-        typer.echo(entry_yaml(head, get_engine(name).settings), nl=False)
+    name = method.lower()
+    if part := next((part for part in PARTS if name in available_parts(part)), None):
+        section, key = part.key.split(".")
+        head = [f"{section}:", f"  {key}:\n    name: {name}"]
+        typer.echo(entry_yaml(head, get_part(part, name).settings), nl=False)
         return
     hooks = get_hooks(method) if is_installed(method.lower(), "") else None
     if hooks is None or is_registered(method):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
@@ -29,10 +30,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
-from trainkit.plugins import get_engine, get_hooks, get_trainer
+from trainkit.plugins import get_hooks, get_trainer
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, why_disabled
 from trainkit.plugins.hooks import name_of
-from trainkit.plugins.registry import LOCAL, is_known
+from trainkit.plugins.registry import ENGINES, PARTS, SHARDINGS, Part, get_part, is_known
 
 Plain = dict[str, Any]
 
@@ -125,11 +126,11 @@ def _of_tracker(value: Any) -> str | PluginConfig:
     return _entry(value, tracker=True)
 
 
-def _of_engine(value: Any) -> str | PluginConfig:
-    """Return the name of an engine, or its validated settings if it has settings."""
-    given, name = _given(value, "an engine's name")
+def _of_part(part: Part, value: Any) -> str | PluginConfig:
+    """Return the name of an engine or a sharding, or its validated settings if it has settings."""
+    given, name = _given(value, f"the name of a {part.label}")
     try:
-        settings = None if name.lower() == LOCAL else get_engine(name).settings
+        settings = None if name.lower() in part.own else get_part(part, name).settings
     except RegistryError as error:
         raise _refused(str(error)) from error
     if settings is None:
@@ -143,8 +144,10 @@ HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_h
 """A plugin with hooks: its name, or its settings if it has settings."""
 TrackerEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_tracker)]
 """A tracker: its name, or its settings if it is a plugin with settings."""
-EngineEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_engine)]
+EngineEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, ENGINES))]
 """A generation engine: its name, or its settings if it has settings."""
+ShardingEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, SHARDINGS))]
+"""A way to divide the model: its name, or its settings if it has settings."""
 
 
 def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
@@ -402,9 +405,10 @@ class TrainConfig(Section):
     """Maximum global norm to which gradients are clipped at every step. None: no clipping."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the forward pass, by accelerate."""
-    sharding: Literal["none", "fsdp2"] = "none"
+    sharding: ShardingEntry = "none"
     """How the model, its gradients and the optimizer's state are divided among processes. `none`: each has all of them.
-    `fsdp2`: each has a part of every tensor, and blocks are gathered when they run."""
+    `fsdp2`: each has a part of every tensor, and blocks are gathered when they run. Or the name of a plugin, such as
+    `zero2` or `zero3`, or a mapping with the name and its settings."""
     eval_interval: int = Field(100, ge=0)
     """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
     save_interval: int = Field(1000, ge=0)
@@ -660,8 +664,14 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Plain:
 
 
 def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether merging ``new`` into ``old`` would mix two algorithms, engines or model architectures."""
-    tag = {"method": "name", "engine": "name", "model_path": "model_type", "reference_path": "model_type"}.get(key)
+    """Return whether merging ``new`` into ``old`` would mix two plugins or model architectures."""
+    tag = {
+        "method": "name",
+        "engine": "name",
+        "sharding": "name",
+        "model_path": "model_type",
+        "reference_path": "model_type",
+    }.get(key)
     return tag is not None and tag in old and tag in new and str(new[tag]).lower() != str(old[tag]).lower()
 
 
@@ -717,8 +727,8 @@ def _fields_at(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]
     if at := _settings_at(loc):
         hooks = get_hooks(_plugin_at(loc[:at], data))
         model, loc = hooks.settings if hooks else None, loc[at:]
-    elif loc[:2] == ("rollout", "engine"):
-        model, loc = get_engine(_plugin_at(loc[:2], data)).settings, loc[2:]
+    elif named := [part for part in PARTS if ".".join(map(str, loc[:2])) == part.key]:
+        model, loc = get_part(named[0], _plugin_at(loc[:2], data)).settings, loc[2:]
     for part in loc:
         if part in ("method", "eval_kwargs"):
             method = data.get("method")

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import ENGINE, TRAINER, UNKNOWN, read_module
+from trainkit.plugins.inspection import UNKNOWN, read_module
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -41,6 +41,8 @@ BUILT_IN = {
     "rloo": "trainkit-rloo",
     "sft": "trainkit-sft",
     "vllm": "trainkit-vllm",
+    "zero2": "trainkit-deepspeed",
+    "zero3": "trainkit-deepspeed",
 }
 """trainkit's own plugins and their distributions. No other distribution may use these names, installed or not."""
 ACCELERATE_TRACKERS = frozenset(
@@ -73,8 +75,8 @@ class PluginInfo:
     origin: str = ""
     """``built-in``, ``editable`` with the directory of the source, or the directory that it is installed in."""
     kind: str = UNKNOWN
-    """``trainer``, ``engine``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other
-    hooks), or several; ``?`` if its source does not show it."""
+    """``trainer``, ``engine``, ``sharding``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks``
+    (has other hooks), or several; ``?`` if its source does not show it."""
     state: str = OK
     """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another version of trainkit) or
     ``shadowed`` (its name belongs to another plugin)."""
@@ -387,18 +389,9 @@ def is_installed(name: str, module: str) -> bool:
     return any(plugin.name == name and _is_of(plugin, module) for plugin in _claims())
 
 
-def trainers() -> list[str]:
-    """Return the names of the usable installed plugins that are trainers, according to their source."""
-    return _of_kind(TRAINER)
-
-
-def engines() -> list[str]:
-    """Return the names of the usable installed plugins that are engines, according to their source."""
-    return _of_kind(ENGINE)
-
-
-def _of_kind(kind: str) -> list[str]:
-    return sorted({plugin.name for plugin in discover() if plugin.state == OK and kind in plugin.kind})
+def of_kind(kind: str) -> list[str]:
+    """Return the names of the usable installed plugins of a kind, according to their source."""
+    return sorted({plugin.name for plugin in discover() if plugin.state == OK and kind in plugin.kind.split(", ")})
 
 
 def owner_of(name: str, module: str) -> str:

@@ -13,7 +13,7 @@ from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.registry import HookClass, get_hooks, is_engine, is_registered
+from trainkit.plugins.registry import HookClass, get_hooks, is_registered, part_of
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig
@@ -103,13 +103,13 @@ def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object
 def check_hooks(name: str) -> None:
     """Check the hooks of the installed plugin ``name`` without making an object of its class, which may need settings.
 
-    An engine is imported, and nothing else.
+    An engine or a sharding is imported, and nothing else.
 
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    hooks = None if is_engine(name) else get_hooks(name)
-    if hooks is None and not is_engine(name):
+    hooks = None if part_of(name) else get_hooks(name)
+    if hooks is None and not part_of(name):
         hook_manager([name], [])
     elif hooks is not None:
         _add(HookManager(), object.__new__(hooks.made), f"plugin {find_plugin(name)}", name)
@@ -136,8 +136,8 @@ def _add_module(manager: HookManager, plugin: PluginInfo, label: str) -> None:
     name, module = plugin.name, import_plugin(plugin)
     if not manager.is_registered(module):
         _add(manager, module, label)
-    if is_engine(name):
-        raise PluginError(f"{label} is a generation engine; name it in rollout.engine")
+    if part := part_of(name):
+        raise PluginError(f"{label} is a {part.label}; name it in {part.key}")
     if not is_registered(name) and not manager.get_hookcallers(module):
         raise PluginError(
             f"{label} provides nothing: it registers no trainer {name!r} and has no hooks; it needs "

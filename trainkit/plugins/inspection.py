@@ -11,8 +11,12 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
-TRAINER, ENGINE, SAMPLER, TRACKER, HOOKS, UNKNOWN = "trainer", "engine", "sampler", "tracker", "hooks", "?"
-_MARKS = ("register_trainer", "register_engine", "register_hooks", "register_tracker", "hookimpl")
+TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS = "trainer", "engine", "sharding", "sampler", "tracker", "hooks"
+KINDS = (TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS)
+UNKNOWN = "?"
+_REGISTERING = {"register_engine": ENGINE, "register_sharding": SHARDING, "register_tracker": TRACKER}
+"""Decorators of classes, and the kind of what they register."""
+_MARKS = ("register_trainer", "register_hooks", "hookimpl", *_REGISTERING)
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class Reading:
     """What was found in a module, or why nothing was."""
 
     kind: str = UNKNOWN
-    """``trainer``, ``engine``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks`` (has other
-    hooks); several are joined by commas."""
+    """``trainer``, ``engine``, ``sharding``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks``
+    (has other hooks); several are joined by commas."""
     fault: str = ""
     """Why the import cannot succeed; empty if the source shows no reason."""
 
@@ -30,9 +34,9 @@ def read_module(module: str, name: str) -> Reading:
     """Return the kind of the plugin called ``name``, from the source of ``module`` and of its package's modules.
 
     Of the package, the modules that ``module`` imports are read. Their source shows decorators and calls of
-    ``register_trainer``, classes decorated by ``register_engine``, ``register_hooks`` or ``register_tracker``, and
-    functions marked ``hookimpl``, which count if no class is registered. A module that does not exist or parse is a
-    fault.
+    ``register_trainer``, classes decorated by ``register_engine``, ``register_sharding``, ``register_hooks`` or
+    ``register_tracker``, and functions marked ``hookimpl``, which count if no class is registered. A module that does
+    not exist or parse is a fault.
     """
     found: set[str] = set()
     registered: set[str] = set()
@@ -56,7 +60,7 @@ def read_module(module: str, name: str) -> Reading:
             waiting += inner
             seen |= {*inner}
     found = (found & {TRAINER}) | registered if registered else found
-    return Reading(", ".join(kind for kind in (TRAINER, ENGINE, SAMPLER, TRACKER, HOOKS) if kind in found) or UNKNOWN)
+    return Reading(", ".join(kind for kind in KINDS if kind in found) or UNKNOWN)
 
 
 def _parse(module: str) -> ast.Module | None:
@@ -134,16 +138,13 @@ def _kinds(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
 
 
 def _registered(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
-    """Yield the kinds of the engines and classes with hooks that the tree registers as ``name``."""
+    """Yield the kinds of the classes that the tree registers as ``name``, except trainers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             calls = [d for d in node.decorator_list if isinstance(d, ast.Call) and _may_name(d, name)]
             how = {_mark(call.func, marks) for call in calls}
-            if "register_engine" in how:
-                yield ENGINE
-            if "register_tracker" in how:
-                yield TRACKER
-            elif "register_hooks" in how:
+            yield from (kind for mark, kind in _REGISTERING.items() if mark in how)
+            if "register_hooks" in how and "register_tracker" not in how:
                 yield from {*_hook_kinds(node.body, marks)} or {HOOKS}  # its hooks may be inherited
 
 

@@ -1,4 +1,4 @@
-"""Names of trainers, engines and classes with hooks, registered by decorators or found through entry points.
+"""Names of trainers, engines, shardings and classes with hooks, registered by decorators or found by entry points.
 
 A plugin is imported when a name of it is first used.
 """
@@ -6,8 +6,9 @@ A plugin is imported when a name of it is first used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from trainkit.errors import PluginError, RegistryError, describe, suggest
@@ -15,20 +16,19 @@ from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
     BUILT_IN,
-    engines,
     find_installed,
     find_plugin,
     is_installed,
     load_plugin,
+    of_kind,
     owner_of,
-    trainers,
     why_disabled,
 )
 from trainkit.plugins.hookspecs import GROUP
+from trainkit.plugins.inspection import ENGINE, SHARDING, TRAINER
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig
-    from trainkit.rollouts.engines import Engine
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 C = TypeVar("C", bound=type)
@@ -47,21 +47,53 @@ class HookClass:
 
 
 @dataclass(frozen=True)
-class EngineClass:
-    """An engine that is registered under a name."""
+class PartClass:
+    """An engine or a sharding that is registered under a name."""
 
-    made: type[Engine]
+    made: type[Any]
     """The class."""
     settings: type[PluginConfig] | None
     """The class of its settings, derived from `trainkit.config.PluginConfig`; None if it has no settings."""
 
 
-LOCAL = "local"
-"""The name of the engine that is part of trainkit itself."""
+@dataclass
+class Part:
+    """A part of trainkit of which a run has one, and for which plugins provide further classes."""
+
+    kind: str
+    """What it is called, and the kind of its plugins."""
+    label: str
+    """The same in full."""
+    key: str
+    """The setting that names it."""
+    base: str
+    """The public name of the interface."""
+    own: Mapping[str, str]
+    """The classes of trainkit itself, by their names in configurations: ``module:class``."""
+    classes: dict[str, PartClass] = field(default_factory=dict)
+    """The classes that plugins have registered, by name."""
+
+
+ENGINES = Part(
+    ENGINE,
+    "generation engine",
+    "rollout.engine",
+    "trainkit.rollouts:Engine",
+    {"local": "trainkit.rollouts.local:LocalEngine"},
+)
+"""Generation engines."""
+SHARDINGS = Part(
+    SHARDING,
+    "sharding",
+    "train.sharding",
+    "trainkit:Sharding",
+    {"none": "trainkit.trainer.sharding:Replicated", "fsdp2": "trainkit.trainer.sharding:FSDP2"},
+)
+"""Ways to divide the model among processes."""
+PARTS = (ENGINES, SHARDINGS)
 
 _TRAINERS: dict[str, type] = {}
 _HOOKS: dict[str, HookClass] = {}
-_ENGINES: dict[str, EngineClass] = {}
 
 
 @overload
@@ -113,8 +145,11 @@ def _check_name(what: str, name: str, cls: type, taken: type | None) -> None:
     Raises:
         RegistryError: the name belongs to another class, or to an installed plugin of another module.
     """
-    if name == LOCAL:
-        raise RegistryError(f"the name {name!r} belongs to trainkit's own engine; give {cls.__qualname__} another")
+    for part in PARTS:
+        if name in part.own:
+            raise RegistryError(
+                f"the name {name!r} belongs to trainkit's own {part.kind}; give {cls.__qualname__} another"
+            )
     if owner := owner_of(name, cls.__module__):
         raise RegistryError(
             f"the {what} name {name!r} belongs to {owner}, whose module alone may register it; "
@@ -153,9 +188,9 @@ def _load(key: str) -> None:
     Raises:
         RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
     """
-    if is_engine(key):
-        raise RegistryError(f"{key!r} is a generation engine; name it in rollout.engine")
-    registries: tuple[dict[str, Any], ...] = (_TRAINERS, _HOOKS, _ENGINES)
+    if part := part_of(key):
+        raise RegistryError(f"{key!r} is a {part.label}; name it in {part.key}")
+    registries = _registries()
     before = [dict(registry) for registry in registries]
     try:
         load_plugin(key, registered=[name for registry in registries for name in registry])
@@ -164,6 +199,11 @@ def _load(key: str) -> None:
             registry.clear()
             registry.update(earlier)
         raise
+
+
+def _registries() -> tuple[dict[str, Any], ...]:
+    """Return everything that is registered, by kind and name."""
+    return _TRAINERS, _HOOKS, *(part.classes for part in PARTS)
 
 
 def is_registered(name: str) -> bool:
@@ -179,10 +219,10 @@ def available_trainers() -> list[str]:
     with an underscore, which are private, such as those of the conformance kit.
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
-    return sorted(name for name in {*trainers(), *here} if not name.startswith("_"))
+    return sorted(name for name in {*of_kind(TRAINER), *here} if not name.startswith("_"))
 
 
-# ------------------------------------------------------------------------------------------------------- engines
+# --------------------------------------------------------------------------------------------- engines and shardings
 
 
 def register_engine(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
@@ -198,64 +238,92 @@ def register_engine(name: str, settings: type[PluginConfig] | None = None) -> Ca
         RegistryError: the name belongs to another class or to an installed plugin; the class does not derive from
             `trainkit.rollouts.Engine` or lacks one of its methods. Says which.
     """
-    return lambda cls: _register_engine(cls, name.lower(), settings)
+    return lambda cls: _register_part(ENGINES, cls, name.lower(), settings)
 
 
-def _register_engine(cls: C, name: str, settings: type[PluginConfig] | None) -> C:
-    from trainkit.rollouts.engines import Engine
+def register_sharding(name: str, settings: type[PluginConfig] | None = None) -> Callable[[C], C]:
+    """Register a way to divide the model, which a run names in `train.sharding`: ``@register_sharding("mine", Mine)``.
 
-    fault = ""
-    if not issubclass(cls, Engine):
-        fault = "it does not derive from trainkit.rollouts.Engine"
+    Names are case-insensitive.
+
+    Args:
+        name: its name in configurations.
+        settings: the class of its settings, derived from `trainkit.PluginConfig`; None if it has no settings.
+
+    Raises:
+        RegistryError: the name belongs to another class or to an installed plugin; the class does not derive from
+            `trainkit.Sharding` or lacks one of its methods. Says which.
+    """
+    return lambda cls: _register_part(SHARDINGS, cls, name.lower(), settings)
+
+
+def _register_part(part: Part, cls: C, name: str, settings: type[PluginConfig] | None) -> C:
+    fault, base = "", part.base.replace(":", ".")
+    if not issubclass(cls, _at(part.base)):
+        fault = f"it does not derive from {base}"
     elif missing := sorted(getattr(cls, "__abstractmethods__", ())):
         fault = f"it does not define {' and '.join(missing)}; write it in the class"
     if fault := fault or _wrong_settings(settings):
         raise RegistryError(f"{cls.__qualname__} cannot be registered as {name!r}: {fault}")
-    taken = _ENGINES.get(name)
-    _check_name("engine", name, cls, taken.made if taken else None)
-    _ENGINES[name] = EngineClass(cls, settings)
+    taken = part.classes.get(name)
+    _check_name(part.kind, name, cls, taken.made if taken else None)
+    part.classes[name] = PartClass(cls, settings)
     return cls
 
 
-def get_engine(name: str) -> EngineClass:
-    """Return the engine registered as ``name`` (case-insensitive); import its plugin if necessary.
+def _at(place: str) -> type:
+    """Return the class at ``module:name``."""
+    module, _, name = place.partition(":")
+    return cast(type, getattr(import_module(module), name))
+
+
+def get_part(part: Part, name: str) -> PartClass:
+    """Return the class of a part that is registered as ``name`` (case-insensitive); import its plugin if necessary.
 
     Raises:
-        RegistryError: there is no such plugin, or it is no engine; lists the installed ones.
+        RegistryError: there is no such plugin, or it provides another part; lists the installed ones.
         PluginError: its plugin is disabled, or cannot be used; names the distribution.
     """
-    key = name.lower()
-    if key == LOCAL:
-        from trainkit.rollouts.local import LocalEngine
-
-        return EngineClass(LocalEngine, None)
+    key, kind = name.lower(), part.kind
+    if key in part.own:
+        return PartClass(_at(part.own[key]), None)
+    known = available_parts(part)
     if not (is_known(key) or key in BUILT_IN):
-        known = available_engines()
         raise RegistryError(
-            f"there is no engine {name!r}{suggest(key, known)}; rollout.engine names {', '.join(known)}, or another "
-            "engine plugin that is installed"
+            f"there is no {kind} {name!r}{suggest(key, known)}; {part.key} names {', '.join(known)}, or another "
+            f"{kind} plugin that is installed"
         )
-    if not {key} & {*_TRAINERS, *_HOOKS, *_ENGINES}:
+    if not any(key in registry for registry in _registries()):
         _load(key)
     elif by := why_disabled(key):
-        raise PluginError(f"the engine {key!r} is disabled by {by}")
-    if key not in _ENGINES:
-        raise RegistryError(f"{name!r} is no engine; rollout.engine names {', '.join(available_engines())}")
-    return _ENGINES[key]
+        raise PluginError(f"the {kind} {key!r} is disabled by {by}")
+    if key not in part.classes:
+        raise RegistryError(f"{name!r} is no {kind}; {part.key} names {', '.join(known)}")
+    return part.classes[key]
 
 
-def available_engines() -> list[str]:
-    """Return the names that `rollout.engine` may have: registered engines and usable installed ones.
+def get_engine(name: str) -> PartClass:
+    """Return the engine registered as ``name``, as `get_part`."""
+    return get_part(ENGINES, name)
+
+
+def get_sharding(name: str) -> PartClass:
+    """Return the sharding registered as ``name``, as `get_part`."""
+    return get_part(SHARDINGS, name)
+
+
+def available_parts(part: Part) -> list[str]:
+    """Return the names that the part's setting may have: trainkit's own, registered and usable installed ones.
 
     Names that begin with an underscore are private, as those of trainers.
     """
-    here = (name for name, engine in _ENGINES.items() if not why_disabled(name, engine.made.__module__))
-    return sorted(name for name in {LOCAL, *engines(), *here} if not name.startswith("_"))
+    here = (name for name, found in part.classes.items() if not why_disabled(name, found.made.__module__))
+    return sorted(name for name in {*part.own, *of_kind(part.kind), *here} if not name.startswith("_"))
 
 
-def is_engine(name: str) -> bool:
-    """Return whether an engine is registered as ``name``; import nothing."""
-    return name.lower() in {LOCAL, *_ENGINES}
+def part_of(name: str) -> Part | None:
+    """Return the part for which a class is registered as ``name``, or None; import nothing."""
+    return next((part for part in PARTS if name.lower() in {*part.own, *part.classes}), None)
 
 
 # -------------------------------------------------------------------------------------------------------- hooks
@@ -357,7 +425,7 @@ def get_hooks(name: str) -> HookClass | None:
 
 def is_known(name: str) -> bool:
     """Return whether a class is registered as ``name``, or a plugin of that name is installed."""
-    return name.lower() in {*_TRAINERS, *_HOOKS, *_ENGINES} or is_installed(name.lower(), "")
+    return name.lower() in {name for registry in _registries() for name in registry} or is_installed(name.lower(), "")
 
 
 def is_tracker(name: str) -> bool:

@@ -161,7 +161,8 @@ class Engine(ABC):
 
 def engine_class(entry: str | PluginConfig) -> type[Engine]:
     """Return the class of an engine; ``entry`` is what `rollout.engine` says: its name, or its settings."""
-    return get_engine(name_of(entry)).made.of(None if isinstance(entry, str) else entry)
+    made: type[Engine] = get_engine(name_of(entry)).made
+    return made.of(None if isinstance(entry, str) else entry)
 
 
 def start(entry: str | PluginConfig, served: ServedModel) -> Engine:

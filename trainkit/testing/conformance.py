@@ -34,8 +34,8 @@ from pydantic import TypeAdapter
 from trainkit.config import EngineEntry, ModelConfig
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.loading import load_model_config
-from trainkit.plugins import discover, get_engine, get_hooks, get_trainer, is_registered, load_plugin
-from trainkit.plugins.registry import HookClass, available_engines, hooks_of
+from trainkit.plugins import discover, get_engine, get_hooks, get_sharding, get_trainer, is_registered, load_plugin
+from trainkit.plugins.registry import ENGINES, SHARDINGS, HookClass, available_parts, hooks_of
 from trainkit.rollouts import Engine
 from trainkit.rollouts.engines import engine_class
 from trainkit.testing import tiny_gpt2
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
     from trainkit.testing.engines import Serving
 
-Kind = Literal["trainer", "observer", "sampler", "engine"]
+Kind = Literal["trainer", "observer", "sampler", "engine", "sharding"]
+PARTS = ("engine", "sharding")
+"""Kinds of plugins of which a run has one; they may be given with settings."""
 Outcome = Literal["passed", "failed", "expected"]
 
 
@@ -77,7 +79,8 @@ class Subject:
     variant: str = ""
     """The name of the variant in `tiny_variants` whose settings all its trainers have; empty: the defaults."""
     entry: Any = None
-    """Of an engine, what a run has in `rollout.engine`: its name, or a mapping with its settings."""
+    """Of an engine or a sharding, what a run has in `rollout.engine` or `train.sharding`: its name, or a mapping with
+    its settings."""
     model: Mapping[str, Any] | None = None
     """Of an engine, fields of the config of the model that it serves; None: `trainkit.testing.engines.MODEL`."""
 
@@ -141,7 +144,7 @@ class Subject:
     @cached_property
     def trainer_name(self) -> str:
         """The trainer that the checks run: the plugin's, or the kit's if the plugin has only hooks."""
-        if self.kind != "engine" and (self.kind == "trainer" or is_registered(self.name)):
+        if self.kind not in PARTS and (self.kind == "trainer" or is_registered(self.name)):
             return self.name
         from trainkit.testing import reinforce
 
@@ -300,7 +303,7 @@ class Check:
             except CheckError as error:
                 from trainkit.testing.checks.repeating import difference_at_start
 
-                if subject.kind != "engine" and (told := difference_at_start(bench)):
+                if subject.kind not in PARTS and (told := difference_at_start(bench)):
                     raise CheckError(f"{told}. Checks that compare trainers fail by it, as this one: {error}") from None
                 raise
 
@@ -340,15 +343,19 @@ def all_checks() -> dict[str, Check]:
 def subjects_of(name: str | Mapping[str, Any], model: Mapping[str, Any] | None = None) -> list[Subject]:
     """Return the subjects of the plugin ``name``: a module may hold a trainer and hooks, each a subject of its own.
 
-    An engine may be a mapping with its name and settings; ``model`` is what it serves.
+    An engine or a sharding may be a mapping with its name and settings; ``model`` is what an engine serves.
 
     Raises:
         RegistryError, PluginError: there is no such plugin, or it cannot be loaded.
     """
-    if isinstance(name, Mapping) or name.lower() in available_engines():
-        entry = dict(name) if isinstance(name, Mapping) else {"name": name}
-        get_engine(entry["name"])
-        return [Subject(entry["name"].lower(), "engine", entry=entry, model=model)]
+    entry = dict(name) if isinstance(name, Mapping) else {"name": name}
+    key = str(entry["name"]).lower()
+    if key in available_parts(SHARDINGS):
+        get_sharding(key)
+        return [Subject(key, "sharding", entry=entry)]
+    if isinstance(name, Mapping) or key in available_parts(ENGINES):
+        get_engine(key)
+        return [Subject(key, "engine", entry=entry, model=model)]
     found = Subject(name.lower())
     hooks = found.hooks if found.installed else []
     kinds: list[Kind] = [] if hooks and not is_registered(name) else ["trainer"]

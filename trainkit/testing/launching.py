@@ -28,8 +28,14 @@ FROM_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 """Prefixes of the environment variables that launchers set for their processes."""
 
 
-def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
+def launch(name: str, folder: Path, given: dict[str, Any], limit: float = LIMIT) -> list[dict[str, Any]]:
     """Train the plugin ``name`` in two processes from what is ``given``, and return the results of each process.
+
+    Args:
+        name: the trainer, or the sharding if ``given`` has "what".
+        folder: the directory for their runs.
+        given: what they read.
+        limit: seconds within which they end.
 
     Raises:
         CheckError: a process failed, or did not end in time; the message holds what it wrote.
@@ -37,11 +43,11 @@ def launch(name: str, folder: Path, given: dict[str, Any]) -> list[dict[str, Any
     folder.mkdir(parents=True)
     torch.save(given, folder / "given.pt")
     path = [place or os.getcwd() for place in sys.path]  # so that they can import what this process can
-    job = {"name": name, "folder": str(folder), "limit": LIMIT, "path": path, "environments": _environments()}
+    job = {"name": name, "folder": str(folder), "limit": limit, "path": path, "environments": _environments()}
     codes = _server().ask(job)
     ends = ["did not end" if code is None else f"ended with {code}" for code in codes]
     told = [f"process {rank} {end}: {_written(folder, rank)}" for rank, end in enumerate(ends)]
-    require(codes == [0, 0], f"two processes must end without an error within {LIMIT:g} s:\n" + "\n".join(told))
+    require(codes == [0, 0], f"two processes must end without an error within {limit:g} s:\n" + "\n".join(told))
     return [torch.load(folder / f"said-{rank}.pt", map_location="cpu", weights_only=False) for rank in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""The two processes of the check `two_processes`, which train a plugin together.
+"""The two processes of the check `two_processes`, and of those of shardings, which train a plugin together.
 
 `trainkit.testing.launching` runs this module once, as ``python -m trainkit.testing.two_processes``. It reads one job
 per line, starts two new processes for each job, and prints their exit codes.
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from trainkit.metrics import compute
-from trainkit.plugins import get_trainer
+from trainkit.plugins import available_trainers, get_trainer
+from trainkit.testing import shards
 from trainkit.testing.checks.tools import RUN, stepped, unequal, weights
 from trainkit.testing.trainers import tiny_trainer
 
@@ -131,17 +132,22 @@ def _step(name: str, folder: Path, rank: int, given: Said) -> Said:
 def train(name: str, folder: Path, rank: int) -> None:
     """Train in each way, and save the results in ``folder``."""
     torch.set_num_threads(1)
-    get_trainer(name)  # registers the classes of the given batches
+    if name in available_trainers():
+        get_trainer(name)  # registers the classes of the given batches
     given: Said = torch.load(folder / "given.pt", map_location="cpu", weights_only=False)
+    said = shards.WHAT[given["what"]](folder, given) if "what" in given else _trained(name, folder, rank, given)
+    torch.save(said, folder / f"said-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _trained(name: str, folder: Path, rank: int, given: Said) -> Said:
     settings = given["settings"]
-    said = {
+    return {
         "step": _step(name, folder, rank, given),
         "drawn": _draw(name, folder, settings),
         "run": _learn(name, folder, settings),
         "sharded": _learn_in_shards(name, folder, settings),
     }
-    torch.save(said, folder / f"said-{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

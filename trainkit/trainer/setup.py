@@ -113,6 +113,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         use_fast_exact_matmul(self.accelerator.device)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
+        self.sharding.check(config)
         self._check_split()
         self._check_collecting()
         if config.train.save_best and not self.rewarded:

@@ -14,24 +14,41 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy
+from trainkit.plugins import get_sharding
+from trainkit.plugins.hooks import name_of
 
 log = logging.getLogger(__name__)
+
+NONE = "none"
+"""The name of replicated processes in configurations."""
 
 
 class Sharding(ABC):
     """The interface of a way to divide the trained model, its gradients and the optimizer's state among processes.
 
+    Derive from it, and register the class with `register_sharding`. It is made before the model. All of its methods are
+    called by all processes together.
+
     Args:
         accelerator: the processes.
+        config: its settings, of the class that it is registered with; None if it has no settings.
     """
 
     policy: nn.Module
     """The model as the loss calls it, once `prepare` was called."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
+        self.accelerator, self.config = accelerator, config
+
+    def check(self, config: TRLConfig[Any]) -> None:  # noqa: B027  (most can train with any)
+        """Check that runs with this configuration can be trained so; it is called before a model is loaded.
+
+        Raises:
+            ConfigError: they cannot; says why, and what to change.
+        """
 
     @abstractmethod
     def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
@@ -106,8 +123,8 @@ class FSDP2(Sharding):
     together: equally many micro-batches, each in one pass.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
+        super().__init__(accelerator, config)
         self._models: list[nn.Module] = []
         """The trained model, and those that are compared with it."""
         self._depth = 0
@@ -269,14 +286,20 @@ def _put_back(hooks: dict[int, Any], taken: dict[int, Any]) -> None:
     hooks.update({**taken, **others})
 
 
-def make_sharding(name: str, accelerator: Accelerator) -> Sharding:
-    """Return the sharding that `train.sharding` names; of a single process it has no effect, which is logged."""
-    if name == "none":
-        return Replicated(accelerator)
-    if accelerator.num_processes == 1:
+def make_sharding(entry: str | PluginConfig, accelerator: Accelerator) -> Sharding:
+    """Return the sharding that `train.sharding` names; of a single process it has no effect, which is logged.
+
+    Raises:
+        ConfigError: the sharding cannot be made.
+    """
+    name = name_of(entry)
+    if accelerator.num_processes == 1 and name != NONE:
         log.warning("train.sharding is %r, and the run has one process, which holds the whole model", name)
         return Replicated(accelerator)
-    return FSDP2(accelerator)
+    found = get_sharding(name)
+    settings = found.settings(name=name) if isinstance(entry, str) and found.settings else entry
+    made: Sharding = found.made(accelerator, None if isinstance(settings, str) else settings)
+    return made
 
 
 def whole_tensor(tensor: Any) -> Any:

@@ -45,7 +45,6 @@ from trainkit.models.loading import (
     pad_id,
 )
 from trainkit.plugins.hooks import name_of
-from trainkit.plugins.registry import LOCAL
 from trainkit.rollouts import (
     Engine,
     EngineSampler,
@@ -314,7 +313,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.config.method.name!r} changes logits while sampling (steer), and the sampler of a make_sampler "
                 "hook does not; remove the hook"
             )
-        if name != LOCAL:
+        if name != "local":
             raise PluginError(
                 f"rollout.engine is {name!r}, and a make_sampler hook provides a sampler, which replaces it; remove "
                 "the hook, or set rollout.engine to 'local'"

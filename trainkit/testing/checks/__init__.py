@@ -15,6 +15,7 @@ from trainkit.testing.checks import (
     rows,
     runs,
     samplers,
+    shardings,
     structure,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "rows",
     "runs",
     "samplers",
+    "shardings",
     "structure",
 ]
