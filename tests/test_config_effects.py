@@ -78,6 +78,7 @@ ELSEWHERE = {
         "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
+    "train.timeout": "test_processes.py::test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written",
     "train.sharding": "test_sharding.py::test_sharded_runs_equal_replicated_ones",
     "rollout.engine": "test_staleness.py::test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits",
     "rollout.staleness":

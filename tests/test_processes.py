@@ -99,7 +99,7 @@ torch.distributed.destroy_process_group()
 """
 
 FAIL = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 import torch
 import trainkit
@@ -117,7 +117,8 @@ class Away:
             raise TimeoutError("the tracker is away")
 
 callbacks = [Away()] if what == "observer" else []
-trainer = tiny_trainer("ppo", out / "run", callbacks=callbacks, train__save_interval=1)
+settings = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+trainer = tiny_trainer("ppo", out / "run", callbacks=callbacks, train__save_interval=1, **settings)
 rank, honest_loss, honest_write = trainer.accelerator.process_index, trainer.loss, checkpoint.write_state
 
 def now(): (out / "since").write_text(str(time.time()))
@@ -125,6 +126,10 @@ def now(): (out / "since").write_text(str(time.time()))
 def judge(**given):
     now()
     raise TimeoutError("the judge is away")
+
+def hang(**given):
+    now()
+    time.sleep(600)
 
 def loss(batch):
     value, found = honest_loss(batch)
@@ -147,6 +152,7 @@ class Signals:
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}[what])
 
 if rank == 1 and what == "reward": trainer.reward_fn = judge
+if rank == 1 and what == "hang": trainer.reward_fn = hang
 if rank == 1 and what == "nan": trainer.loss = loss
 if rank == 1 and what == "disk": checkpoint.write_state = write
 if rank == 1 and what in ("killed", "terminated"): trainer.hooks.register(Signals())
@@ -425,6 +431,32 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
     newest = newest_whole(tmp_path / "run" / "checkpoints")
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written(sharding: str, tmp_path: Path) -> None:
+    """The process that waits says so; the one that hangs is ended by the launcher."""
+    settings = {"train__timeout": 5.0, "train__sharding": sharding}
+    done = launch(FAIL, 2, str(tmp_path), "hang", json.dumps(settings))
+    assert 5 <= time.time() - float((tmp_path / "since").read_text()) < 5 + 10
+    assert done.returncode != 0
+    said = done.stderr + done.stdout
+    assert "ProcessError: process 0 waited for another process after step 0" in said
+    assert "made no progress for 5 s (train.timeout)" in said
+    assert said.count("Timeout (0:00:05)!") == 2
+    assert "in hang" in said
+
+
+@pytest.mark.parametrize("what", ["killed", "reward", "nan"])
+def test_an_error_of_one_process_in_shards_ends_both_and_comes_first(what: str, tmp_path: Path) -> None:
+    done = launch(FAIL, 2, str(tmp_path), what, json.dumps({"train__sharding": "fsdp2"}))
+    assert time.time() - float((tmp_path / "since").read_text()) < 30
+    assert done.returncode != 0
+    said = done.stderr + done.stdout
+    own = {"killed": "ProcessError: process 0 waited", "reward": "RewardError: ", "nan": "NonFiniteError: step 3"}
+    assert own[what] in said
+    if what == "reward":
+        assert said.index("RewardError: ") < said.find("ProcessError: ") or "ProcessError: " not in said
 
 
 @pytest.fixture(scope="module")

@@ -409,6 +409,9 @@ class TrainConfig(Section):
     """How the model, its gradients and the optimizer's state are divided among processes. `none`: each has all of them.
     `fsdp2`: each has a part of every tensor, and blocks are gathered when they run. Or the name of a plugin, such as
     `zero2` or `zero3`, or a mapping with the name and its settings."""
+    timeout: float = Field(1800.0, gt=0)
+    """Seconds that processes wait for each other. A run of several processes in which one makes no progress for this
+    long ends with an error, and each process writes the stacks of its threads."""
     eval_interval: int = Field(100, ge=0)
     """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
     save_interval: int = Field(1000, ge=0)

@@ -43,6 +43,10 @@ class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or gradient that is NaN or infinite; the weights were not updated."""
 
 
+class ProcessError(TrainkitError, RuntimeError):
+    """Another process of the run has ended, or did not answer within `train.timeout`."""
+
+
 class CheckpointError(TrainkitError, RuntimeError):
     """A checkpoint that cannot be written, read, or resumed with this configuration."""
 

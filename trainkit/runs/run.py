@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainkit.config import TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, TrainkitError
+from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, ProcessError, TrainkitError
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
@@ -40,7 +40,7 @@ from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance
 from trainkit.runs.lock import RunLock
 from trainkit.runs.resharding import own_rows
-from trainkit.runs.stopping import EXIT_CODE, sigterm_noted
+from trainkit.runs.stopping import EXIT_CODE, lost, sigterm_noted, watched
 from trainkit.runs.trackers import default_trackers, without_progress_bars
 
 if TYPE_CHECKING:
@@ -89,18 +89,30 @@ def running(trainer: Trainer) -> Iterator[None]:
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
+    stop, config = trainer._stop, trainer.config.train
+    limit = config.timeout if trainer.accelerator.num_processes > 1 else None
     try:
-        with without_progress_bars(), sigterm_noted(trainer._stop, bool(trainer.config.train.save_interval)):
+        with without_progress_bars(), sigterm_noted(stop, bool(config.save_interval)), watched(stop, limit):
             yield
-    except BaseException:
+    except BaseException as error:
         backend.release()
         if trainer.ahead is not None:
             trainer.ahead.cancel()
         _log_errors(_end(trainer))
+        if limit is not None and lost(error):
+            raise _lost(trainer, limit) from error
         raise
     if failures := _end(trainer):
         _log_errors(failures[1:])
         raise failures[0]
+
+
+def _lost(trainer: Trainer, limit: float) -> ProcessError:
+    rank, step = trainer.accelerator.process_index, trainer.progress.step
+    return ProcessError(
+        f"process {rank} waited for another process after step {step}, which has ended, or made no progress for "
+        f"{limit:g} s (train.timeout); its own error, or its stacks, say why"
+    )
 
 
 def _end(trainer: Trainer) -> list[HookError]:
@@ -243,6 +255,7 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
 
 def anywhere(trainer: Trainer, here: bool) -> bool:
     """Return whether ``here`` is true on any process. All processes call it; a single one needs no tensor for it."""
+    trainer._stop.progressed()
     return here if trainer.accelerator.num_processes == 1 else bool(trainer.max(torch.tensor(float(here))))
 
 

@@ -5,8 +5,11 @@ After SIGTERM, a run saves as soon as it can, and exits with 143. After `trainer
 
 from __future__ import annotations
 
+import faulthandler
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,9 +24,41 @@ class Stop:
     """Whether it has received SIGTERM."""
     reason = ""
     """The reason that `trainer.stop` was called with; empty if it was not called."""
+    limit: float | None = None
+    """Seconds without progress after which the stacks of all threads are written; None: never."""
+    moved = 0.0
+    """When the run last made progress."""
+
+    def progressed(self) -> None:
+        """Note that the run makes progress."""
+        self.moved = time.monotonic()
+        if self.limit is not None and sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.asked = True
+        if self.limit is not None and time.monotonic() - self.moved >= self.limit:
+            raise SystemExit(EXIT_CODE)  # the other processes have waited in vain
+
+
+@contextmanager
+def watched(stop: Stop, limit: float | None) -> Iterator[None]:
+    """Write the stacks of all threads if `Stop.progressed` is not called for ``limit`` seconds inside the block."""
+    stop.limit = limit
+    stop.progressed()
+    try:
+        yield
+    finally:
+        stop.limit = None
+        if limit is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def lost(error: BaseException) -> bool:
+    """Return whether an error in a collective operation says that another process has ended, or does not answer."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,8 @@ class Ahead:
         self.group: Any = None
         """The group in which the sampling threads of several processes communicate, beside those that train."""
         if self._thread is not None and trainer.accelerator.num_processes > 1:
-            self.group = torch.distributed.new_group(backend="gloo")
+            limit = timedelta(seconds=trainer.config.train.timeout)
+            self.group = torch.distributed.new_group(backend="gloo", timeout=limit)
 
     def turn(self) -> Collection:
         """Return the collection whose turn it is; sample, or begin to sample, those for the weights of this moment."""

@@ -73,6 +73,7 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     with trainer.inference():
         experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
     for micro in trainer.micro_batches(experience):
+        trainer._stop.progressed()
         found = m.merge(found, trainer.measure(micro.to(trainer.accelerator.device))[1])
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 
@@ -98,6 +99,7 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
     records: list[Record] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
     for start in range(0, len(mine), size):
+        trainer._stop.progressed()
         part = slice(start, start + size)
         rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
         whole, each = _measure(trainer, rollouts, mine[part])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import str_to_bool
+from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 
 from trainkit.errors import ConfigError
 
@@ -22,8 +23,12 @@ SHARDED = {
 """Ways of launching that are refused, by the variable that accelerate's launcher sets. It ignores them on CPUs."""
 
 
-def make_accelerator(mixed_precision: str) -> Accelerator:
+def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:
     """Return an accelerator. A process may make several trainers, one after another, at different precisions.
+
+    Args:
+        mixed_precision: the precision of forward passes.
+        timeout: seconds that processes wait for each other; that of the first trainer of a process applies.
 
     Raises:
         ConfigError: the processes were launched in a way that contradicts the configuration.
@@ -38,7 +43,8 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
     state = AcceleratorState._shared_state
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
         AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision=mixed_precision)
+    waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[waiting])
     _check_processes(int(accelerator.num_processes))
     if accelerator.num_processes > 1 and dist.get_backend() == "gloo":
         atexit.unregister(_let_go)

@@ -107,7 +107,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, **kwargs)
-        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision)
+        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision, config.train.timeout)
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)

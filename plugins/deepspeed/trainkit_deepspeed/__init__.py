@@ -29,6 +29,8 @@ class ZeRO(Sharding):
 
     stage: ClassVar[int]
     """The stage of ZeRO."""
+    policy: Any
+    """DeepSpeed's engine."""
 
     def check(self, config: TRLConfig[Any]) -> None:
         """Check the algorithm, the precision, and that DeepSpeed is installed.
@@ -92,7 +94,8 @@ class ZeRO(Sharding):
         """Let the step clip the gradient to the norm ``limit``; None: not at all. Return its norm before. -> []."""
         self.zero.clip_grad = limit or 0.0  # DeepSpeed's step divides by (norm + 1e-6) / limit if that is above 1
         groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in self._norms()])
-        return torch.where(groups < 0, torch.nan, groups).norm()  # DeepSpeed returns −1 for what is not finite
+        whole: Tensor = torch.where(groups < 0, torch.nan, groups).norm()  # DeepSpeed gives −1 if it is not finite
+        return whole
 
     @abstractmethod
     def _norms(self) -> list[Any]:
@@ -106,6 +109,10 @@ class ZeRO(Sharding):
     @abstractmethod
     def flat(self) -> list[Tensor]:
         """This process's parts of the parameters, each group of them as one tensor, as the optimizer has them."""
+
+    @abstractmethod
+    def linked(self) -> None:
+        """Let DeepSpeed find a new state of the optimizer."""
 
     @abstractmethod
     def part(self, whole: Tensor, parameter: Any, key: str) -> None:
