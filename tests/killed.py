@@ -264,7 +264,7 @@ def storm(case: Case, kills: int) -> dict[str, Any]:
     An engine takes long to start, so with one the changes are those after the first step of each part of the run.
     """
     local = CHANGES.get("rollout__engine", "local") == "local"
-    first, most = (0, 45) if local else (-1, 300)
+    first, most = (0, 90 if CHANGES.get("train__save_async") else 45) if local else (-1, 300)
     straight, run_dir = case.root / "straight", case.root / "killed"
     assert forked(lambda: case.go(straight, rollout__engine="local")) == 0
     started = time.monotonic()

@@ -33,7 +33,9 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TUTORIALS = [page for page in PAGES if page.stem not in ("plugins", "plugin-api")]
 """Pages whose code is run and needs no further look."""
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
-ALGORITHM_READMES = [page for page in PLUGIN_READMES if page.parent.name not in ("early_stop", "ray", "vllm")]
+ALGORITHM_READMES = [
+    page for page in PLUGIN_READMES if page.parent.name not in ("deepspeed", "early_stop", "ray", "vllm")
+]
 """Those of plugins that are trainers."""
 DOCUMENTS = [
     README,

@@ -26,7 +26,6 @@ LAZY = {
     ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "models"), ("cli", "plugins"), ("cli", "testing"),
     ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version
-    ("plugins", "rollouts"),  # a class that is registered as an engine is compared with the interface
 }  # fmt: skip
 """Arrows of imports inside functions, which run when they are called: for speed, or for the version."""
 TYPE_ONLY = {

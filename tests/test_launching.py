@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainkit.plugins import registry
-from trainkit.testing import launching
 from trainkit.testing.conformance import Case, CheckError, Subject, all_checks
 from trainkit.testing.launching import launch
 
@@ -49,10 +48,9 @@ def test_a_plugin_that_is_only_on_the_path_is_found_and_its_gradients_are_compar
 @pytest.mark.slow
 def test_what_a_process_fails_by_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"(?s)process 0 ended with 1: .*process 1 ended .*KeyError: 'settings'"):
-        launch("sft", tmp_path / "job", {})
+        launch("sft", tmp_path / "job", {}, 0.0)
 
 
-def test_processes_that_do_not_end_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "LIMIT", 0.0)
+def test_processes_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"(?s)within 0 s:\nprocess 0 did not end: .*process 1 did not end"):
-        launch("sft", tmp_path / "job", {})
+        launch("sft", tmp_path / "job", {}, 0.0)

@@ -341,7 +341,8 @@ def test_the_built_in_names_are_those_of_trainkits_own_distributions():
     assert {name: installed[name].origin for name in declared} == dict.fromkeys(declared, "built-in")
     kinds = {name: installed[name].kind.split(", ")[0] for name in declared}
     others = {name: kind for name, kind in kinds.items() if kind != "trainer"}
-    assert others == {"early_stop": "hooks", "ray": "engine", "vllm": "engine"}
+    engines, shardings = dict.fromkeys(("ray", "vllm"), "engine"), dict.fromkeys(("zero2", "zero3"), "sharding")
+    assert others == {"early_stop": "hooks", **engines, **shardings}
 
 
 OBSERVES = "@trainkit.hookimpl\ndef on_step(step): ...\n"

@@ -192,25 +192,34 @@ def killed(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "steps", "first", "stride", "kills"),
-    [("ppo", 2, 2, 1, 55), ("sft", 2, 0, 6, 12), ("rloo", 2, 0, 8, 11)],
-    ids=["ppo, all of the last save and the export", "sft, all of a run", "rloo, all of a run"],
+    ("name", "steps", "first", "stride", "kills", "settings"),
+    [
+        ("ppo", 2, 2, 1, 55, {}),
+        ("sft", 2, 0, 6, 12, {}),
+        ("rloo", 2, 0, 8, 11, {}),
+        ("ppo", 3, 0, 5, 30, {"train__save_async": True}),
+    ],
+    ids=["ppo, all of the last save and the export", "sft, all of a run", "rloo, all of a run", "ppo, saving beside"],
 )
 def test_killed_at_a_change_of_a_file_a_run_goes_on_by_itself_to_the_same_bits(
-    name: str, steps: int, first: int, stride: int, kills: int, tmp_path: Path
+    name: str, steps: int, first: int, stride: int, kills: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """B1: by SIGKILL; weights, optimizer, export, metrics and samples are those of a run that was left alone."""
-    assert killed("sweep", name, str(tmp_path), str(steps), str(first), str(stride))["kills"] >= kills
+    found = killed("sweep", name, str(tmp_path), str(steps), str(first), str(stride), json.dumps(settings))
+    assert found["kills"] >= kills
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_killed_thirty_times_ends_with_the_same_bits(staleness: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rollout__staleness": 1, "method__ppo_epochs": 1}, {"train__save_async": True}],
+    ids=["fresh", "sampled ahead", "saving beside"],
+)
+def test_a_run_killed_thirty_times_ends_with_the_same_bits(settings: dict[str, Any], tmp_path: Path) -> None:
     """B2: by SIGKILL, at random changes of files and at random times, before the first checkpoint too.
 
     With staleness 1 checkpoints hold the collection that was sampled ahead.
     """
-    settings = {"rollout__staleness": staleness, "method__ppo_epochs": 1} if staleness else {}
     found = killed("storm", "ppo", str(tmp_path), "12", "36", json.dumps(settings))
     assert found["kills"] >= 30
     assert found["after steps"][0] == 0, "the first kill came before the first checkpoint"

@@ -18,6 +18,7 @@ from trainkit import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.plugins import available_trainers
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.sharding import Replicated, blocks_of
 
@@ -86,8 +87,9 @@ def test_models_and_settings_are_trained_in_shards_as_in_replicas(tmp_path: Path
         ("ppo", {"train__sharding": "fsdp2"}),
         ("rloo", {"train__sharding": "fsdp2", "rollout__staleness": 1, "model__peft_config": LORA}),
         ("rft", {}),
+        ("sft", {"train__sharding": "fsdp2", "train__save_async": True}),
     ],
-    ids=["ppo", "rloo-ahead-adapter", "rft-replicated"],
+    ids=["ppo", "rloo-ahead-adapter", "rft-replicated", "sft-saving-beside"],
 )
 def test_checkpoints_of_two_processes_are_read_by_one_and_four(
     name: str, settings: dict[str, Any], tmp_path: Path
@@ -117,6 +119,12 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert left.keys() == right.keys()
     differ = [(key, name) for key in left for name in left[key] if not left[key][name].equal(right[key][name])]
     assert differ == []
+
+
+@pytest.mark.slow
+def test_the_kit_finds_nothing() -> None:
+    """Clipping, accumulation, `judge`; NaN on one process; checkpoints; unequal draws."""
+    check_plugin("fsdp2")
 
 
 def test_an_unknown_sharding_is_refused() -> None:

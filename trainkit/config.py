@@ -416,6 +416,9 @@ class TrainConfig(Section):
     """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
     save_interval: int = Field(1000, ge=0)
     """Steps between checkpoints; there is one at the end, too. 0: none at all."""
+    save_async: bool = False
+    """Write checkpoints in a thread while the training goes on, from a copy of weights, optimizer and collection in the
+    memory of the CPU. The last checkpoint is complete when the run ends."""
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest checkpoints are kept on disk."""
     save_best: bool = False

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -33,10 +33,24 @@ OLD = ".old"
 State = dict[str, Any]
 
 
-class Packer:
-    """Nested state, split into plain data for JSON and tensors for safetensors."""
+class Packed(NamedTuple):
+    """A copy of nested state, as `write_state` writes it."""
 
-    def __init__(self) -> None:
+    text: str
+    """JSON."""
+    tensors: dict[str, Tensor]
+    """Tensors in the memory of the CPU, by name."""
+
+
+class Packer:
+    """Nested state, split into plain data for JSON and tensors for safetensors.
+
+    Args:
+        copied: whether all tensors are copied, so that they may change before they are written.
+    """
+
+    def __init__(self, *, copied: bool = False) -> None:
+        self.copied = copied
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[int, Size, tuple[int, ...], dtype], str] = {}
         self._stored: set[int] = set()
@@ -74,6 +88,7 @@ class Packer:
             path += "'"
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._stored
+        alone &= not (self.copied and tensor.device.type == "cpu")
         self.tensors[path] = tensor.cpu().contiguous() if alone else tensor.cpu().contiguous().clone()
         self._stored.add(storage.data_ptr())
         self._names[same] = path
@@ -112,11 +127,25 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: unpack(item, tensors) for key, item in value["dict"]}
 
 
-def write_state(directory: Path, name: str, state: State) -> None:
+def pack(state: State) -> Packed:
+    """Return a copy of nested state, to be written later.
+
+    Raises:
+        CheckpointError: as `Packer.pack`.
+    """
+    packer = Packer(copied=True)
+    return Packed(json.dumps(packer.pack(state)), packer.tensors)
+
+
+def write_state(directory: Path, name: str, state: State | Packed) -> None:
     """Write nested state as ``<name>.json`` and ``<name>.safetensors``."""
-    packer = Packer()
-    (directory / f"{name}.json").write_text(json.dumps(packer.pack(state)), encoding="utf-8")
-    save_file(packer.tensors, directory / f"{name}.safetensors")
+    if isinstance(state, Packed):
+        text, tensors = state
+    else:
+        packer = Packer()
+        text, tensors = json.dumps(packer.pack(state)), packer.tensors
+    (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    save_file(tensors, directory / f"{name}.safetensors")
     (directory / f"{name}.safetensors").chmod(0o644)
 
 

@@ -19,27 +19,27 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.config import TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, HookError, NonFiniteError, ProcessError, TrainkitError
+from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
-from trainkit.runs import card, checkpoint, provenance
+from trainkit.runs import card, checkpoint, provenance, saving
 from trainkit.runs.lock import RunLock
+from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.resharding import own_rows
+from trainkit.runs.saving import identity, trained
 from trainkit.runs.stopping import EXIT_CODE, lost, sigterm_noted, watched
 from trainkit.runs.trackers import default_trackers, without_progress_bars
 
@@ -98,6 +98,7 @@ def running(trainer: Trainer) -> Iterator[None]:
         backend.release()
         if trainer.ahead is not None:
             trainer.ahead.cancel()
+        saving.finish_after_error(trainer)
         _log_errors(_end(trainer))
         if limit is not None and lost(error):
             raise _lost(trainer, limit) from error
@@ -155,7 +156,7 @@ def stop(trainer: Trainer) -> NoReturn:
     Raises:
         SystemExit: with code 143, after the checkpoint is written.
     """
-    path = save(trainer)
+    path = saving.save(trainer)
     log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
     raise SystemExit(EXIT_CODE)
 
@@ -234,112 +235,7 @@ def _unused(path: Path) -> Path:
     return path if not path.exists() else path.with_name(f"{path.name}-{uuid.uuid4().hex[:4]}")
 
 
-# ----------------------------------------------------------------------------------------------------- processes
-
-
-def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
-    """Call ``function`` on every process and return its value. An error on one is raised on all, so that none waits."""
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = function()
-    except (OSError, SafetensorError, TrainkitError) as caught:
-        error = caught
-    if trainer.accelerator.num_processes > 1:
-        found = gather_object([error])
-        error = error or next((other for other in found if other is not None), None)
-    if error is not None:
-        raise error
-    return value  # type: ignore[no-any-return]
-
-
-def anywhere(trainer: Trainer, here: bool) -> bool:
-    """Return whether ``here`` is true on any process. All processes call it; a single one needs no tensor for it."""
-    trainer._stop.progressed()
-    return here if trainer.accelerator.num_processes == 1 else bool(trainer.max(torch.tensor(float(here))))
-
-
-def on_main(trainer: Trainer, function: Callable[[], T]) -> T:
-    """Call ``function`` on the main process; return its value, or raise its error, on every process."""
-    chosen: list[Any] = [everywhere(trainer, lambda: function() if trainer.accelerator.is_main_process else None)]
-    if trainer.accelerator.num_processes > 1:
-        broadcast_object_list(chosen)
-    return chosen[0]  # type: ignore[no-any-return]
-
-
 # --------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_if_due(trainer: Trainer, done: bool) -> None:
-    """Save a checkpoint at the config's interval, and when the run is ``done``."""
-    every = trainer.config.train.save_interval
-    if every and (done or trainer.progress.step % every == 0):
-        save(trainer)
-
-
-def save(trainer: Trainer, root: Path | None = None) -> Path:
-    """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
-
-    Raises:
-        CheckpointError: writing failed; names the directory. Earlier checkpoints are unchanged.
-    """
-    begin(trainer)
-    assert trainer.run_dir is not None
-    step, root = trainer.progress.step, root or trainer.run_dir / "checkpoints"
-    building: Path | None = None
-    try:
-        building = Path(on_main(trainer, lambda: str(checkpoint.building_directory(root, step))))
-        everywhere(trainer, lambda: _write(trainer, building))
-        keep = trainer.config.train.keep_checkpoints
-        target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
-    except (OSError, SafetensorError, TrainkitError) as error:  # safetensors raises its own error if the disk is full
-        if building is not None:
-            shutil.rmtree(building, ignore_errors=True)
-        if isinstance(error, TrainkitError):
-            raise
-        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
-        raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({free / 1e6:.0f} MB free)") from error
-    trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
-    return target
-
-
-def _write(trainer: Trainer, building: Path) -> None:
-    """Write this process's part of a checkpoint."""
-    accelerator = trainer.accelerator
-    if not trainer.collects_once and len(trainer.store):
-        name = f"store-{accelerator.process_index:05d}"
-        checkpoint.write_state(building, name, {"experience": trainer.store.experience})
-    if trainer.ahead is not None:
-        name = f"ahead-{accelerator.process_index:05d}"
-        checkpoint.write_state(building, name, {"collections": trainer.ahead.state()})
-    loop = trainer.loop_state()
-    with trainer.sharding.whole():
-        loop |= _identity(trainer)
-        if accelerator.is_main_process:
-            _refuse_non_finite(trainer)
-            checkpoint.write_state(building, "model", trained(trainer.unwrapped))
-            checkpoint.write_state(building, "loop", loop)
-
-
-def _refuse_non_finite(trainer: Trainer) -> None:
-    """Raise a NonFiniteError if a weight is NaN or infinite: no run should resume from such a checkpoint."""
-    broken = [name for name, p in trainer.unwrapped.named_parameters() if not p.isfinite().all()]
-    if broken:
-        raise NonFiniteError(
-            f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
-            "saved. Lower optimizer.lr, and resume from the previous checkpoint"
-        )
-
-
-def _identity(trainer: Trainer) -> dict[str, Any]:
-    """Return what is compared between a checkpoint and the run that resumes from it."""
-    return {
-        "config": trainer.config.to_dict(),
-        "reference": trainer.start,
-        "frozen": [each.fingerprint for each in trainer.frozen_models],
-        "processes": trainer.accelerator.num_processes,
-        "makers": trainer.makers,
-    }
 
 
 def fingerprint_start(trainer: Trainer) -> str | None:
@@ -352,12 +248,6 @@ def fingerprint_start(trainer: Trainer) -> str | None:
     changing = trained(trainer.unwrapped)
     frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
     return fingerprint(frozen) if frozen else None
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state without its frozen parameters, which the initial model provides."""
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
@@ -394,6 +284,7 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: there is none, it is not intact, or it belongs to another configuration or initial model.
     """
+    saving.finish(trainer)
     path = on_main(trainer, lambda: _whole_at(path))
     state = checkpoint.read_state(path, "loop")
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
@@ -463,7 +354,7 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
     trainer.policy  # noqa: B018  (as above)
     with trainer.sharding.whole():
-        now = _identity(trainer)
+        now = identity(trainer)
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.allow_drift:

@@ -33,7 +33,7 @@ def _made(folder: Path, given: Said, place: str, entry: Any, **changes: Any) -> 
 
 
 def whole(trainer: Any) -> Said:
-    """Return a copy of the weights and of the optimizer's state, with whole tensors."""
+    """Return a copy of the weights and of the optimizer's state, with whole tensors; the state on the main process."""
     state = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
     with trainer.sharding.whole():
         return {"weights": weights(trainer), "optimizer": copy.deepcopy(state)}

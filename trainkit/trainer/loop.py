@@ -16,7 +16,7 @@ from trainkit.config import MethodConfig
 from trainkit.data import Batch, shuffled
 from trainkit.errors import DataError, NonFiniteError, PluginError
 from trainkit.functional import exact
-from trainkit.runs import run
+from trainkit.runs import run, saving
 from trainkit.seeding import generator, global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
@@ -99,7 +99,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 evaluate_if(self, self.done or _due(self.progress.step, self.config.train.eval_interval))
                 if run.ends_early(self):
                     evaluate_if(self, self.progress.evaluated != self.progress.step)
-                run.save_if_due(self, self.done)
+                saving.save_if_due(self, self.done)
                 if self.done:
                     break
                 if run.asked_to_stop(self):

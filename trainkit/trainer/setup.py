@@ -29,7 +29,7 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
-from trainkit.runs import RunLock, provenance, run
+from trainkit.runs import RunLock, provenance, run, saving
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
 from trainkit.trainer import optim
@@ -124,6 +124,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
         """The reference that the user chose, a model object or what names one; None: the model's start."""
+        self._saving: saving.Saving | None = None
+        """The checkpoint that is being written while the training goes on."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self._recorded_frozen: list[str] | None = None
@@ -495,7 +497,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint now, by default to the run directory."""
-        return run.save(self, None if directory is None else Path(directory))
+        run.begin(self)
+        return saving.save(self, None if directory is None else Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Restore everything from a checkpoint directory, or from the newest complete checkpoint under a directory."""

@@ -86,7 +86,10 @@ class Sharding(ABC):
         return whole
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with whole tensors. All processes call it."""
+        """Return the optimizer's ``state_dict`` with whole tensors. All processes call it.
+
+        Of divided state, the main process gets it, in the memory of the CPU, and the others an empty one.
+        """
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
@@ -222,11 +225,13 @@ class FSDP2(Sharding):
         return torch.enable_grad()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with whole tensors, gathered one at a time."""
-        state = optimizer.state_dict()
-        gathered = {
-            key: {name: whole_tensor(value) for name, value in values.items()} for key, values in state["state"].items()
-        }
+        """Return the optimizer's ``state_dict`` with whole tensors, gathered one at a time, on the main process."""
+        state, gathered = optimizer.state_dict(), dict[Any, dict[str, Any]]()
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                whole = whole_tensor(value)
+                if self.accelerator.is_main_process:
+                    gathered.setdefault(key, {})[name] = whole.cpu() if isinstance(whole, Tensor) else whole
         return {**state, "state": gathered}
 
     def own_part(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
-from trainkit.runs import run
+from trainkit.runs import run, saving
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.loop import AcceleratedLoop
@@ -554,7 +554,7 @@ class TextTrainer(AcceleratedLoop[M]):
         """The weights of the language model as they are now."""
         model = self.unwrapped.model
         changes = sum(tensor._version for tensor in (*model.parameters(), *model.buffers()))
-        return Weights(self.progress.step, lambda: run.trained(model).items(), changes)
+        return Weights(self.progress.step, lambda: saving.trained(model).items(), changes)
 
     # ----------------------------------------------------------------------------------------------------- by the user
 

@@ -151,7 +151,7 @@ class Optimizer:
         self.sharding.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as an optimizer of whole parameters has it. All processes call it."""
+        """Return the state as an optimizer of whole parameters has it, on the main process. All processes call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
@@ -160,14 +160,14 @@ class Optimizer:
         if not held:
             return {"state": {}, "param_groups": groups}
         parts, others = _parts_and_others(held[0], self.sharding.flat[0])
-        state = {
-            index: {
-                **{key: torch.as_tensor(value).clone() for key, value in others.items()},
-                **{key: _shaped(safe_get_full_optimizer_state(parameter, key), parameter) for key in parts},
-            }
-            for index, parameter in enumerate(self.trained)
-        }
-        return {"state": state, "param_groups": groups}
+        gathered: dict[int, dict[str, Tensor]] = {}
+        for index, parameter in enumerate(self.trained):
+            for key in parts:
+                whole = safe_get_full_optimizer_state(parameter, key)
+                if self.sharding.accelerator.is_main_process:
+                    state = gathered.setdefault(index, {k: torch.as_tensor(v).clone() for k, v in others.items()})
+                    state[key] = whole.detach().to("cpu", copy=True).reshape(_shape(parameter))
+        return {"state": gathered, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of whole tensors."""
@@ -196,8 +196,10 @@ def _parts_and_others(state: Mapping[str, Any], like: Any) -> tuple[list[str], d
     return parts, {key: value for key, value in state.items() if key not in parts}
 
 
-def _shaped(flat: Tensor, parameter: Any) -> Tensor:
-    return flat.detach().clone().reshape(getattr(parameter, "ds_shape", parameter.shape))
+def _shape(parameter: Any) -> torch.Size:
+    """Return the shape of a whole parameter."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 @register_sharding("zero2")

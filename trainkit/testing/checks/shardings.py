@@ -74,7 +74,7 @@ def fails_together(bench: Bench) -> None:
     require(all(each["error"] for each in said), "a loss that is not finite on one process does not stop all")
     for each in said:
         require_same_weights(each["before"]["weights"], each["after"]["weights"], "weights before and after that step")
-        _require_same_state(each["before"], each["after"], "the optimizer's state before and after that step")
+    _require_same_state(said[0]["before"], said[0]["after"], "the optimizer's state before and after that step")
 
 
 @check(kind="sharding")
@@ -96,7 +96,7 @@ def checkpoints_are_whole(bench: Bench) -> None:
 
 def _require_same_state(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
     states = one["optimizer"], other["optimizer"]
-    require(states[0].keys() == states[1].keys(), f"{what} is not that of the same parameters")
+    require(states[0] and states[0].keys() == states[1].keys(), f"{what} is not that of the same parameters")
     for index, values in states[0].items():
         require_same_weights(values, states[1][index], what)
 

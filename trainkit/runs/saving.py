@@ -1,0 +1,222 @@
+"""Writing checkpoints: at once, or in a thread while the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from trainkit.errors import CheckpointError, NonFiniteError, TrainkitError
+from trainkit.runs import checkpoint
+from trainkit.runs.processes import anywhere, everywhere, on_main
+
+if TYPE_CHECKING:
+    from trainkit.trainer.setup import PreparedTrainer
+
+    Trainer = PreparedTrainer[Any]
+
+
+log = logging.getLogger(__name__)
+
+
+class Saving:
+    """A checkpoint that is being written in a thread of this process.
+
+    Args:
+        building: the directory that it is written into.
+        step: its step.
+        parts: what this process writes, by name.
+    """
+
+    def __init__(self, building: Path, step: int, parts: dict[str, checkpoint.Packed]) -> None:
+        self.building, self.step, self.parts = building, step, parts
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self.committing = False
+        self.job: Future[Any] = self._thread.submit(self._write)
+
+    def _write(self) -> None:
+        while self.parts:
+            name = next(iter(self.parts))
+            checkpoint.write_state(self.building, name, self.parts[name])
+            del self.parts[name]  # its memory is no longer needed
+
+    def commit(self, keep: int | None) -> None:
+        """Begin to make it complete, once all processes have written their parts; None: another process does it."""
+        self.committing = True
+        work = (lambda: None) if keep is None else (lambda: checkpoint.commit(self.building, self.step, keep))
+        self.job = self._thread.submit(work)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+def save_if_due(trainer: Trainer, done: bool) -> None:
+    """Save a checkpoint at the config's interval, and when the run is ``done``; finish one that has been written."""
+    every = trainer.config.train.save_interval
+    if not every or not (done or trainer.progress.step % every == 0):
+        finish(trainer, wait=False)
+    elif done or not trainer.config.train.save_async:
+        save(trainer)
+    else:
+        save_later(trainer)
+
+
+def save(trainer: Trainer, root: Path | None = None) -> Path:
+    """Write a complete checkpoint or none, and return its path. All processes call it; each saves its own store.
+
+    Args:
+        trainer: the trainer, whose run has begun.
+        root: the directory of the checkpoints; by default that of the run.
+
+    Raises:
+        CheckpointError: writing failed; names the directory. Earlier checkpoints are unchanged.
+    """
+    finish(trainer)
+    step, keep = trainer.progress.step, trainer.config.train.keep_checkpoints
+    with _building(trainer, root) as building:
+        everywhere(trainer, lambda: _parts(trainer, partial(checkpoint.write_state, building)))
+        target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
+    trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
+    return target
+
+
+def save_later(trainer: Trainer) -> None:
+    """Copy everything that a checkpoint holds, and let a thread write it; `finish` makes the checkpoint complete.
+
+    Raises:
+        CheckpointError: as `save`.
+    """
+    finish(trainer)
+    parts: dict[str, checkpoint.Packed] = {}
+
+    def keep(name: str, state: checkpoint.State) -> None:
+        parts[name] = checkpoint.pack(state)
+
+    with _building(trainer) as building:
+        everywhere(trainer, lambda: _parts(trainer, keep))
+        trainer._saving = Saving(building, trainer.progress.step, parts)
+
+
+def finish(trainer: Trainer, *, wait: bool = True) -> None:
+    """Make a checkpoint complete whose parts a thread has written, and call `on_save`. All processes call it.
+
+    Args:
+        trainer: the trainer.
+        wait: whether to wait for the threads of all processes; if not, they are asked once.
+
+    Raises:
+        CheckpointError: as `save`.
+    """
+    saving = trainer._saving
+    if saving is None or (not wait and anywhere(trainer, not saving.job.done())):
+        return
+    try:
+        with _explained(saving.building):
+            if not saving.committing:
+                everywhere(trainer, saving.job.result)
+                saving.commit(trainer.config.train.keep_checkpoints if trainer.accelerator.is_main_process else None)
+                if not wait:
+                    return
+            target = on_main(trainer, saving.job.result)
+    except TrainkitError:
+        abandon(trainer)
+        raise
+    abandon(trainer)
+    trainer.hooks.hook.on_save(trainer=trainer, step=saving.step, path=target)
+
+
+def finish_after_error(trainer: Trainer) -> None:
+    """Make a checkpoint complete that is being written when the run ends with an error; log if that fails, too.
+
+    With several processes it is abandoned: they cannot agree on anything then. Earlier checkpoints remain.
+    """
+    try:
+        if trainer.accelerator.num_processes == 1:
+            finish(trainer)
+    except TrainkitError as error:
+        log.error("%s", error)
+    abandon(trainer)
+
+
+def abandon(trainer: Trainer) -> None:
+    """Let go of the checkpoint that is being written, if there is one."""
+    saving, trainer._saving = trainer._saving, None
+    if saving is not None:
+        saving.close()
+
+
+@contextmanager
+def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
+    """Make a directory in which a checkpoint is built inside the block."""
+    assert trainer.run_dir is not None
+    root, step = root or trainer.run_dir / "checkpoints", trainer.progress.step
+    with _explained(root / "new"):
+        building = Path(on_main(trainer, lambda: str(checkpoint.building_directory(root, step))))
+    with _explained(building):
+        yield building
+
+
+@contextmanager
+def _explained(building: Path) -> Iterator[None]:
+    """After an error inside the block, remove the directory; raise errors of writing as a CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError, TrainkitError) as error:  # safetensors raises its own error if the disk is full
+        shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, TrainkitError):
+            raise
+        root = building.parent
+        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
+        raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({free / 1e6:.0f} MB free)") from error
+
+
+def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> None:
+    """Call ``put`` with the name and the state of each part of a checkpoint that this process writes."""
+    rank = trainer.accelerator.process_index
+    if not trainer.collects_once and len(trainer.store):
+        put(f"store-{rank:05d}", {"experience": trainer.store.experience})
+    if trainer.ahead is not None:
+        put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
+    loop = trainer.loop_state()
+    with trainer.sharding.whole():
+        loop |= identity(trainer)
+        if trainer.accelerator.is_main_process:
+            _refuse_non_finite(trainer)
+            put("model", trained(trainer.unwrapped))
+            put("loop", loop)
+
+
+def _refuse_non_finite(trainer: Trainer) -> None:
+    """Raise a NonFiniteError if a weight is NaN or infinite: no run should resume from such a checkpoint."""
+    broken = [name for name, p in trainer.unwrapped.named_parameters() if not p.isfinite().all()]
+    if broken:
+        raise NonFiniteError(
+            f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
+            "saved. Lower optimizer.lr, and resume from the previous checkpoint"
+        )
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """Return what is compared between a checkpoint and the run that resumes from it."""
+    return {
+        "config": trainer.config.to_dict(),
+        "reference": trainer.start,
+        "frozen": [each.fingerprint for each in trainer.frozen_models],
+        "processes": trainer.accelerator.num_processes,
+        "makers": trainer.makers,
+    }
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state without its frozen parameters, which the initial model provides."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
