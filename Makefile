@@ -4,6 +4,7 @@
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
 #   make engines   the tests with Ray, vLLM and DeepSpeed, and those of the core that engines touch, in an environment of their own
+#   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
@@ -24,7 +25,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all engines reasoning coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all test-gpu engines reasoning coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -38,7 +39,7 @@ test: $(VENV)/made
 	$(PYTEST) $(SELECTED)
 
 test-all: $(VENV)/made
-	$(PYTEST) -m "slow and not parity and not engines" $(SELECTED)
+	$(PYTEST) -m "slow and not parity and not engines and not gpu" $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines)
 
 # those with real servers and actors in two processes, a file in each: every test starts further ones
@@ -49,11 +50,15 @@ engines: $(ENGINES)/made
 	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
 	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES))
 
+# on CPUs they fail; tests/test_gpu.py runs one of them on a CPU, too
+test-gpu: $(VENV)/made
+	$(PYTEST) -m gpu $(or $(ARGS),tests/test_gpu.py)
+
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
 
 coverage: $(VENV)/made
-	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
+	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines and not gpu" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .

@@ -104,7 +104,7 @@ from pathlib import Path
 import torch
 import trainkit
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.runs import checkpoint
+from trainkit.runs import checkpoint, run
 
 torch.set_num_threads(1)
 out, what = Path(sys.argv[1]), sys.argv[2]
@@ -152,6 +152,10 @@ class Signals:
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}[what])
 
 if rank == 1 and what == "reward": trainer.reward_fn = judge
+if what == "slow": trainer.policy  # nothing else is exchanged at the beginning then
+if rank == 1 and what == "slow":
+    honest_lock = run._lock
+    run._lock = lambda *given: (time.sleep(3), honest_lock(*given))
 if rank == 1 and what == "hang": trainer.reward_fn = hang
 if rank == 1 and what == "nan": trainer.loss = loss
 if rank == 1 and what == "disk": checkpoint.write_state = write
@@ -431,6 +435,13 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
     newest = newest_whole(tmp_path / "run" / "checkpoints")
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_a_slow_process_does_not_take_the_directory_for_that_of_another_run(sharding: str, tmp_path: Path) -> None:
+    settings = {"train__sharding": sharding, "train__total_steps": 1}
+    done = launch(FAIL, 2, str(tmp_path), "slow", json.dumps(settings))
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])

@@ -175,7 +175,7 @@ def begin(trainer: Trainer) -> None:
     run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
-        _check_directory(run_dir, config)
+        on_main(trainer, lambda: _check_directory(run_dir, config))  # before anything is written
         with without_progress_bars():
             resume(trainer, run_dir / "checkpoints")
             trainer.policy  # noqa: B018  (all processes create it together, before anything is written)

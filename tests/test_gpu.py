@@ -1,0 +1,178 @@
+"""What only a GPU can show. ``make test-gpu`` runs these tests; without a GPU they fail instead of being skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainkit
+from trainkit.testing import tiny_llama
+from trainkit.testing.conformance import check_plugin
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.sharding import FSDP2
+
+TRAINERS = trainkit.available_trainers()
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu"):
+        assert torch.cuda.is_available(), "there is no GPU"
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the trainers that are made from here on be on the CPU."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_kit_finds_nothing(name: str) -> None:
+    """All laws on this device: micro-batches, padding, sampling, log-probabilities, resuming, two precisions."""
+    check_plugin(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(name, tmp_path / "gpu")
+    found = trainer.generate(["ab", "cde"], temperature=0.0)
+    assert trainer.unwrapped.model.device.type == "cuda"
+    on_cpu(monkeypatch)
+    alone = tiny_trainer(name, tmp_path / "cpu").generate(["ab", "cde"], temperature=0.0)
+    assert torch.equal(alone.sequences.input_ids, found.sequences.input_ids.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_offline_runs_end_with_the_weights_of_runs_on_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"optimizer__kwargs": {"eps": 1e-4}}
+    trainer = tiny_trainer(name, tmp_path / "gpu", **settings)
+    trainer.learn()
+    found = weights(trainer)
+    on_cpu(monkeypatch)
+    alone = tiny_trainer(name, tmp_path / "cpu", **settings)
+    alone.learn()
+    for key, tensor in weights(alone).items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_autocast_keeps_the_weights_at_float32(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path, train__mixed_precision="bf16")
+    before = weights(trainer)
+    trainer.learn()
+    after = weights(trainer)
+    assert {tensor.dtype for tensor in after.values() if tensor.is_floating_point()} == {torch.float32}
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.gpu
+def test_the_scaler_of_fp16_skips_a_step_that_overflows(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, train__mixed_precision="fp16", train__total_steps=4)
+    loss, skipped = trainer.loss, list[float]()
+
+    class Watch:
+        @trainkit.hookimpl
+        def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+            if "train/skipped" in metrics:
+                skipped.append(metrics["train/skipped"])
+
+    def spoilt(batch: Any) -> Any:
+        value, found = loss(batch)
+        return (value * 1e30 if trainer.progress.step == 1 else value), found
+
+    trainer.hooks.register(Watch())
+    trainer.loss = spoilt
+    trainer.learn()
+    assert skipped[1] == 1.0
+    assert 0.0 in skipped[2:]
+    assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
+
+
+@pytest.mark.gpu
+def test_the_optimizer_is_fused_and_steps_as_one_that_is_not(tmp_path: Path) -> None:
+    ends = []
+    for kwargs in ({"eps": 1e-4}, {"eps": 1e-4, "fused": False}):
+        trainer = tiny_trainer("sft", tmp_path / str(len(ends)), optimizer__kwargs=kwargs)
+        trainer.learn()
+        assert bool(trainer.optimizer.optimizer.defaults["fused"]) == ("fused" not in kwargs)
+        ends.append(weights(trainer))
+    for key, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    settings = {"train__save_interval": 3, "train__resume": "auto"}
+    straight = tiny_trainer("ppo", tmp_path / "straight", **settings)
+    straight.learn()
+    tiny_trainer("ppo", tmp_path / "run", **settings, train__total_steps=3).learn()
+    resumed = tiny_trainer("ppo", tmp_path / "run", **settings)
+    resumed.learn()
+    for key, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(resumed)[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def fsdp2_of_one(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> Any:
+    """A trainer that divides its model among one process."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    torch.distributed.init_process_group(backend)
+    trainer = tiny_trainer(name, run_dir, optimizer__kwargs={"eps": 1e-4})
+    trainer.sharding = FSDP2(trainer.accelerator)
+    return trainer
+
+
+def require_fsdp2_of_one_equal(name: str, root: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    alone = tiny_trainer(name, root / "alone", optimizer__kwargs={"eps": 1e-4})
+    alone.learn()
+    divided = fsdp2_of_one(name, root / "divided", monkeypatch, backend)
+    try:
+        divided.learn()
+        with divided.sharding.whole():
+            found = weights(divided)
+    finally:
+        torch.distributed.destroy_process_group()
+    for key, tensor in weights(alone).items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ppo", "dpo", "sft"])
+def test_fsdp2_of_one_gpu_ends_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_fsdp2_of_one_equal(name, tmp_path, monkeypatch, "nccl")
+
+
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_fsdp2_of_one_process_ends_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on this machine's CPU, so that the test above is known to work."""
+    if not torch.cuda.is_available():
+        require_fsdp2_of_one_equal(name, tmp_path, monkeypatch, "gloo")
+
+
+@pytest.mark.gpu
+def test_vllm_in_process_passes_the_kit() -> None:
+    assert importlib.util.find_spec("vllm"), "install trainkit-vllm[gpu]"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_plugin({"name": "vllm", "mode": "process", "kv_cache": 1.0}, model=tiny_llama(10))
