@@ -155,7 +155,7 @@ if rank == 1 and what == "reward": trainer.reward_fn = judge
 if what == "slow": trainer.policy  # nothing else is exchanged at the beginning then
 if rank == 1 and what == "slow":
     honest_lock = run._lock
-    run._lock = lambda *given: (time.sleep(3), honest_lock(*given))
+    run._lock = lambda *given: (honest_lock(*given), time.sleep(3))
 if rank == 1 and what == "hang": trainer.reward_fn = hang
 if rank == 1 and what == "nan": trainer.loss = loss
 if rank == 1 and what == "disk": checkpoint.write_state = write
