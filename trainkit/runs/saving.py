@@ -167,7 +167,7 @@ def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _explained(building: Path) -> Iterator[None]:
-    """After an error inside the block, remove the directory; raise errors of writing as a CheckpointError."""
+    """Remove the directory after an error inside the block; raise errors of writing as a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError, TrainkitError) as error:  # safetensors raises its own error if the disk is full
