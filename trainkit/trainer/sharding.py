@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +37,8 @@ class Sharding(ABC):
         config: its settings, of the class that it is registered with; None if it has no settings.
     """
 
+    divides: ClassVar[bool] = True
+    """Whether processes hold parts of the weights, whose memory may be released when `whole` ends."""
     policy: nn.Module
     """The model as the loss calls it, once `prepare` was called."""
 
@@ -100,6 +102,8 @@ class Sharding(ABC):
 
 class Replicated(Sharding):
     """Every process has the whole model; gradients are averaged by DDP."""
+
+    divides = False
 
     def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""

@@ -554,7 +554,13 @@ class TextTrainer(AcceleratedLoop[M]):
         """The weights of the language model as they are now."""
         model = self.unwrapped.model
         changes = sum(tensor._version for tensor in (*model.parameters(), *model.buffers()))
-        return Weights(self.progress.step, lambda: saving.trained(model).items(), changes)
+        return Weights(self.progress.step, lambda: self._lent(saving.trained(model)), changes)
+
+    def _lent(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors for an engine, which may keep them; copies, made one at a time, if they are gathered."""
+        if not self.sharding.divides:
+            return tensors.items()
+        return ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items())
 
     # ----------------------------------------------------------------------------------------------------- by the user
 

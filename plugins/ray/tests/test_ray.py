@@ -27,6 +27,7 @@ from trainkit import TRLConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Request
 from trainkit.testing import check_engine, tiny_t5
+from trainkit.testing.launching import launch
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
 from trainkit_ray import RayConfig
 from trainkit_ray.cluster import speaks_grpc
@@ -501,3 +502,14 @@ assert ray.is_initialized()
 def test_nothing_is_left_of_a_learner_that_was_killed(killed: tuple[set[int], set[int]]) -> None:
     """The last test, because Ray's own helpers look for their parent once in a minute or two."""
     assert left(killed[1], 180) == set()
+
+
+@pytest.mark.engines
+def test_processes_that_divide_the_model_train_with_it_as_replicated_ones(tmp_path: Path) -> None:
+    """The engine keeps copies of the weights, which the processes release. Each process has a generator."""
+    settings = {"rollout__engine": "ray", "rollout__staleness": 1}
+    given = {"what": "ends", "sharding": "fsdp2", "method": "rloo", "settings": settings}
+    for said in launch("fsdp2", tmp_path / "runs", given, 300.0):
+        one, other = said["replicated"]["weights"], said["divided"]["weights"]
+        for key in one:
+            torch.testing.assert_close(one[key], other[key], rtol=0.0, atol=1e-5)
