@@ -55,8 +55,8 @@ class Saving:
         self.job = self._thread.submit(work)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread, once what it writes is written."""
+        self._thread.shutdown(wait=False)
 
 
 def save_if_due(trainer: Trainer, done: bool) -> None:

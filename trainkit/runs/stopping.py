@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -33,7 +33,8 @@ class Stop:
         """Note that the run makes progress."""
         self.moved = time.monotonic()
         if self.limit is not None and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
+            with suppress(OSError):  # it has no file descriptor
+                faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.asked = True
