@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=N tests/sharded.py run DIRECTORY NAME SETTINGS
 
 CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`. ``equal`` trains each replicated and by
-FSDP2, and writes the largest difference of the weights after six steps to DIRECTORY/equal.json. ``run`` trains one, and
-writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
+FSDP2, and writes the largest difference of weights and exports after six steps to DIRECTORY/equal.json. ``run`` trains
+one, and writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import trainkit
 from trainkit.testing.trainers import Letters, tiny_trainer
@@ -56,11 +57,15 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
     """Train each case twice."""
     found = {}
     for index, (case, (name, settings)) in enumerate(cases.items()):
-        ends = []
+        ends, exports = [], []
         for sharding in ("none", "fsdp2"):
             trainer = made(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding})
             trainer.learn()
             ends.append(whole(trainer))
+            files = sorted((trainer.run_dir / "model").rglob("*.safetensors"))
+            exports.append({f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()})
+        assert exports[0].keys() == exports[1].keys() != set()
+        ends = [{**end, **export} for end, export in zip(ends, exports, strict=True)]
         found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
         if os.environ["RANK"] == "0":
             (root / "equal.json").write_text(json.dumps(found))

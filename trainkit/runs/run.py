@@ -251,11 +251,15 @@ def fingerprint_start(trainer: Trainer) -> str | None:
 
 
 def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    """Load a state that `trained` returned; raise a ValueError or RuntimeError that names what does not fit."""
-    expected = trained(trainer.unwrapped).keys()
-    if wrong := sorted(expected ^ state.keys()):
-        raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in expected else 'only'} in the checkpoint")
+    """Load a state that `trained` returned; raise a ValueError that names what does not fit, before weights change."""
     with trainer.sharding.whole(write=True):
+        own = trained(trainer.unwrapped)
+        if wrong := sorted(own.keys() ^ state.keys()):
+            raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in own else 'only'} in the checkpoint")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                there, here = tuple(state[name].shape), tuple(tensor.shape)
+                raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
         trainer.unwrapped.load_state_dict(state, strict=False)
 
 

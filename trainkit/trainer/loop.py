@@ -272,8 +272,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         device, rank = self.accelerator.device, self.accelerator.process_index
-        with self.inference():
-            micros = self.micro_batches(checked_batch(self, "prepare_step", self.prepare_step(batch)))
+        micros = self.micro_batches(self._prepared_for_step(batch))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
         found: m.Metrics = {}
         self.policy.train()
@@ -286,6 +285,13 @@ class AcceleratedLoop(TrainerInputs[M]):
                     else:  # other processes have more; all make the passes together
                         self._backward(micros[-1].to(device), share, factor=0.0)
         return found
+
+    def _prepared_for_step(self, batch: Batch) -> Batch:
+        """Return what `prepare_step` makes of the batch; the model is gathered for it only if it is overridden."""
+        if getattr(self.prepare_step, "__func__", None) is BaseRLTrainer.prepare_step:
+            return batch
+        with self.inference():
+            return checked_batch(self, "prepare_step", self.prepare_step(batch))
 
     def _judged(self, found: m.Metrics) -> Verdict:
         """Return `judge`'s verdict on the metrics of all processes, so that it is the same on each of them.
