@@ -48,7 +48,7 @@ def test_a_plugin_that_is_only_on_the_path_is_found_and_its_gradients_are_compar
 @pytest.mark.slow
 def test_what_a_process_fails_by_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"(?s)process 0 ended with 1: .*process 1 ended .*KeyError: 'settings'"):
-        launch("sft", tmp_path / "job", {}, 0.0)
+        launch("sft", tmp_path / "job", {})
 
 
 def test_processes_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:

@@ -437,17 +437,14 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
-def test_a_slow_process_does_not_take_the_directory_for_that_of_another_run(sharding: str, tmp_path: Path) -> None:
-    settings = {"train__sharding": sharding, "train__total_steps": 1}
-    done = launch(FAIL, 2, str(tmp_path), "slow", json.dumps(settings))
+def test_a_slow_process_does_not_take_the_directory_for_that_of_another_run(tmp_path: Path) -> None:
+    done = launch(FAIL, 2, str(tmp_path), "slow", json.dumps({"train__total_steps": 1}))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
-def test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written(sharding: str, tmp_path: Path) -> None:
+def test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written(tmp_path: Path) -> None:
     """The process that waits says so; the one that hangs is ended by the launcher."""
-    settings = {"train__timeout": 5.0, "train__sharding": sharding}
+    settings = {"train__timeout": 5.0, "train__sharding": "fsdp2"}
     done = launch(FAIL, 2, str(tmp_path), "hang", json.dumps(settings))
     assert 5 <= time.time() - float((tmp_path / "since").read_text()) < 5 + 10
     assert done.returncode != 0
@@ -458,13 +455,13 @@ def test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written(shardin
     assert "in hang" in said
 
 
-@pytest.mark.parametrize("what", ["killed", "reward", "nan"])
+@pytest.mark.parametrize("what", ["killed", "reward"])
 def test_an_error_of_one_process_in_shards_ends_both_and_comes_first(what: str, tmp_path: Path) -> None:
     done = launch(FAIL, 2, str(tmp_path), what, json.dumps({"train__sharding": "fsdp2"}))
     assert time.time() - float((tmp_path / "since").read_text()) < 30
     assert done.returncode != 0
     said = done.stderr + done.stdout
-    own = {"killed": "ProcessError: process 0 waited", "reward": "RewardError: ", "nan": "NonFiniteError: step 3"}
+    own = {"killed": "ProcessError: process 0 waited", "reward": "RewardError: "}
     assert own[what] in said
     if what == "reward":
         assert said.index("RewardError: ") < said.find("ProcessError: ") or "ProcessError: " not in said

@@ -36,10 +36,6 @@ BROKEN = {
         "def optimizer_state(self, optimizer):\n        return optimizer.state_dict()",
         "checkpoints_are_whole",
     ),
-    "starts_anew": (
-        "def own_part(self, state, optimizer):\n        return {**state, 'state': {}}",
-        "checkpoints_are_whole",
-    ),
     "sound": ("...", ""),
 }
 
