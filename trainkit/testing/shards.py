@@ -40,16 +40,21 @@ def whole(trainer: Any) -> Said:
 
 
 def ends(folder: Path, given: Said) -> Said:
-    """Train replicated and divided, and return how both runs end. `judge` skips a step."""
-    found = {}
-    for place, entry in (("replicated", "none"), ("divided", given["sharding"])):
-        trainer = _made(folder, given, place, entry)
-        judge = trainer.judge
-        trainer.judge = lambda metrics, trainer=trainer, judge=judge: (
-            Verdict.SKIP if trainer.progress.step == SKIPPED else judge(metrics)
-        )
-        trainer.learn()
-        found[place] = whole(trainer)
+    """Train each of the cases replicated and divided, and return how the runs end. `judge` skips a step.
+
+    A case is an algorithm and settings.
+    """
+    found: Said = {}
+    for index, (case, (method, settings)) in enumerate(given["cases"].items()):
+        own, found[case] = {**given, "method": method, "settings": settings}, {}
+        for place, entry in (("replicated", "none"), ("divided", given["sharding"])):
+            trainer = _made(folder / str(index), own, place, entry)
+            judge = trainer.judge
+            trainer.judge = lambda metrics, trainer=trainer, judge=judge: (
+                Verdict.SKIP if trainer.progress.step == SKIPPED else judge(metrics)
+            )
+            trainer.learn()
+            found[case][place] = whole(trainer)["weights"]
     return found
 
 

@@ -27,7 +27,6 @@ from trainkit import TRLConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Request
 from trainkit.testing import check_engine, tiny_t5
-from trainkit.testing.launching import launch
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
 from trainkit_ray import RayConfig
 from trainkit_ray.cluster import speaks_grpc
@@ -450,20 +449,30 @@ from pathlib import Path
 from threading import Thread
 import torch
 from trainkit.testing.trainers import tiny_trainer
-for engine in ("local", "ray"):
+for engine, sharding in (("local", "none"), ("ray", "none"), ("ray", "fsdp2")):
     changes = {"rollout__engine": engine, "train__total_steps": 4, "optimizer__lr": 0.01}
-    trainer = tiny_trainer("rloo", Path("run") / engine, **changes)
+    if sharding == "fsdp2":
+        changes["rollout__staleness"] = 1
+    trainer = tiny_trainer("rloo", Path("run") / engine / sharding, train__sharding=sharding, **changes)
     trainer.learn()
-    if trainer.accelerator.is_main_process:
+    if sharding == "none" and trainer.accelerator.is_main_process:
         torch.save(trainer.unwrapped.state_dict(), f"{engine}.pt")
     if engine == "ray":
         trainer.engine.close()
+    if sharding == "fsdp2":
+        changes["rollout__engine"] = "local"
+        alone = tiny_trainer("rloo", Path("run") / "alone", **changes)
+        alone.learn()
+        with trainer.sharding.whole():
+            for name, tensor in alone.unwrapped.state_dict().items():
+                torch.testing.assert_close(trainer.unwrapped.state_dict()[name], tensor, rtol=0.0, atol=1e-5)
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.engines
 def test_each_of_two_processes_has_actors_of_its_own(tmp_path: Path) -> None:
+    """Also if they divide the model: actors keep copies of the weights, which the processes release."""
     (tmp_path / "script.py").write_text(TORCHRUN)
     port = random.Random(os.getpid()).randrange(20000, 30000)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", "script.py"]
@@ -502,14 +511,3 @@ assert ray.is_initialized()
 def test_nothing_is_left_of_a_learner_that_was_killed(killed: tuple[set[int], set[int]]) -> None:
     """The last test, because Ray's own helpers look for their parent once in a minute or two."""
     assert left(killed[1], 180) == set()
-
-
-@pytest.mark.engines
-def test_processes_that_divide_the_model_train_with_it_as_replicated_ones(tmp_path: Path) -> None:
-    """The engine keeps copies of the weights, which the processes release. Each process has a generator."""
-    settings = {"rollout__engine": "ray", "rollout__staleness": 1}
-    given = {"what": "ends", "sharding": "fsdp2", "method": "rloo", "settings": settings}
-    for said in launch("fsdp2", tmp_path / "runs", given, 300.0):
-        one, other = said["replicated"]["weights"], said["divided"]["weights"]
-        for key in one:
-            torch.testing.assert_close(one[key], other[key], rtol=0.0, atol=1e-5)
