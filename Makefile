@@ -3,7 +3,8 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
-#   make engines   the tests with Ray, vLLM and DeepSpeed, and those of the core that engines touch, in an environment of their own
+#   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
+#   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
@@ -25,7 +26,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all test-gpu engines reasoning coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all test-gpu engines shards reasoning coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -40,15 +41,18 @@ test: $(VENV)/made
 
 test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity and not engines and not gpu" $(SELECTED)
-	$(if $(ARGS),,$(MAKE) engines)
+	$(if $(ARGS),,$(MAKE) engines shards)
 
 # those with real servers and actors in two processes, a file in each: every test starts further ones
-WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm plugins/deepspeed)
+WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
 OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
 PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
 	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
 	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES))
+
+shards: $(ENGINES)/made
+	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 plugins/deepspeed)
 
 # on CPUs they fail; tests/test_gpu.py runs one of them on a CPU, too
 test-gpu: $(VENV)/made
