@@ -429,10 +429,10 @@ def check_plugin(
     only: Iterable[str] | None = None,
     tell: Callable[[Result], object] = lambda _: None,
 ) -> Report:
-    """Run the kit's checks on the plugin ``name``: an algorithm, an observer, a sampler or a generation engine.
+    """Run the kit's checks on the plugin ``name``: an algorithm, observer, sampler, generation engine or sharding.
 
     Args:
-        name: the registered or installed name; of an engine also a mapping with its name and settings.
+        name: the registered or installed name; of an engine or a sharding also a mapping with its name and settings.
         model: of an engine, fields of the config of the model that it serves; by default a Llama of two layers.
         expected_failures: names of checks that are expected to fail, each with the reason; if one passes, it fails.
         only: names of the checks to run; by default all that apply.

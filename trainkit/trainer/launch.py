@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from datetime import timedelta
@@ -13,6 +14,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 
 from trainkit.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_first: dict[str, float] = {}
+"""The timeout with which the processes of this one's group were connected."""
 
 SHARDED = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -46,6 +52,9 @@ def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:
     waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
     accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[waiting])
     _check_processes(int(accelerator.num_processes))
+    applied = _first.setdefault("timeout", timeout)
+    if accelerator.num_processes > 1 and applied != timeout:
+        log.warning("train.timeout is %g, and the processes are connected with %g, which applies", timeout, applied)
     if accelerator.num_processes > 1 and dist.get_backend() == "gloo":
         atexit.unregister(_let_go)
         atexit.register(_let_go)

@@ -69,9 +69,10 @@ class Sharding(ABC):
             write: whether changes of the weights in it remain. They have to be the same on all processes.
         """
 
-    @abstractmethod
     def passes(self, own: int) -> int:
-        """Return how many micro-batches each process has to run, if this process has ``own`` of them."""
+        """Return how many micro-batches each process has to run, if this one has ``own`` of them: the most of any."""
+        most = torch.tensor([own], device=self.accelerator.device)
+        return int(self.accelerator.gather(most).max())
 
     @abstractmethod
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
@@ -216,11 +217,6 @@ class FSDP2(Sharding):
         for model in self._models:
             if isinstance(model, Policy):
                 model.one_pass = together
-
-    def passes(self, own: int) -> int:
-        """Return the largest number of micro-batches of a process."""
-        most = torch.tensor([own], device=self.accelerator.device)
-        return int(self.accelerator.gather(most).max())
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are exchanged only if this is the last micro-batch."""

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def checked(stage: str, name: str, place: Path, **changes: Any) -> None:
-    get_sharding(stage).made(Accelerator(cpu=True), None).check(tiny_trainer(name, place, **changes).config)
+    get_sharding(stage).made(Accelerator(), None).check(tiny_trainer(name, place, **changes).config)
 
 
 @STAGES

@@ -79,11 +79,6 @@ class ZeRO(Sharding):
             "steps_per_print": 2**62,
         }
 
-    def passes(self, own: int) -> int:
-        """Return the largest number of micro-batches of a process."""
-        most = torch.tensor([own], device=self.accelerator.device)
-        return int(self.accelerator.gather(most).max())
-
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which DeepSpeed makes gradients complete only if this is the last micro-batch."""
         self.policy.set_gradient_accumulation_boundary(last)

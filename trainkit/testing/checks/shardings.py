@@ -29,7 +29,7 @@ def _accepted(bench: Bench, *, online: bool = False) -> list[str]:
         CheckError: there is none; says what it answers for the first one.
     """
     entry: Any = TypeAdapter(ShardingEntry).validate_python(bench.subject.entry)
-    made = get_sharding(bench.subject.name).made(Accelerator(cpu=True), None if isinstance(entry, str) else entry)
+    made = get_sharding(bench.subject.name).made(Accelerator(), None if isinstance(entry, str) else entry)
     found, told = [], []
     for name in available_trainers():
         if online and not getattr(get_trainer(name), "rewarded", False):
