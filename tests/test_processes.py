@@ -443,10 +443,10 @@ def test_a_slow_process_does_not_take_the_directory_for_that_of_another_run(tmp_
 
 
 def test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written(tmp_path: Path) -> None:
-    """The process that waits says so; the one that hangs is ended by the launcher."""
+    """The process that waits says so; the one that hangs ends at the launcher's SIGTERM, not by SIGKILL 30 s later."""
     settings = {"train__timeout": 5.0, "train__sharding": "fsdp2"}
     done = launch(FAIL, 2, str(tmp_path), "hang", json.dumps(settings))
-    assert 5 <= time.time() - float((tmp_path / "since").read_text()) < 5 + 10
+    assert 5 <= time.time() - float((tmp_path / "since").read_text()) < 5 + 25
     assert done.returncode != 0
     said = done.stderr + done.stdout
     assert "ProcessError: process 0 waited for another process after step 0" in said
