@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 import trainkit
 from trainkit.testing.trainers import Letters, tiny_trainer
+from trainkit.trainer.sharding import whole_tensor
 
 USUAL: dict[str, Any] = {
     "optimizer__lr": 1e-3,
@@ -50,7 +51,8 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
 def state(trainer: Any) -> dict[str, Any]:
     """A copy of weights and the optimizer's state, whole."""
     optimizer = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
-    return {"weights": whole(trainer), "optimizer": copy.deepcopy(optimizer)}
+    found = {key: {name: copy.deepcopy(whole_tensor(x)) for name, x in each.items()} for key, each in optimizer.items()}
+    return {"weights": whole(trainer), "optimizer": found}
 
 
 def equal(root: Path, cases: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints: directories of safetensors and JSON files. Reading one executes no code.
 
-A checkpoint is built in a temporary directory, its manifest last, and then renamed into place. So a directory with the
+Of a tensor that is divided among processes, each writes its part. A checkpoint is built in a temporary directory, its manifest last, and then renamed into place. So a directory with the
 name of a checkpoint is complete, whenever the process dies.
 """
 
@@ -12,14 +12,14 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Size, Tensor, dtype
+from torch import Size, Tensor, cat, dtype
 
 from trainkit.data import Batch
 from trainkit.data.batches import BATCH_CLASSES
@@ -58,9 +58,13 @@ class Packer:
     def pack(self, value: Any, path: str = "") -> Any:
         """Return ``value`` as data for JSON; store its tensors in `tensors` by their path, tied ones once.
 
+        Of a tensor that is divided among processes, a ``DTensor``, it stores the part of this process.
+
         Raises:
             CheckpointError: a value is neither plain data nor a batch nor a tensor; names its path.
         """
+        if hasattr(value, "to_local"):
+            return {"part": self._put(value.to_local().detach(), path)}
         if isinstance(value, Tensor):
             return {"tensor": self._put(value.detach(), path)}
         if isinstance(value, Batch):
@@ -161,6 +165,61 @@ def read_state(directory: Path, name: str) -> State:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"{directory / name}.*: {error}") from error
     return state
+
+
+class Divided:
+    """A tensor of which each process wrote a part, along the first dimension.
+
+    Args:
+        parts: for each process, the file and the name of its part.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Any, str]]) -> None:
+        self.parts = parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        shapes = [file.get_slice(name).get_shape() for file, name in self.parts]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def whole(self) -> Tensor:
+        """Read all parts, and return the whole tensor."""
+        return cat([file.get_tensor(name) for file, name in self.parts])
+
+
+def whole(value: Any) -> Any:
+    """Return a divided tensor whole, and anything else unchanged."""
+    return value.whole() if isinstance(value, Divided) else value
+
+
+def read_parts(directory: Path, name: str) -> State:
+    """Return the state of which each process wrote its part as ``<name>-<process>``; divided tensors as `Divided`.
+
+    Raises:
+        CheckpointError: as `read_state`.
+    """
+    stems = sorted(path.with_suffix("") for path in directory.glob(f"{name}-*.json"))
+    try:
+        plain = [json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")) for stem in stems]
+        files = [safe_open(stem.with_suffix(".safetensors"), "pt") for stem in stems]
+        state: State = _joined(plain, files)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / name}-*: {error}") from error
+    return state
+
+
+def _joined(values: Sequence[Any], files: Sequence[Any]) -> Any:
+    """Return what `Packer.pack` was given on each process; what is not divided, of the first one."""
+    first = values[0]
+    if not isinstance(first, dict):
+        return first
+    if "part" in first:
+        return Divided([(file, value["part"]) for file, value in zip(files, values, strict=True)])
+    if "tensor" in first:
+        return files[0].get_tensor(first["tensor"])
+    items = [value["dict"] for value in values]
+    return {same[0][0]: _joined([item for _, item in same], files) for same in zip(*items, strict=True)}
 
 
 def building_directory(root: Path, step: int) -> Path:

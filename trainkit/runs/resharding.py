@@ -1,11 +1,12 @@
-"""What the processes of a run hold, divided anew among another number of processes."""
+"""What the processes of a run hold: their parts, and how these are divided anew among other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from trainkit.data import Batch
 from trainkit.errors import CheckpointError
@@ -42,3 +43,18 @@ def own_rows(parts: Sequence[B], each: int, rank: int, world: int) -> B:
     items = [range(start, start + len(part), each) for start, part in zip(starts, parts, strict=True)]
     mine = torch.tensor(own_items(items, rank, world))
     return type(parts[0]).cat(parts).select((mine.unsqueeze(1) + torch.arange(each)).flatten())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds; all of it, if it is not divided among the processes."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def divided_like(own: Any, whole: Tensor) -> Tensor:
+    """Return ``whole``, which every process has, divided among the processes as ``own`` is, or not at all."""
+    if not hasattr(own, "to_local"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

@@ -20,11 +20,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
@@ -38,8 +39,8 @@ from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance, saving
 from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
-from trainkit.runs.resharding import own_rows
-from trainkit.runs.saving import identity, trained
+from trainkit.runs.resharding import divided_like, own_rows
+from trainkit.runs.saving import PARTS, identity, trained
 from trainkit.runs.stopping import EXIT_CODE, lost, sigterm_noted, watched
 from trainkit.runs.trackers import default_trackers, without_progress_bars
 
@@ -250,17 +251,20 @@ def fingerprint_start(trainer: Trainer) -> str | None:
     return fingerprint(frozen) if frozen else None
 
 
-def _load_trained(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
+def _load_trained(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Load a state that `trained` returned; raise a ValueError that names what does not fit, before weights change."""
-    with trainer.sharding.whole(write=True):
+    sharding = trainer.sharding
+    with nullcontext() if sharding.in_parts else sharding.whole(write=True):
         own = trained(trainer.unwrapped)
         if wrong := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in own else 'only'} in the checkpoint")
         for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
+            if tuple(tensor.shape) != tuple(state[name].shape):
                 there, here = tuple(state[name].shape), tuple(tensor.shape)
                 raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
-        trainer.unwrapped.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
 
 
 def resume(trainer: Trainer, root: Path) -> None:
@@ -299,7 +303,7 @@ def load(trainer: Trainer, path: Path) -> None:
     filled = trainer.progress.prompts
     trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
     try:
-        _load_trained(trainer, checkpoint.read_state(path, "model"))
+        _load_trained(trainer, _model_state(path, state))
         trainer.load_loop_state(state)
     except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
@@ -310,6 +314,16 @@ def load(trainer: Trainer, path: Path) -> None:
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:
         trainer.resumed.append(_stopped(trainer, state["config"]))
+
+
+def _model_state(path: Path, state: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the model's state in a checkpoint; if it is in parts, complete the optimizer's in ``state``, too."""
+    if not list(path.glob(f"{PARTS}-*")):
+        return checkpoint.read_state(path, "model")
+    found = checkpoint.read_parts(path, PARTS)
+    state["optimizer"]["state"] = found["optimizer"]
+    model: Mapping[str, Any] = found["model"]
+    return model
 
 
 def _load_held(trainer: Trainer, path: Path, there: int, filled: int) -> None:

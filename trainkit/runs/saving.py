@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainkit.errors import CheckpointError, NonFiniteError, TrainkitError
 from trainkit.runs import checkpoint
 from trainkit.runs.processes import anywhere, everywhere, on_main
+from trainkit.runs.resharding import local
 
 if TYPE_CHECKING:
     from trainkit.trainer.setup import PreparedTrainer
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+PARTS = "parts"
+"""The name of the files in which each process writes its part of the model and of the optimizer's state."""
 
 
 class Saving:
@@ -186,18 +190,24 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> 
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
     if trainer.ahead is not None:
         put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
-    loop = trainer.loop_state()
-    with trainer.sharding.whole():
-        loop |= identity(trainer)
-        if trainer.accelerator.is_main_process:
-            _refuse_non_finite(trainer)
-            put("model", trained(trainer.unwrapped))
-            put("loop", loop)
+    loop = {**trainer.loop_state(), **identity(trainer)}
+    if trainer.sharding.in_parts:
+        _refuse_non_finite(trainer)
+        state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
+        put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})
+    else:
+        with trainer.sharding.whole():
+            if trainer.accelerator.is_main_process:
+                _refuse_non_finite(trainer)
+                put("model", trained(trainer.unwrapped))
+    if trainer.accelerator.is_main_process:
+        put("loop", loop)
 
 
 def _refuse_non_finite(trainer: Trainer) -> None:
     """Raise a NonFiniteError if a weight is NaN or infinite: no run should resume from such a checkpoint."""
-    broken = [name for name, p in trainer.unwrapped.named_parameters() if not p.isfinite().all()]
+    weights = ((name, local(p)) for name, p in trainer.unwrapped.named_parameters())
+    broken = [name for name, part in weights if not part.isfinite().all()]
     if broken:
         raise NonFiniteError(
             f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "

@@ -14,6 +14,7 @@ from trainkit.errors import NonFiniteError
 from trainkit.testing.checks.tools import weights
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.base import Verdict
+from trainkit.trainer.sharding import whole_tensor
 
 Said = dict[str, Any]
 USUAL: Said = {
@@ -35,8 +36,9 @@ def _made(folder: Path, given: Said, place: str, entry: Any, **changes: Any) -> 
 def whole(trainer: Any) -> Said:
     """Return a copy of the weights and of the optimizer's state, with whole tensors; the state on the main process."""
     state = trainer.sharding.optimizer_state(trainer.optimizer)["state"]
+    found = {key: {name: copy.deepcopy(whole_tensor(x)) for name, x in each.items()} for key, each in state.items()}
     with trainer.sharding.whole():
-        return {"weights": weights(trainer), "optimizer": copy.deepcopy(state)}
+        return {"weights": weights(trainer), "optimizer": found}
 
 
 def ends(folder: Path, given: Said) -> Said:

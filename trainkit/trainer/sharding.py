@@ -19,6 +19,8 @@ from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy
 from trainkit.plugins import get_sharding
 from trainkit.plugins.hooks import name_of
+from trainkit.runs import checkpoint
+from trainkit.runs.resharding import divided_like, local
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ class Sharding(ABC):
 
     divides: ClassVar[bool] = True
     """Whether processes hold parts of the weights, whose memory may be released when `whole` ends."""
+    in_parts: ClassVar[bool] = False
+    """Whether each process writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints. Otherwise
+    the main process writes the whole ones."""
     policy: nn.Module
     """The model as the loss calls it, once `prepare` was called."""
 
@@ -89,15 +94,20 @@ class Sharding(ABC):
         return whole
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with whole tensors. All processes call it.
+        """Return the optimizer's ``state_dict``. All processes call it.
 
-        Of divided state, the main process gets it, in the memory of the CPU, and the others an empty one.
+        If checkpoints are written `in_parts`, its tensors may be divided. Otherwise they are whole on the main process,
+        in the memory of the CPU, and the others may return an empty state.
         """
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
     def own_part(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-        """Return the part of a state as `optimizer_state` returns it that this process keeps."""
+        """Return the part that this process keeps of a state with whole tensors; some may be still to be read."""
+        state["state"] = {
+            key: {name: checkpoint.whole(value) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
         return state
 
 
@@ -130,6 +140,8 @@ class FSDP2(Sharding):
     A block is gathered when it runs. Forward and backward passes of the loss are therefore made by all processes
     together: equally many micro-batches, each in one pass.
     """
+
+    in_parts = True
 
     def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
         super().__init__(accelerator, config)
@@ -202,7 +214,7 @@ class FSDP2(Sharding):
         if self._writes:
             for name, parameter in self.policy.named_parameters():
                 shard: Any = self._shards[name]
-                shard.to_local().copy_(_distributed(parameter.detach(), shard).to_local())
+                local(shard).copy_(local(divided_like(shard, parameter.detach())))
         self._writes = False
         for undo in self._undo:
             undo()
@@ -224,23 +236,14 @@ class FSDP2(Sharding):
         policy.set_requires_gradient_sync(last)
         return torch.enable_grad()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict`` with whole tensors, gathered one at a time, on the main process."""
-        state, gathered = optimizer.state_dict(), dict[Any, dict[str, Any]]()
-        for key, values in state["state"].items():
-            for name, value in values.items():
-                whole = whole_tensor(value)
-                if self.accelerator.is_main_process:
-                    gathered.setdefault(key, {})[name] = whole.cpu() if isinstance(whole, Tensor) else whole
-        return {**state, "state": gathered}
-
     def own_part(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-        """Return the state with this process's part of each tensor."""
+        """Return the state with this process's part of each tensor, which are read one at a time."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Any, parameter: Tensor) -> Any:
-            fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-            return _distributed(value.to(parameter.device), parameter) if fits else value
+            found = checkpoint.whole(value)
+            fits = isinstance(found, Tensor) and found.shape == parameter.shape and found.dim() > 0
+            return divided_like(parameter, found) if fits else found
 
         parts = {
             key: {name: part(value, parameters[key]) for name, value in values.items()}
@@ -310,13 +313,6 @@ def make_sharding(entry: str | PluginConfig, accelerator: Accelerator) -> Shardi
 def whole_tensor(tensor: Any) -> Any:
     """Return a sharded tensor whole, and anything else unchanged. All processes call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _distributed(whole: Tensor, like: Any) -> Any:
-    """Return this process's part of ``whole``, which every process has, divided as ``like`` is."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
