@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 tests/sharded.py equal DIRECTORY CASES
     torchrun --nproc_per_node=N tests/sharded.py run DIRECTORY NAME SETTINGS
 
-CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`. ``equal`` trains each replicated and by
+CASES is a JSON object: by name, the algorithm and settings of `tiny_trainer`; with ``"divided": true`` the model must
+never be gathered. ``equal`` trains each replicated and by
 FSDP2, and writes the largest difference of weights and exports after six steps to DIRECTORY/equal.json. ``run`` trains
 one, and writes what the processes have together at its beginning and its end to DIRECTORY/NAME-WORLD.pt.
 """
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import researchers.copying
+import researchers.dapo  # noqa: F401  (registers it)
 import trainkit
 from trainkit.testing.trainers import Letters, tiny_trainer
 from trainkit.trainer.sharding import whole_tensor
@@ -60,9 +63,15 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
     found = {}
     for index, (case, (name, settings)) in enumerate(cases.items()):
         ends, exports = [], []
+        stays_divided = settings.pop("divided", False)
         for sharding in ("none", "fsdp2"):
             trainer = made(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding})
+            gather = getattr(trainer.sharding, "_gather", None)
+            if stays_divided and gather is not None:
+                trainer.sharding._gather = refused
             trainer.learn()
+            if gather is not None:
+                trainer.sharding._gather = gather
             ends.append(whole(trainer))
             files = sorted((trainer.run_dir / "model").rglob("*.safetensors"))
             exports.append({f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()})
@@ -71,6 +80,11 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
         found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
         if os.environ["RANK"] == "0":
             (root / "equal.json").write_text(json.dumps(found))
+
+
+def refused() -> None:
+    """Stand in for what gathers the model."""
+    raise AssertionError("the model is gathered")
 
 
 class Beginning:

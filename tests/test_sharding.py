@@ -41,6 +41,21 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4}),
     "sampled ahead": ("rloo", {"rollout__staleness": 1}),
 }
+COPY = {"rollout__engine": "_test_copy", "divided": True}
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "reward": ("reward", {"divided": True}),
+    **{name: (name, COPY) for name in ("sft", "dpo", "kto", "ppo", "rloo", "grpo", "online_dpo", "distill")},
+    "pairs and frozen layers": ("dpo", {"model__num_layers_unfrozen": 1, **COPY}),
+    "unequal micro-batches": ("kto", {"train__microbatch_size": 1, **COPY}),
+    "adapter": ("ppo", {"model__peft_config": LORA, **COPY}),
+    "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1, **COPY}),
+    "chosen reference": ("grpo", {"method__kl_coef": 0.1, "model__reference_path": tiny_gpt2(10), **COPY}),
+    "encoder-decoder": ("rloo", {"model": tiny_t5(10), **COPY}),
+    "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4, **COPY}),
+    "sampled ahead": ("rloo", {"rollout__staleness": 1, **COPY}),
+    "dynamic sampling": ("_test_dapo", COPY),
+}
+"""Runs in which no process ever has the whole model."""
 
 
 def launched(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -72,6 +87,11 @@ def test_sharded_runs_equal_replicated_ones(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_models_and_settings_are_trained_in_shards_as_in_replicas(tmp_path: Path) -> None:
     require_equal(CONDITIONS, tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_whose_model_stays_divided_equal_replicated_ones(tmp_path: Path) -> None:
+    require_equal(DIVIDED, tmp_path)
 
 
 @pytest.mark.slow

@@ -46,6 +46,9 @@ class ServedModel:
     """The index of this process."""
     processes: int = 1
     """The number of processes; each has an engine."""
+    divided: bool = False
+    """Whether `model` is divided among the processes as soon as the engine is made. No process can run it alone then;
+    whole tensors are in `Weights`."""
 
     def sampler(self) -> TokenSampler:
         """Return trainkit's own sampler of the model."""

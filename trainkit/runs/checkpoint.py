@@ -1,7 +1,8 @@
 """Checkpoints: directories of safetensors and JSON files. Reading one executes no code.
 
-Of a tensor that is divided among processes, each writes its part. A checkpoint is built in a temporary directory, its manifest last, and then renamed into place. So a directory with the
-name of a checkpoint is complete, whenever the process dies.
+Of a tensor that is divided among processes, each writes its part. A checkpoint is built in a temporary directory, its
+manifest last, and renamed into place. So a directory with the name of a checkpoint is complete, whenever a process
+dies.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import Tensor
 
 from trainkit.config import TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError
@@ -239,13 +238,13 @@ def _unused(path: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 
-def fingerprint_start(trainer: Trainer) -> str | None:
+def fingerprint_start(trainer: Trainer, reference: Any) -> str | None:
     """Return a fingerprint of the initial weights that checkpoints need and do not contain; None if there are none.
 
     They are the reference's if it is the model's start, otherwise the frozen ones.
     """
     if trainer.needs_reference and trainer.chosen_reference is None:
-        return fingerprint(trainer.reference.policy.state_dict())
+        return fingerprint(reference.policy.state_dict())
     changing = trained(trainer.unwrapped)
     frozen = {name: tensor for name, tensor in trainer.unwrapped.state_dict().items() if name not in changing}
     return fingerprint(frozen) if frozen else None
@@ -254,7 +253,7 @@ def fingerprint_start(trainer: Trainer) -> str | None:
 def _load_trained(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Load a state that `trained` returned; raise a ValueError that names what does not fit, before weights change."""
     sharding = trainer.sharding
-    with nullcontext() if sharding.in_parts else sharding.whole(write=True):
+    with nullcontext() if sharding.stays_divided else sharding.whole(write=True):
         own = trained(trainer.unwrapped)
         if wrong := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"{wrong[0]} is {'not' if wrong[0] in own else 'only'} in the checkpoint")
@@ -370,9 +369,7 @@ def _whole_at(path: Path) -> Path:
 
 def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> list[str]:
     """Return the differences from the run that made a checkpoint; raise a CheckpointError unless they are allowed."""
-    trainer.policy  # noqa: B018  (as above)
-    with trainer.sharding.whole():
-        now = identity(trainer)
+    now = identity(trainer)
     drift = checkpoint.config_drift(state["config"], now["config"])
     fixed = [line for line in drift if not line.startswith(MAY_CHANGE) or line.startswith(MUST_NOT_CHANGE)]
     if fixed and not trainer.allow_drift:
@@ -449,7 +446,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
             shutil.rmtree(building, ignore_errors=True)
             raise CheckpointError(f"cannot export the model to {target}: {error}") from error
 
-    with trainer.sharding.whole():
+    with trainer.sharding.collected():
         on_main(trainer, build)
     return target
 

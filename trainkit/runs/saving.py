@@ -191,7 +191,7 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> 
     if trainer.ahead is not None:
         put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
     loop = {**trainer.loop_state(), **identity(trainer)}
-    if trainer.sharding.in_parts:
+    if trainer.sharding.stays_divided:
         _refuse_non_finite(trainer)
         state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
         put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})

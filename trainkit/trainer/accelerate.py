@@ -196,7 +196,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
             raise ConfigError(
                 f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
             )
-        model.to(device)
+        if not self.sharding.stays_divided or "_prepared" in vars(self):  # otherwise it is moved when it is divided
+            model.to(device)
         if not isinstance(source, str | Mapping):
             self._make_equal(model)  # any other is equal on all processes
         with torch.autocast(device.type, enabled=False):
@@ -267,6 +268,12 @@ class AccelerateRLTrainer(TextTrainer[M]):
         own = getattr(self.make_experience, "__func__", None) is not AccelerateRLTrainer.make_experience
         return self.online and not own
 
+    @property
+    def stays_divided(self) -> bool:
+        """Whether the model is divided among the processes also while experience is made."""
+        usual = self.scores_rollouts and type(self).sample_and_score is AccelerateRLTrainer.sample_and_score
+        return super().stays_divided or (usual and self._samples_apart)
+
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
             rollouts = replace(rollouts, sequences=self.unwrapped.through_trunk(rollouts.sequences))
@@ -330,7 +337,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 return TokenOutputs(sampled[0], entropy=sampled[1])
         if self.correction != "none" or self.ahead is not None:
             return self._proximal(rollouts)
-        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
+        at, sampler = self.progress, self._sampler_name
+        seen = None if self.stays_divided else _as_sampled(rollouts, self.unwrapped)
         if at.sampler != sampler:
             at.sampler, at.sampler_exact = sampler, None
         if at.sampler_exact and at.step > 0 and seen is not None:

@@ -34,9 +34,15 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "add_eval_pipeline(prompts)"
         )
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
-    with trainer._discarding_records(), trainer.sharding.whole():
-        found, samples = trainer.evaluation() if trainer.eval_rows else ({}, [])
-        found |= held_out(trainer) if trainer.eval_samples else {}
+    found: dict[str, float] = {}
+    samples: list[Record] = []
+    with trainer._discarding_records():
+        if trainer.eval_rows:
+            with trainer._sampling_model():
+                found, samples = trainer.evaluation()
+        if trainer.eval_samples:
+            with trainer.inference():
+                found |= held_out(trainer)
     at, hook = trainer.progress, trainer.hooks.hook
     at.evaluated, at.evaluation = at.step, dict(found)
     if trainer.accelerator.is_main_process:
@@ -67,14 +73,15 @@ def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
 @torch.no_grad()
 def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     """Return the loss and metrics over the held-out samples as ``eval/<name>``: exact means over all processes."""
-    found: m.Metrics = {}
     if trainer.held_out is None:
         trainer.held_out = _experience(trainer)
-    with trainer.inference():
-        experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
-    for micro in trainer.micro_batches(experience):
+    experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
+
+    def measured(micro: Batch) -> m.Metrics:
         trainer._stop.progressed()
-        found = m.merge(found, trainer.measure(micro.to(trainer.accelerator.device))[1])
+        return trainer.measure(micro.to(trainer.accelerator.device))[1]
+
+    found = m.merge(*trainer.each_together(trainer.micro_batches(experience), measured))
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 
 
@@ -83,10 +90,9 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
     store = RolloutStore[Any]()
-    with accelerator.autocast():
-        for start in range(0, len(rows), size):
-            made = trainer.make_experience(rows[start : start + size])
-            store.push(checked_batch(trainer, "make_experience", made))
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    for made in trainer.each_together(parts, trainer.make_experience):
+        store.push(checked_batch(trainer, "make_experience", made))
     return cast(Batch, store.experience)
 
 

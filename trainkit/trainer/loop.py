@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from trainkit.trainer.sharding import whole_tensor
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
 T = TypeVar("T")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -324,11 +326,28 @@ class AcceleratedLoop(TrainerInputs[M]):
         return batch.split(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
 
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
-        """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *]."""
+        """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
+
+        While the model is divided among the processes, all of them call it together, and make equally many passes.
+        """
         tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
         groups = batch.groups(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
-        found = torch.cat([read(batch.select(rows)) for rows in groups])
+        found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
         return found[torch.cat(groups).argsort().to(found.device)]
+
+    def each_together(self, items: Sequence[T], call: Callable[[T], R]) -> list[R]:
+        """Return what ``call`` returns for each item.
+
+        While the model is divided, processes with fewer items repeat the last one and ignore the result, so that all
+        run the model equally often.
+        """
+        runs_alone = self.sharding.gathered or not self.sharding.stays_divided
+        more = 0 if runs_alone else self.sharding.passes(len(items)) - len(items)
+        found = [call(item) for item in items]
+        with self._discarding_records():
+            for _ in range(more):
+                call(items[-1])
+        return found
 
     @torch.no_grad()
     def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
@@ -337,7 +356,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         It is computed in float64 where the device has it, and returned in float32 on the CPU.
         """
         device = self.accelerator.device
-        sums = torch.stack([exact(read(micro.to(device))).sum(0).cpu() for micro in self.micro_batches(batch)]).sum(0)
+        parts = self.each_together(self.micro_batches(batch), lambda micro: exact(read(micro.to(device))).sum(0).cpu())
+        sums = torch.stack(parts).sum(0)
         counted = self.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
         mean: Tensor = counted[:-1] / counted[-1]
         return mean.view(sums.shape).float()
@@ -386,6 +406,13 @@ class AcceleratedLoop(TrainerInputs[M]):
             DataError: there are neither evaluation prompts nor held-out samples.
         """
         return evaluate(self)
+
+    @contextmanager
+    def _sampling_model(self) -> Iterator[None]:
+        """Let every process sample with the model inside the block."""
+        self.policy  # noqa: B018  (all processes make it together)
+        with self.sharding.whole():
+            yield
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return means over the evaluation prompts by name (``eval/...``), and one record per response."""

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -249,23 +249,35 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = self.unwrapped.to(self.accelerator.device)
+        model = self.unwrapped
+        if not self.sharding.stays_divided:  # otherwise each block is moved when it is divided
+            model = model.to(self.accelerator.device)
         self._make_equal(model)  # as DDP will do, but before the reference is made
         reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
         for frozen in self.frozen_models:
             frozen.policy  # noqa: B018  (loads it)
+        if self.sharding.stays_divided:
+            self._before_dividing(reference)
         scaled = self.accelerator.scaler is not None
         make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled)
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
-        prepared = self.sharding.prepare(model, make)
-        for other in {id(each): each for each in compared}.values():
-            self.sharding.share(other)
+        prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
+
+    def _before_dividing(self, reference: Any) -> None:
+        """Do what needs whole models, before they are divided for good."""
+        self.start = run.fingerprint_start(self, reference)
+        for frozen in self.frozen_models:
+            frozen.fingerprint  # noqa: B018  (computes it)
 
     def _make_equal(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the main process's ``model`` to all other processes."""
-        if self.accelerator.num_processes > 1:
-            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        if self.accelerator.num_processes == 1:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            there = tensor.data.to(self.accelerator.device)
+            broadcast(there)
+            tensor.data.copy_(there)
 
     def _make_reference(self, model: nn.Module) -> Any:
         return self.make_reference(model) if self.chosen_reference is None else self._load_reference()
@@ -302,9 +314,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def start(self) -> str | None:
         """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
-        self._prepared  # noqa: B018  (the model is divided)
+        reference = self._prepared[2]
+        if "start" in vars(self):  # computed before the model was divided
+            return vars(self)["start"]  # type: ignore[no-any-return]
         with self.sharding.whole():
-            return run.fingerprint_start(self)
+            return run.fingerprint_start(self, reference)
 
     # implemented by the loop; needed here by the schedule and by checkpoints
 
@@ -381,10 +395,24 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Let every process run the whole model inside the block, without gradient, at the precision of the loss."""
+        """Run the model inside the block without gradient, at the precision of the loss.
+
+        Every process has the whole model, and runs it as often as it wants. But if it `stays_divided`, all run it
+        together: the same calls in the same order, and `in_micro_batches` makes equally many passes on each.
+        """
         self.unwrapped.eval()
-        with self.sharding.whole(), torch.no_grad(), self.accelerator.autocast():
+        gathered = nullcontext() if self.stays_divided else self.sharding.whole()
+        with gathered, torch.no_grad(), self.accelerator.autocast():
             yield
+
+    @property
+    def stays_divided(self) -> bool:
+        """Whether the model is divided among the processes also while experience is made of data or of rollouts.
+
+        It is if `train.sharding` allows it, unless responses are sampled with the trained model itself, which every
+        process does at its own pace, or the algorithm samples in an own `make_experience`.
+        """
+        return self.sharding.stays_divided and not self.online
 
     # ----------------------------------------------------------------------------------------- numbers of all processes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
@@ -41,9 +41,11 @@ class Sharding(ABC):
 
     divides: ClassVar[bool] = True
     """Whether processes hold parts of the weights, whose memory may be released when `whole` ends."""
-    in_parts: ClassVar[bool] = False
-    """Whether each process writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints. Otherwise
-    the main process writes the whole ones."""
+    stays_divided: ClassVar[bool] = False
+    """Whether the model need not be gathered outside of training steps either: processes run it together, also without
+    a gradient, and each writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints."""
+    gathered = False
+    """Whether `whole` is entered now."""
     policy: nn.Module
     """The model as the loss calls it, once `prepare` was called."""
 
@@ -58,11 +60,18 @@ class Sharding(ABC):
         """
 
     @abstractmethod
-    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        """Divide ``model``, which is the same on all processes; return it with the optimizer that ``make`` makes."""
+    def prepare(
+        self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
+    ) -> tuple[nn.Module, Any]:
+        """Divide the trained model, and return it as the loss calls it, with its optimizer.
 
-    def share(self, model: nn.Module) -> None:  # noqa: B027  (replicas keep it)
-        """Divide a frozen model, such as the reference; `whole` gathers it with the trained one."""
+        Args:
+            model: the model, which is the same on all processes. If the sharding `stays_divided`, it is in the memory
+                of the CPU.
+            make: makes the optimizer of a model.
+            frozen: models that it is compared with, such as the reference, which may be divided, too; `whole` gathers
+                them. They may share parameters with ``model``.
+        """
 
     @abstractmethod
     def whole(self, *, write: bool = False) -> AbstractContextManager[None]:
@@ -73,6 +82,10 @@ class Sharding(ABC):
         Args:
             write: whether changes of the weights in it remain. They have to be the same on all processes.
         """
+
+    def collected(self) -> AbstractContextManager[None]:
+        """Return a context in which the main process has the whole trained model, for an export."""
+        return self.whole()
 
     def passes(self, own: int) -> int:
         """Return how many micro-batches each process has to run, if this one has ``own`` of them: the most of any."""
@@ -96,7 +109,7 @@ class Sharding(ABC):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's ``state_dict``. All processes call it.
 
-        If checkpoints are written `in_parts`, its tensors may be divided. Otherwise they are whole on the main process,
+        If the sharding `stays_divided`, its tensors may be divided. Otherwise they are whole on the main process,
         in the memory of the CPU, and the others may return an empty state.
         """
         state: dict[str, Any] = optimizer.state_dict()
@@ -116,7 +129,9 @@ class Replicated(Sharding):
 
     divides = False
 
-    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+    def prepare(
+        self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
+    ) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""
         self.policy, optimizer = self.accelerator.prepare(model, make(model))
         return self.policy, optimizer
@@ -137,18 +152,24 @@ class Replicated(Sharding):
 class FSDP2(Sharding):
     """Every process has a part of each tensor: ``torch.distributed.fsdp.fully_shard`` on each block, then on the model.
 
-    A block is gathered when it runs. Forward and backward passes of the loss are therefore made by all processes
-    together: equally many micro-batches, each in one pass.
+    A block is gathered when it runs. Unless the model is `whole`, forward and backward passes are therefore made by all
+    processes together: equally many micro-batches, each in one pass.
     """
 
-    in_parts = True
+    stays_divided = True
 
     def __init__(self, accelerator: Accelerator, config: PluginConfig | None = None) -> None:
         super().__init__(accelerator, config)
         self._models: list[nn.Module] = []
         """The trained model, and those that are compared with it."""
+        self._borrowed: list[Borrowed] = []
         self._depth = 0
         self._writes = False
+
+    @property
+    def gathered(self) -> bool:  # type: ignore[override]
+        """Whether `whole` is entered now."""
+        return self._depth > 0
 
     @property
     def _parts(self) -> list[Any]:
@@ -157,35 +178,53 @@ class FSDP2(Sharding):
 
         return [module for model in self._models for module in model.modules() if isinstance(module, FSDPModule)]
 
-    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        """Shard the model, and return it with the optimizer of its shards."""
-        self.policy = model
-        self.share(model)
-        return model, self.accelerator.prepare_optimizer(make(model))
-
     @cached_property
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
 
-    def share(self, model: nn.Module) -> None:
-        """Shard each block of ``model``; of the trained one, then the rest of it.
+    def prepare(
+        self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
+    ) -> tuple[nn.Module, Any]:
+        """Shard the models block by block, each moved to the device as it is, and make the optimizer of the shards.
 
         A frozen model keeps its embeddings and head whole, because a divergence in a loss reads it not by `forward`.
+        Of blocks that it has in common with the trained model, it borrows the shards.
 
         Raises:
-            ConfigError: its blocks are not found.
+            ConfigError: the blocks of a model are not found.
         """
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        self.policy = model
+        self._models = [model, *frozen]
+        blocks = [blocks_of(each) for each in self._models]
+        self._borrowed = [
+            found for other, own in zip(frozen, blocks[1:], strict=True) for found in borrowed(blocks[0], own)
+        ]
+        borrowing = {each.block for each in self._borrowed}
+        for block in blocks[0]:
+            self._shard(block)
+            for each in self._borrowed:
+                each.follow()  # so that nothing holds the whole parameters any more
+        root = self._shard(model)
+        root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
+        register_fsdp_forward_method(model, THROUGH_TRUNK) if hasattr(model, THROUGH_TRUNK) else None
+        for other, own in zip(frozen, blocks[1:], strict=True):
+            for block in own:
+                if block not in borrowing:
+                    self._shard(block)
+            other.to(self.accelerator.device)
+        for each in self._borrowed:
+            each.attach(self)
+        self._together(True)
+        return model, self.accelerator.prepare_optimizer(make(model))
+
+    def _shard(self, module: nn.Module) -> Any:
         from torch.distributed.fsdp import fully_shard
 
-        for block in blocks_of(model):
-            fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
-        if model is self.policy:
-            root: Any = fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
-            root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
-        self._models.append(model)
-        self._together(True)
+        return fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
     @contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
@@ -229,6 +268,42 @@ class FSDP2(Sharding):
         for model in self._models:
             if isinstance(model, Policy):
                 model.one_pass = together
+        for each in self._borrowed:
+            each.follow()
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Gather the trained model, a tensor at a time, in the memory of the main process's CPU."""
+        if self.gathered:
+            yield
+            return
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.policy.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module, name))
+        undo: list[Callable[[], None]] = []
+        for same in places.values():
+            module, name = same[0]
+            shard: Any = module._parameters[name]
+            whole = whole_tensor(shard.detach()).cpu()
+            if self.accelerator.is_main_process:
+                found = nn.Parameter(whole, requires_grad=shard.requires_grad)
+                for module, name in same:
+                    module._parameters[name] = found
+                    undo.append(partial(module._parameters.__setitem__, name, shard))
+            del whole
+        if self.accelerator.is_main_process:
+            undo += [each for module in self.policy.modules() for each in _made_plain(module)]
+        try:
+            yield
+        finally:
+            for each in undo:
+                each()
+
+    def passes(self, own: int) -> int:
+        """Return the most micro-batches of any process; ``own``, while every process has the whole model."""
+        return own if self.gathered else super().passes(own)
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are exchanged only if this is the last micro-batch."""
@@ -252,6 +327,63 @@ class FSDP2(Sharding):
         return {**state, "state": parts}
 
 
+class Borrowed:
+    """A block of a frozen model that has parameters of a block of the trained model: those of an adapter's base, or of
+    frozen layers. It gathers that block when it runs.
+
+    Args:
+        block: the block of the frozen model.
+        own: the block of the trained model.
+        places: where each parameter is: module and name in ``block``, module and name in ``own``.
+    """
+
+    def __init__(self, block: nn.Module, own: Any, places: Sequence[tuple[nn.Module, str, nn.Module, str]]) -> None:
+        self.block, self.own, self.places = block, own, places
+
+    def follow(self) -> None:
+        """Take the parameters as the trained model has them now, sharded or whole."""
+        for module, name, own, its in self.places:
+            module._parameters[name] = own._parameters[its]
+
+    def attach(self, sharding: FSDP2) -> None:
+        """Gather the block of the trained model whenever this one runs, unless it is gathered already."""
+
+        def before(*_: Any) -> None:
+            if not sharding.gathered:
+                self.own.unshard()
+                self.follow()
+
+        def after(*_: Any) -> None:
+            if not sharding.gathered:
+                self.own.reshard()
+                self.follow()
+
+        self.block.register_forward_pre_hook(before)
+        self.block.register_forward_hook(after, always_call=True)
+
+
+def borrowed(blocks: Sequence[nn.Module], others: Sequence[nn.Module]) -> Iterator[Borrowed]:
+    """Yield those of ``others``, blocks of a frozen model, that have parameters of ``blocks`` of the trained one."""
+    known = {
+        id(parameter): (block, module, name)
+        for block in blocks
+        for module in block.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    for other in others:
+        found = [
+            (module, name, *known[id(parameter)])
+            for module in other.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in known
+        ]
+        if found:
+            yield Borrowed(other, found[0][2], [(module, name, own, its) for module, name, _, own, its in found])
+
+
+THROUGH_TRUNK = "through_trunk"
+"""The method of a policy, beside `forward`, that runs the model."""
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -274,7 +406,7 @@ def _made_plain(module: nn.Module) -> Iterator[Callable[[], None]]:
     if issubclass(made, FSDPModule):
         yield partial(setattr, module, "__class__", made)
         cast(Any, module).__class__ = next(base for base in made.__mro__ if not issubclass(base, FSDPModule))
-    own = {key: held.pop(key) for key in [*held] if key.startswith("__composable_api")}
+    own = {key: held.pop(key) for key in [*held] if key.startswith("__composable_api") or key == THROUGH_TRUNK}
     yield partial(held.update, own)
     for hooks in (held[name] for name in HOOKS):
         taken = {key: hooks.pop(key) for key in _of_fsdp(hooks)}

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -63,6 +63,7 @@ from trainkit.runs import run, saving
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.sharding import whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -323,9 +324,11 @@ class TextTrainer(AcceleratedLoop[M]):
     @cached_property
     def engine(self) -> Engine:
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
-        self._prepared  # noqa: B018  (as above)
-        entry = self.config.rollout.engine
-        made = start(entry, self.served)
+        self._prepared  # noqa: B018  (as above; it has started the engine if the model is divided for good)
+        return vars(self).get("engine") or self._started_engine()
+
+    def _started_engine(self) -> Engine:
+        made = start(self.config.rollout.engine, self.served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
 
@@ -353,6 +356,7 @@ class TextTrainer(AcceleratedLoop[M]):
             },
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
+            divided=self.sharding.stays_divided,
         )
 
     def core_sampler(self) -> Sampler:
@@ -531,6 +535,13 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
+        sampler = self._ready_sampler()
+        with self.accelerator.autocast():
+            rollouts = sampler(rows, queries, settings, seeds, purpose)
+        return rollouts.to(self.accelerator.device)
+
+    def _ready_sampler(self) -> Sampler:
+        """Return the sampler, with the weights that it has to sample with."""
         sampler = self.sampler
         if self._sampling.weights is None:  # otherwise the policy is trained at the same time
             self.unwrapped.eval()
@@ -538,16 +549,26 @@ class TextTrainer(AcceleratedLoop[M]):
                 self.ahead.wait()
         if isinstance(sampler, EngineSampler):
             self._use_weights(sampler)
-        with self.accelerator.autocast():
-            rollouts = sampler(rows, queries, settings, seeds, purpose)
-        return rollouts.to(self.accelerator.device)
+        return sampler
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Make and divide the model, if it is not yet, and gather it inside the block."""
+    def _sampling_model(self) -> Iterator[None]:
+        """Let every process sample inside the block: give its engine the weights, or gather the model."""
         self._prepared  # noqa: B018  (as above)
-        with self.sharding.whole():
+        with nullcontext() if self._samples_apart else super()._sampling_model():
+            self._ready_sampler()  # all processes together, also one that samples nothing
             yield
+
+    @property
+    def _samples_apart(self) -> bool:
+        """Whether responses are sampled by engines that have copies of a model that stays divided."""
+        return self.sharding.stays_divided and self.engine_class.own_copy and isinstance(self.sampler, EngineSampler)
+
+    def _before_dividing(self, reference: Any) -> None:
+        """Do what needs whole models: start the engine, which copies the model."""
+        super()._before_dividing(reference)
+        if self.generates and self.engine_class.own_copy:
+            self.__dict__["engine"] = self._started_engine()
 
     @property
     def weights(self) -> Weights:
@@ -557,10 +578,10 @@ class TextTrainer(AcceleratedLoop[M]):
         return Weights(self.progress.step, lambda: self._lent(saving.trained(model)), changes)
 
     def _lent(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors for an engine, which may keep them; copies, made one at a time, if they are gathered."""
+        """Return the tensors for an engine, which may keep them; of divided ones, gathered copies one by one."""
         if not self.sharding.divides:
             return tensors.items()
-        return ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items())
+        return ((name, whole_tensor(tensor.detach()).to("cpu", copy=True)) for name, tensor in tensors.items())
 
     # ----------------------------------------------------------------------------------------------------- by the user
 
@@ -607,7 +628,7 @@ class TextTrainer(AcceleratedLoop[M]):
         rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
         self.progress.generated += len(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
-        with self._discarding_records(), self._whole():
+        with self._discarding_records(), self._sampling_model():
             rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
@@ -654,7 +675,7 @@ class TextTrainer(AcceleratedLoop[M]):
             run.begin(self)  # as in `generate`
         rows = placed(rows, self.progress.generated)
         self.progress.generated += len(rows)
-        with self._discarding_records(), self._whole():
+        with self._discarding_records(), self._sampling_model():
             return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
 
     def decode(

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -55,8 +55,10 @@ class ZeRO(Sharding):
                 f"{config.train.mixed_precision!r}; set it to 'no', or train.sharding to 'fsdp2'"
             )
 
-    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine of the model, and its optimizer."""
+    def prepare(
+        self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
+    ) -> tuple[nn.Module, Any]:
+        """Return DeepSpeed's engine of the model, and its optimizer; frozen models stay whole."""
         deepspeed = _imported(self.accelerator.device)
         self.model = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -248,9 +250,11 @@ class ZeRO3(ZeRO):
     _depth = 0
     _writes = False
 
-    def prepare(self, model: nn.Module, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
-        """Return DeepSpeed's engine of the model, and its optimizer."""
-        made = super().prepare(model, make)
+    def prepare(
+        self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
+    ) -> tuple[nn.Module, Any]:
+        """Return DeepSpeed's engine of the model, and its optimizer; frozen models stay whole."""
+        made = super().prepare(model, make, frozen)
         self._together(True)
         return made
 

@@ -183,7 +183,7 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
     def bootstrap(self, rollouts: Rollouts) -> Tensor:
         """Return V after the last token of truncated responses, 0 after others; all 0 if it is turned off. -> [B]."""
         cut = ~rollouts.terminated
-        if not self.method.bootstrap_truncated or not cut.any():
+        if not self.method.bootstrap_truncated or not self.max(cut.any().float()):  # all processes run it, or none
             return torch.zeros(cut.shape, device=cut.device)
         further = followed(rollouts.sequences)
         ends = further.response_mask & ~further.attention_mask

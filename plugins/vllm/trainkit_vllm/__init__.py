@@ -238,6 +238,8 @@ class VLLMEngine(Engine):
             self._alive(index, self._load)
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
+        if self.served.divided:  # no process can run the model alone; the policy's own numbers are policy/sampler_kl
+            return
         if self.loads & (self.loads - 1) == 0:  # 1, 2, 4, 8, ...: the first weights may equal those that were there
             model = self._model_with(given)
             for index in range(len(self._places)):
@@ -249,7 +251,8 @@ class VLLMEngine(Engine):
             write_adapter(model, given.items(), files)
             return
         if self.loads == 1 and self.config.urls:  # frozen tensors of servers that others have started
-            given = {**model.state_dict(), **given}
+            whole = {k: x.full_tensor() if hasattr(x, "full_tensor") else x for k, x in model.state_dict().items()}
+            given = {**whole, **given}
         write_weights(model, given, files)
         shapes = shapes_in(files)
         for place, known in zip(self._places, self.known, strict=True):
