@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,11 @@ from trainkit.models.adapters import (
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
+from trainkit.models.unloaded import loads_weights
 from trainkit.models.value_head import find_file
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 """Files of which a directory or repository with a tokenizer has at least one."""
@@ -55,8 +60,9 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         ConfigError: no model is given, transformers cannot load it, or what is to be trained does not fit it.
     """
     live, model = model, _load(config) if model is None else bare(model)
-    if config.peft_config is not None:
-        add_adapter(model, make_peft_config(config.peft_config))
+    wanted = None if config.peft_config is None else make_peft_config(config.peft_config)
+    if wanted is not None:
+        add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
     elif config.num_layers_unfrozen >= 0:
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
@@ -206,14 +212,16 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
     arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
     model_config = load_model_config(config, key)
     if not isinstance(config.model_path, str):
-        return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
+        with nullcontext() if loads_weights() else torch.device("meta"):
+            return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
     try:
         base, arguments = find_base(config.model_path, arguments)
+        arguments |= {} if loads_weights() else {"device_map": "meta"}
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(_cannot_load("model", key, config.model_path, error)) from error
-    if base is None:
+    if base is None or not loads_weights():
         return cast(PreTrainedModel, model)
     return merge_adapter(model, config.model_path, **hub_arguments(config.kwargs))
 
@@ -300,9 +308,14 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             with torch.device("meta"):
                 trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
                 skeleton = auto_class(model_config).from_config(model_config, **trust)
-            if hasattr(wanted, "init_lora_weights"):
-                wanted.init_lora_weights = False  # some initialisations read the weights
-            add_adapter(skeleton, wanted)
+            add_adapter(skeleton, _for_skeleton(wanted))
+
+
+def _for_skeleton(adapter: PeftConfig) -> PeftConfig:
+    """Return the config of an adapter for a model without weights, which some initialisations read."""
+    if hasattr(adapter, "init_lora_weights"):
+        adapter.init_lora_weights = False
+    return adapter
 
 
 def check_adapter_dropout(config: ModelConfig) -> None:

@@ -30,6 +30,7 @@ from trainkit.functional import (
 )
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.trunk import Trunk, tiny_input
+from trainkit.models.unloaded import decided
 from trainkit.models.value_head import ValueHead, saved_heads, saved_modules, state_width, under
 
 log = logging.getLogger(__name__)
@@ -282,7 +283,7 @@ class CausalPolicy(Policy):
         if model.config.is_encoder_decoder:
             raise ConfigError(f"{type(model).__name__} is an encoder-decoder; make its policy with make_policy(model)")
         super().__init__(model, **kwargs)
-        self.head_alone = _head_gives_logits(model)
+        self.head_alone = decided(lambda: _head_gives_logits(model))
         self.trunk = Trunk(model)
 
     @property

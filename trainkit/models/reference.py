@@ -18,6 +18,7 @@ from trainkit.errors import ConfigError
 from trainkit.models.adapters import has_adapter, language_model, switch_off, switch_on
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.trunk import find_blocks, modules_below, tiny_input
+from trainkit.models.unloaded import decided
 
 
 class Reference:
@@ -51,14 +52,14 @@ class Reference:
         if has_adapter(self.policy.model):
             self._leave_adapter_out()
 
-    @torch.no_grad()
     def _leave_adapter_out(self) -> None:
-        model, probe = self.policy.model, tiny_input(self.policy.model)
-        adapted = model(**probe).logits
-        switch_off(model)
-        if not torch.equal(model(**probe).logits, adapted):  # trained already, or its start changed the weights
+        model = self.policy.model
+        changes = decided(lambda: _changes_outputs(model))  # it is trained already, or its start changed the weights
+        if changes:
             switch_on(model)
             self.policy.requires_grad_(False)
+        else:
+            switch_off(model)
 
     @torch.no_grad()
     def __call__(self, sequences: Sequences) -> TokenOutputs:
@@ -70,6 +71,15 @@ class Reference:
     def states(self, sequences: Sequences) -> Tensor:
         """Return the inputs of the output head for the N response tokens. -> [N, D], or full logits [N, V]."""
         return self.policy._states(sequences)[0]
+
+
+@torch.no_grad()
+def _changes_outputs(model: Any) -> bool:
+    """Return whether the model's adapter changes its outputs; it is switched off then."""
+    probe = tiny_input(model)
+    adapted = model(**probe).logits
+    switch_off(model)
+    return not torch.equal(model(**probe).logits, adapted)
 
 
 class Frozen:

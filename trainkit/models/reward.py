@@ -24,6 +24,7 @@ from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
+from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Scorer(nn.Module):
         _check(model)
         self.model = model
         self.head = None if _is_classifier(model) else _new_head(model)
-        self.reads_last = self.head is not None or _reads_last(model)
+        self.reads_last = self.head is not None or decided(lambda: _reads_last(model))
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the scores of the sequences, in one forward pass. -> [B]."""

@@ -16,6 +16,7 @@ from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy, evaluating, gives_logits, warn_of_full_logits
 from trainkit.models.trunk import find_blocks, tiny_input
+from trainkit.models.unloaded import decided
 
 
 class Seq2SeqPolicy(Policy):
@@ -34,7 +35,7 @@ class Seq2SeqPolicy(Policy):
             raise ConfigError(f"{type(model).__name__} is no encoder-decoder; make its policy with make_policy(model)")
         super().__init__(model, **kwargs)
         self.prefix = decoder_prefix(model)
-        scale = _head_scale(model)
+        scale = decided(lambda: _head_scale(model))
         self.head_alone, self.scale = scale is not None, scale or 1.0
         self.encoder_frozen = _is_frozen(model.get_encoder())
         self.frozen = [model.get_encoder()] if self.encoder_frozen else []

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.errors import ConfigError
+from trainkit.models.unloaded import decided
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Trunk:
         below = modules_below(model, self.blocks, depth) if depth else []
         if depth and not any(p.requires_grad for module in below for p in module.parameters()):
             self.depth, self.frozen = depth, below
-            self._check(model)
+            self.depth, self.tuples = decided(lambda: self._checked(model))
 
     @torch.no_grad()
     def __call__(self, base: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -116,23 +117,23 @@ class Trunk:
             yield
 
     @torch.no_grad()
-    def _check(self, model: PreTrainedModel) -> None:
-        """Set ``depth`` to 0 unless the upper blocks, applied to the trunk's output, give the model's output."""
+    def _checked(self, model: PreTrainedModel) -> tuple[int, bool]:
+        """Return ``depth``, 0 unless the upper blocks, applied to the trunk's output, give the output; and `tuples`."""
         training, inputs, fault = model.training, tiny_input(model), "its output differs"
         model.eval()
         try:
             if self._goes_on(model, inputs):
-                return
+                return self.depth, self.tuples
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             fault = f"{type(error).__name__}: {error}"  # blocks that pass each other more than a hidden state
         finally:
             model.train(training)
-        self.depth = 0
         log.warning(
             "%s: the output of its frozen layers cannot be reused (%s); they are run in every pass",
             type(model).__name__,
             fault,
         )
+        return 0, self.tuples
 
     def _goes_on(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
         assert self.blocks is not None
@@ -184,12 +185,20 @@ def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator
         blocks._modules.update(own)
 
 
-@torch.no_grad()
 def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
     """Return the first ``depth`` blocks, and the modules without children that run before or between them.
 
     A forward pass on a small input shows which modules these are. The whole encoder of an encoder-decoder is included.
     """
+    names = {module: name for name, module in model.named_modules()}
+    called = decided(lambda: [names[module] for module in _called_below(model, blocks, depth)])
+    encoder = [model.get_encoder()] if model.config.is_encoder_decoder else []
+    return [*encoder, *(model.get_submodule(name) for name in called), *blocks[:depth]]
+
+
+@torch.no_grad()
+def _called_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
+    """Return the modules without children that run before the block ``depth``, and are not in a block."""
     outside = {id(inner) for block in blocks for inner in block.modules()}
     called: list[nn.Module] = []
     reached = False
@@ -210,8 +219,7 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
     finally:
         for handle in handles:
             handle.remove()
-    encoder = [model.get_encoder()] if model.config.is_encoder_decoder else []
-    return [*encoder, *called, *blocks[:depth]]
+    return called
 
 
 def _first(output: Any) -> Tensor:

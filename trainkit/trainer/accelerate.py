@@ -196,10 +196,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
             raise ConfigError(
                 f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
             )
-        if not self.sharding.stays_divided or "_prepared" in vars(self):  # otherwise it is moved when it is divided
+        if not self.sharding.stays_divided or "_prepared" in vars(self):  # otherwise, when it is divided
             model.to(device)
-        if not isinstance(source, str | Mapping):
-            self._make_equal(model)  # any other is equal on all processes
+            if not isinstance(source, str | Mapping):
+                self._make_equal(model)  # any other is equal on all processes
         with torch.autocast(device.type, enabled=False):
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,11 +25,13 @@ from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.reference import Frozen
+from trainkit.models.unloaded import loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
 from trainkit.runs import RunLock, provenance, run, saving
+from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
 from trainkit.trainer import optim
@@ -249,13 +251,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = self.unwrapped
-        if not self.sharding.stays_divided:  # otherwise each block is moved when it is divided
-            model = model.to(self.accelerator.device)
-        self._make_equal(model)  # as DDP will do, but before the reference is made
-        reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
-        for frozen in self.frozen_models:
-            frozen.policy  # noqa: B018  (loads it)
+        with self._loading_once():
+            model = self.unwrapped
+            if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
+                model = model.to(self.accelerator.device)
+                self._make_equal(model)  # as DDP will do, but before the reference is made
+            reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
+            for frozen in self.frozen_models:
+                frozen.policy  # noqa: B018  (loads it)
         if self.sharding.stays_divided:
             self._before_dividing(reference)
         scaled = self.accelerator.scaler is not None
@@ -264,20 +267,26 @@ class PreparedTrainer(BaseRLTrainer[M]):
         prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
 
+    def _loading_once(self) -> AbstractContextManager[None]:
+        """Return a context in which only the main process loads weights, if no other one needs them whole."""
+        once = self.sharding.stays_divided and not self._copies_model
+        return loaded_by_one(self.accelerator.is_main_process) if once else nullcontext()
+
+    @property
+    def _copies_model(self) -> bool:
+        """Whether every process makes a copy of the model at the start, such as that of an engine."""
+        return False
+
     def _before_dividing(self, reference: Any) -> None:
         """Do what needs whole models, before they are divided for good."""
-        self.start = run.fingerprint_start(self, reference)
+        self.start = on_main(self, lambda: run.fingerprint_start(self, reference))
         for frozen in self.frozen_models:
-            frozen.fingerprint  # noqa: B018  (computes it)
+            frozen.fingerprint = on_main(self, lambda frozen=frozen: frozen.fingerprint)  # type: ignore[misc]
 
     def _make_equal(self, model: nn.Module) -> None:
         """Copy the weights and buffers of the main process's ``model`` to all other processes."""
-        if self.accelerator.num_processes == 1:
-            return
-        for tensor in (*model.parameters(), *model.buffers()):
-            there = tensor.data.to(self.accelerator.device)
-            broadcast(there)
-            tensor.data.copy_(there)
+        if self.accelerator.num_processes > 1:
+            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
 
     def _make_reference(self, model: nn.Module) -> Any:
         return self.make_reference(model) if self.chosen_reference is None else self._load_reference()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from trainkit.config import PluginConfig, TRLConfig
@@ -199,32 +200,56 @@ class FSDP2(Sharding):
 
         self.policy = model
         self._models = [model, *frozen]
+        replaced: dict[int, tuple[Tensor, Tensor]] = {}
         blocks = [blocks_of(each) for each in self._models]
         self._borrowed = [
             found for other, own in zip(frozen, blocks[1:], strict=True) for found in borrowed(blocks[0], own)
         ]
         borrowing = {each.block for each in self._borrowed}
         for block in blocks[0]:
-            self._shard(block)
+            self._shard(block, {})
             for each in self._borrowed:
                 each.follow()  # so that nothing holds the whole parameters any more
-        root = self._shard(model)
+        root = self._shard(model, replaced)
         root._get_fsdp_state()._lazy_init()  # a block that runs before it, in the sampler, would become a root
         register_fsdp_forward_method(model, THROUGH_TRUNK) if hasattr(model, THROUGH_TRUNK) else None
         for other, own in zip(frozen, blocks[1:], strict=True):
             for block in own:
                 if block not in borrowing:
-                    self._shard(block)
-            other.to(self.accelerator.device)
+                    self._shard(block, {})
+            self._make_equal(other, replaced)
         for each in self._borrowed:
             each.attach(self)
         self._together(True)
         return model, self.accelerator.prepare_optimizer(make(model))
 
-    def _shard(self, module: nn.Module) -> Any:
+    def _shard(self, module: nn.Module, replaced: dict[int, tuple[Tensor, Tensor]]) -> Any:
         from torch.distributed.fsdp import fully_shard
 
+        self._make_equal(module, replaced)
         return fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+
+    def _make_equal(self, module: nn.Module, replaced: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Move what is not sharded to the device, with the values that the main process has.
+
+        Args:
+            module: the module.
+            replaced: tensors without memory, by their id, and what is in their place; several modules may have one.
+        """
+        device = self.accelerator.device
+        places: Any = [held for each in module.modules() for held in (each._parameters, each._buffers)]
+        for held in places:
+            for name, tensor in held.items():
+                if tensor is None or hasattr(tensor, "to_local"):
+                    continue
+                if tensor.is_meta and id(tensor) not in replaced:
+                    made = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                    replaced[id(tensor)] = tensor, made
+                held[name] = tensor = replaced[id(tensor)][1] if tensor.is_meta else tensor
+                tensor.data = tensor.data.to(device)
+                broadcast(tensor.data)
 
     @contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:

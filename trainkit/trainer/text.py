@@ -564,11 +564,16 @@ class TextTrainer(AcceleratedLoop[M]):
         """Whether responses are sampled by engines that have copies of a model that stays divided."""
         return self.sharding.stays_divided and self.engine_class.own_copy and isinstance(self.sampler, EngineSampler)
 
+    @property
+    def _copies_model(self) -> bool:
+        """Whether every process makes a copy of the model at the start: that of its engine."""
+        return self.generates and self.engine_class.own_copy
+
     def _before_dividing(self, reference: Any) -> None:
         """Do what needs whole models: start the engine, which copies the model."""
         super()._before_dividing(reference)
-        if self.generates and self.engine_class.own_copy:
-            self.__dict__["engine"] = self._started_engine()
+        if self._copies_model:
+            vars(self)["engine"] = self._started_engine()
 
     @property
     def weights(self) -> Weights:
