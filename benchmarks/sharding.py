@@ -2,7 +2,8 @@
 
 ``python benchmarks/sharding.py`` trains by SFT on a GPT-2 with random weights for three steps, with 1, 2 and 4
 processes on CPUs, and prints the bytes of the tensors that a process holds between the backward pass and the step, and
-its resident memory after the last step, beyond that before the model. It exits with 1 if what FSDP2 divides does not
+its resident memory beyond that before the model: the peak while the model is loaded and divided, in the first process
+and in the others, and what remains after the last step. It exits with 1 if what FSDP2 divides does not
 fall with the number of processes. ``--shardings none fsdp2 zero2 zero3`` needs `trainkit-deepspeed[deepspeed]`, of
 which only the resident memory is shown.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,6 +33,7 @@ from trainkit.testing import character_tokenizer, tiny_gpt2
 PROCESSES = (1, 2, 4)
 MODEL = {"n_layer": 6, "n_embd": 1280, "n_head": 8, "n_positions": 128}
 HELD = ("weights", "gradients", "optimizer")
+SHOWN = (*HELD, "resident", "loading: first process", "loading: others")
 TOLERANCE = 1.1
 """How much more than its share a process may hold."""
 MEGABYTE = 1e6
@@ -62,6 +65,9 @@ def measure(sharding: str, run_dir: str) -> None:
     trainer = get_trainer("sft")(config, tokenizer=tokenizer)
     trainer.add_samples([("abc", "defgh" * 4)] * 64)
     before, found = resident(), {}
+    trainer.policy  # noqa: B018  (loads and divides the model)
+    peaks = gather_object([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before])
+    found |= {SHOWN[-2]: peaks[0], **({SHOWN[-1]: max(peaks[1:])} if peaks[1:] else {})}
     if sharding in ("none", "fsdp2"):
         inner = trainer.optimizer.optimizer
         inner.register_step_pre_hook(lambda *_: found.update(gradients=_gradients(trainer)))
@@ -102,14 +108,12 @@ def main() -> int:
     if options.measured:
         measure(options.measured, options.run_dir)
         return 0
-    table = Table("sharding", "processes", *(f"{name}, MB" for name in (*HELD, "resident")))
+    table = Table("sharding", "processes", *SHOWN, title="MB per process")
     found = {}
     for sharding in options.shardings:
         for processes in PROCESSES:
             found[sharding, processes] = each = run(sharding, processes)
-            table.add_row(
-                sharding, str(processes), *(f"{each[name]:.1f}" if name in each else "" for name in (*HELD, "resident"))
-            )
+            table.add_row(sharding, str(processes), *(f"{each[name]:.0f}" if name in each else "" for name in SHOWN))
     console.print(table)
     too_much = [
         f"{name} of {processes} processes"

@@ -95,14 +95,35 @@ def test_runs_whose_model_stays_divided_equal_replicated_ones(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_models_that_one_process_loads_from_files_are_trained_as_in_replicas(tmp_path: Path) -> None:
+    """With a value head, an adapter that is merged into its base, a score head; as the model and as the reference."""
+
+    def trained(name: str, **changes: Any) -> str:
+        trainer = tiny_trainer(name, tmp_path / f"{name}-{len(changes)}", **changes)
+        trainer.learn()
+        return str(trainer.run_dir / "model")
+
+    critic, score = trained("ppo"), trained("reward")
+    adapter = trained("sft", model__model_path=critic, model__peft_config=LORA)
+    cases = {
+        "value head": ("ppo", {"model__model_path": critic}),
+        "value head, a new adapter": ("ppo", {"model__model_path": critic, "model__peft_config": LORA}),
+        "merged adapter": ("sft", {"model__model_path": adapter}),
+        "score head": ("reward", {"model__model_path": score}),
+        "reference": ("dpo", {"model__reference_path": critic}),
+    }
+    require_equal(cases, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("ppo", {"train__sharding": "fsdp2", "train__save_async": True}),
+        ("ppo", {"train__sharding": "fsdp2", "train__save_async": True, "rollout__engine": "_test_copy"}),
         ("rloo", {"train__sharding": "fsdp2", "rollout__staleness": 1, "model__peft_config": LORA}),
         ("rft", {}),
     ],
-    ids=["ppo-saving-beside", "rloo-ahead-adapter", "rft-replicated"],
+    ids=["ppo-saving-beside-divided", "rloo-ahead-adapter", "rft-replicated"],
 )
 def test_checkpoints_of_two_processes_are_read_by_one_and_four(
     name: str, settings: dict[str, Any], tmp_path: Path

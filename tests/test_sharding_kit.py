@@ -32,8 +32,9 @@ BROKEN = {
         ".norm()\n        [g.mul_(by.clamp(max=1)) for g in own]\n        return norm",
         "trains_as_replicas",
     ),
-    "state_in_parts": (
-        "def optimizer_state(self, optimizer):\n        return optimizer.state_dict()",
+    "state_without_a_moment": (
+        "def own_part(self, state, optimizer):\n        found = super().own_part(state, optimizer)\n        "
+        "[each.pop('exp_avg', None) for each in found['state'].values()]\n        return found",
         "checkpoints_are_whole",
     ),
     "sound": ("...", ""),

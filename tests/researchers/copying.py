@@ -8,31 +8,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from trainkit import register_engine
-from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights
+from trainkit.rollouts import Generated, Replica, Request, ServedModel, Weights
+from trainkit.testing.copying import CopyingEngine
 
 
 @register_engine("_test_copy")
-class Copying(Engine):
+class Copying(CopyingEngine):
     """Generates with a copy, which new weights are loaded into; notes the threads that it is called from."""
-
-    exact = True
-    abilities = frozenset(("encoder_decoder", "logit_mask", "steer"))
 
     def __init__(self, config: None, served: ServedModel) -> None:
         super().__init__(config, served)
-        self.replica = Replica(replace(served, model=copy.deepcopy(served.model)))
         self.threads = set[str]()
-
-    def load(self, weights: Weights) -> None:
-        """Copy the weights."""
-        self.replica.load(weights)
 
     def submit(self, request: Request) -> Future[Generated]:
         """Generate now."""
         self.threads.add(threading.current_thread().name)
-        done: Future[Generated] = Future()
-        done.set_result(self.replica.generate(request))
-        return done
+        return super().submit(request)
 
 
 @register_engine("_test_pair")

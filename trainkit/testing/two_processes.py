@@ -18,9 +18,10 @@ import torch
 
 from trainkit.metrics import compute
 from trainkit.plugins import available_trainers, get_trainer
-from trainkit.testing import shards
+from trainkit.testing import copying, shards
 from trainkit.testing.checks.tools import RUN, stepped, unequal, weights
 from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import AccelerateRLTrainer
 
 Said = dict[str, Any]
 
@@ -99,8 +100,14 @@ def _learn(name: str, folder: Path, settings: Said) -> Said:
 
 
 def _learn_in_shards(name: str, folder: Path, settings: Said) -> Said:
-    """Make the same run with a model that the processes divide, and return its weights."""
-    trainer = tiny_trainer(name, folder / "sharded", **settings, **RUN, train__sharding="fsdp2")
+    """Make the same run with a model that the processes divide, and return its weights.
+
+    An engine samples with a copy, so that the model stays divided while experience is made.
+    """
+    cls = get_trainer(name)
+    apart = {"rollout__engine": copying.registered()} if issubclass(cls, AccelerateRLTrainer) and cls.generates else {}
+    changes = {**apart, **settings, "train__sharding": "fsdp2"}
+    trainer = tiny_trainer(name, folder / "sharded", **changes, **RUN)
     trainer.learn()
     with trainer.sharding.whole():
         return weights(trainer)

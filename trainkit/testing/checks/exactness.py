@@ -166,8 +166,8 @@ def two_processes(bench: Bench) -> None:
     one process's rows differs from whitening by those of all rows (S-10). A mean of the processes' means is another
     mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55). What depends on
     the order of `gather`, or on a number of rows that is one process's, differs between one process and two. So do two
-    processes that divide the model (`train.sharding: fsdp2`): a loss that reads weights by itself, or that does not
-    call `policy` equally often on all processes, fails there.
+    processes that divide the model (`train.sharding: fsdp2`): a loss, or an experience, that reads weights by itself or
+    does not call the model equally often on all processes fails there.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
