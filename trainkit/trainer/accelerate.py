@@ -327,18 +327,18 @@ class AccelerateRLTrainer(TextTrainer[M]):
         is checked on the first collection, for which the policy is run: cached keys and values may round differently,
         slightly in float32, and too much at lower precision.
 
-        If they were sampled with older weights, or `rollout.correction` is set, the numbers are those of the newest
-        weights before this collection; with the correction ``sampler``, the log-probabilities are the sampler's. An
-        algorithm without corrections, which only reports them, gets the numbers of the older weights that sampled.
+        If they were sampled with older weights, `rollout.correction` is set, or the model `stays_divided`, the numbers
+        are those of the newest weights before this collection; with the correction ``sampler``, the log-probabilities
+        are the sampler's. An algorithm without corrections, which only reports them, gets the numbers of the older
+        weights that sampled.
         """
         if self.ahead is not None and not self.corrections:
             sampled = rollouts.logprobs, rollouts.entropy
             if sampled[0] is not None and sampled[1] is not None:
                 return TokenOutputs(sampled[0], entropy=sampled[1])
-        if self.correction != "none" or self.ahead is not None:
+        if self.correction != "none" or self.ahead is not None or self.stays_divided:
             return self._proximal(rollouts)
-        at, sampler = self.progress, self._sampler_name
-        seen = None if self.stays_divided else _as_sampled(rollouts, self.unwrapped)
+        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
         if at.sampler != sampler:
             at.sampler, at.sampler_exact = sampler, None
         if at.sampler_exact and at.step > 0 and seen is not None:

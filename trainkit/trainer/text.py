@@ -562,7 +562,9 @@ class TextTrainer(AcceleratedLoop[M]):
     @property
     def _samples_apart(self) -> bool:
         """Whether responses are sampled by engines that have copies of a model that stays divided."""
-        return self.sharding.stays_divided and self.engine_class.own_copy and isinstance(self.sampler, EngineSampler)
+        if not self.sharding.stays_divided or not self.engine_class.own_copy or self._steers:  # with the trained heads
+            return False
+        return isinstance(self.sampler, EngineSampler)
 
     @property
     def _copies_model(self) -> bool:
