@@ -538,9 +538,59 @@ def test_the_walk_back_passes_several_broken_ones(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_schema_is_refused_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(tmp_path, 1)
-    monkeypatch.setattr(checkpoint, "SCHEMA", 2)
-    assert find_fault(path) == "schema 1; this version of trainkit reads schema 2"
+    path, now = save(tmp_path, 1), checkpoint.SCHEMA
+    monkeypatch.setattr(checkpoint, "SCHEMA", now + 1)
+    assert find_fault(path) == f"schema {now}; this version of trainkit reads schema {now + 1}"
+
+
+def sealed(path: Path) -> None:
+    """Let the manifest of a checkpoint say what its files are now."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"] = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": checkpoint._sha256(path / name)}
+        for name in manifest["files"]
+    }
+    manifest["sha256"] = checkpoint._manifest_sha256(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("depth", [300, 5_000, 100_000])
+def test_json_that_is_nested_too_deep_is_damage(depth: int, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / "loop.json").write_text("[" * depth + "]" * depth)
+    sealed(path)
+    found = newest_whole(tmp_path)
+    assert found is not None
+    assert step_of(found) == 1
+    assert len(list(tmp_path.glob("step_00000002-*.corrupt"))) == 1
+
+
+def test_a_state_that_is_nested_too_deep_is_not_written(tmp_path: Path) -> None:
+    state: Any = {}
+    for _ in range(100):
+        state = {"in": state}
+    with pytest.raises(CheckpointError, match="a state is nested more than 66 levels deep"):
+        write_state(tmp_path, "loop", state)
+    state = {"in": "not too deep"}
+    for _ in range(60):
+        state = {"in": state}
+    write_state(tmp_path, "loop", state)
+    assert read_state(tmp_path, "loop") == state
+
+
+def test_leftovers_that_are_links_are_removed_and_what_they_point_to_is_not(tmp_path: Path) -> None:
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    (kept / "data").write_text("kept")
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / ".tmp-1-link").symlink_to(kept, target_is_directory=True)
+    (root / ".tmp-1-nowhere").symlink_to(tmp_path / "nowhere")
+    (root / ".tmp-1-file").write_text("")
+    checkpoint.remove_leftovers(root)
+    assert list(root.iterdir()) == []
+    assert (kept / "data").read_text() == "kept"
 
 
 # -------------------------------------------------------------------------------------------- resuming a real run
@@ -599,6 +649,72 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_ends_bit_equ
     assert sorted(path.name.split("-")[0] for path in (a_run / "checkpoints").iterdir()) == [
         "step_00000003", "step_00000004", "step_00000004",
     ]  # fmt: skip
+
+
+def without_a_state(state: Any) -> None:
+    state["optimizer"]["state"].pop(3)
+
+
+def of_another_shape(state: Any) -> None:
+    values = state["optimizer"]["state"][0]
+    values["exp_avg"] = values["exp_avg"][:-1].clone()
+
+
+def of_another_order(state: Any) -> None:
+    state["optimized"]["parameters"].reverse()
+
+
+def without(part: str, key: str) -> Callable[[Any], None]:
+    return lambda state: state[part].pop(key)
+
+
+def with_one_more(part: str) -> Callable[[Any], None]:
+    return lambda state: state[part].update(surprise=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_state, "the optimizer's states of parameters differ in model.transformer"),
+        (of_another_shape, r"the optimizer's exp_avg of .*wte.weight is \(9, 32\), and the parameter \(10, 32\)"),
+        (of_another_order, "the trained parameters differ in their order"),
+        (without("progress", "cursor"), "cursor of its progress is missing"),
+        (with_one_more("progress"), "surprise of its progress is unknown"),
+        (without("scheduler", "last_epoch"), "last_epoch of its scheduler is missing"),
+        (without("optimizer", "state"), "state"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_part_of_the_loop_is_refused_before_anything_changes(
+    change: Callable[[Any], None], said: str, a_run: Path
+) -> None:
+    path = a_run / "checkpoints" / "step_00000004"
+    state = read_state(path, "loop")
+    change(state)
+    write_state(path, "loop", state)
+    sealed(path)
+    trainer = tiny_trainer("ppo", a_run.parent / "other", **CHANGES)
+    before = weights(trainer)
+    with pytest.raises(CheckpointError, match=f"does not fit this model: .*{said}"):
+        trainer.load(path)
+    assert_same_weights(weights(trainer), before)
+    assert trainer.progress.step == 0
+
+
+def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(
+    a_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = (a_run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    bad = [b'{"step": \n', b"[1]\n", b"\xff\xfe\n", b'{"loss": 1}\n', b"[" * 100_000 + b"\n", b"\n"]
+    ((a_run / "metrics.jsonl").write_bytes(b"".join([*honest[:2], *bad, *honest[2:], b'{"step": 1, "cut'])),)
+    with caplog.at_level("WARNING", logger="trainkit"):
+        longer = resumed(a_run, train__total_steps=5)
+        longer.learn()
+    lines = (a_run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert lines[: len(honest)] == honest
+    assert json.loads(lines[-1])["step"] == 5
+    assert (a_run / "metrics.jsonl.corrupt").read_bytes() == b"".join(bad)
+    assert sum("metrics.jsonl cannot be read" in message for message in caplog.messages) == len(bad)
+    assert "line 3 of" in caplog.text
 
 
 def drift_refused(run_dir: Path, **changes: Any) -> str:

@@ -29,8 +29,8 @@ import trainkit
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError, RewardError
 from trainkit.runs import RunLock, checkpoint
 from trainkit.runs.lock import NAME
-from trainkit.testing import tiny_gpt2
-from trainkit.testing.trainers import count_first_letters, tiny_trainer
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
 WATCHED = ("dpo", "ilql", "online_dpo", "ppo", "rloo", "sft")
 TRAINERS = [name for name in trainkit.available_trainers() if name in WATCHED]
@@ -325,6 +325,24 @@ def test_weights_that_a_step_has_broken_are_not_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
 
 
+@pytest.mark.parametrize("save_interval", [0, 10])
+def test_weights_that_are_not_finite_are_not_exported(save_interval: int, tmp_path: Path) -> None:
+    """With and without checkpoints: the last step was too long, and no loss follows that would say so."""
+
+    class Breaks:
+        @trainkit.hookimpl
+        def on_step(self, trainer: Any, step: int) -> None:
+            if step == trainer.total_steps:
+                next(trainer.unwrapped.parameters()).data[0].fill_(torch.nan)
+
+    trainer = full("sft", tmp_path, train__save_interval=save_interval, train__eval_interval=0)
+    trainer.hooks.register(Breaks())
+    with pytest.raises(NonFiniteError, match=r"the weights are not finite in model\..*nothing was saved or exported"):
+        trainer.learn()
+    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 # --------------------------------------------------------------------------------------------------- B8: drift
 
 
@@ -406,6 +424,52 @@ def test_what_cannot_be_continued_is_refused_also_where_drift_is_allowed(
     with pytest.raises(CheckpointError, match=f"(?s){said}"):
         drifted(a_run, **changes).learn()
     assert snapshot(a_run) == before
+
+
+ODD = {"samples": [("ab", "c"), ("cd", "e")] * 8, "rewards": [0.0, 1.0] * 8}
+OTHER_DATA: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "a prompt": ("ppo", {"prompts": ["a", "b", "c", "d"] * 4}, {"prompts": ["a", "b", "c", "e"] * 4}, "'prompt'"),
+    "their order": ("ppo", {"prompts": ["a", "b", "c", "d"]}, {"prompts": ["b", "a", "c", "d"]}, "'prompt'"),
+    "a column": (
+        "ppo",
+        {"prompts": [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]},
+        {"prompts": [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 3}]},
+        "'answer'",
+    ),
+    "a sample": ("ilql", ODD, {**ODD, "samples": [("ab", "c"), ("cd", "f")] * 8}, "'[a-z]+'"),
+    "a reward": ("ilql", ODD, {**ODD, "rewards": [0.0, 0.5] * 8}, "'reward'"),
+    "the tokenizer": ("ppo", {}, {"tokenizer": character_tokenizer("hgfedcba")}, "the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", [*OTHER_DATA])
+def test_a_run_does_not_go_on_with_other_data_unless_that_is_allowed(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, before, now, said = OTHER_DATA[case]
+    changes: dict[str, Any] = {"train__save_interval": 1, "train__total_steps": 1, "train__eval_interval": 0}
+    tiny_trainer(name, tmp_path, arguments=before, **changes).learn()
+    changes |= {"train__total_steps": 2, "train__resume": "auto"}
+    tiny_trainer(name, tmp_path, arguments=before, **changes).begin()
+    with pytest.raises(CheckpointError, match=f"a run with other data.*\n  data: (the column )?{said}.* changed\n"):
+        tiny_trainer(name, tmp_path, arguments=now, **changes).learn()
+    allowed = tiny_trainer(name, tmp_path, arguments={**now, "allow_drift": True}, **changes)
+    allowed.learn()
+    assert allowed.progress.step == 2
+    assert any("changed: data: " in line for line in allowed.resumed)
+
+
+def test_another_environment_is_refused(tmp_path: Path) -> None:
+    class Others(Letters):
+        """The same game."""
+
+    changes: dict[str, Any] = {"train__save_interval": 1, "train__total_steps": 1, "rollout__max_new_tokens": 4}
+    given: dict[str, Any] = {"reward_fn": None, "environment": Letters}
+    tiny_trainer("ppo", tmp_path, arguments=given, **changes).learn()
+    with pytest.raises(CheckpointError, match="data: the environment changed"):
+        tiny_trainer(
+            "ppo", tmp_path, arguments={**given, "environment": Others}, **changes, train__resume="auto"
+        ).begin()
 
 
 def test_another_method_is_refused_also_where_drift_is_allowed(a_run: Path) -> None:

@@ -28,9 +28,13 @@ from trainkit.errors import CheckpointError, describe
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 OLD = ".old"
+DEEPEST = 200
+"""Levels of lists and mappings in the JSON of a checkpoint; plain state has about three for each of its own."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, SafetensorError)
+"""The errors of reading a state: JSON may be of another form, or nested too deep."""
 State = dict[str, Any]
 
 
@@ -132,6 +136,16 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: unpack(item, tensors) for key, item in value["dict"]}
 
 
+def _as_json(packer: Packer, state: State) -> str:
+    try:
+        plain = packer.pack(state)
+        _check_depth(plain)
+    except (ValueError, RecursionError) as error:
+        deep = f"a state is nested more than {DEEPEST // 3} levels deep; keep flatter data in it"
+        raise CheckpointError(deep) from error
+    return json.dumps(plain)
+
+
 def pack(state: State) -> Packed:
     """Return a copy of nested state, to be written later.
 
@@ -139,7 +153,7 @@ def pack(state: State) -> Packed:
         CheckpointError: as `Packer.pack`.
     """
     packer = Packer(copied=True)
-    return Packed(json.dumps(packer.pack(state)), packer.tensors)
+    return Packed(_as_json(packer, state), packer.tensors)
 
 
 def write_state(directory: Path, name: str, state: State | Packed) -> None:
@@ -148,7 +162,7 @@ def write_state(directory: Path, name: str, state: State | Packed) -> None:
         text, tensors = state
     else:
         packer = Packer()
-        text, tensors = json.dumps(packer.pack(state)), packer.tensors
+        text, tensors = _as_json(packer, state), packer.tensors
     (directory / f"{name}.json").write_text(text, encoding="utf-8")
     save_file(tensors, directory / f"{name}.safetensors")
     (directory / f"{name}.safetensors").chmod(0o644)
@@ -163,7 +177,7 @@ def read_state(directory: Path, name: str) -> State:
     try:
         plain = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
         state: State = unpack(plain, load_file(directory / f"{name}.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointError) as error:
+    except (*UNREADABLE, CheckpointError) as error:
         raise CheckpointError(f"{directory / name}.*: {error}") from error
     return state
 
@@ -205,7 +219,7 @@ def read_parts(directory: Path, name: str) -> State:
         plain = [json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")) for stem in stems]
         files = [safe_open(stem.with_suffix(".safetensors"), "pt") for stem in stems]
         state: State = _joined(plain, files)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{directory / name}-*: {error}") from error
     return state
 
@@ -258,9 +272,12 @@ def commit(building: Path, step: int, keep: int) -> Path:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the directories under ``root`` that a killed process was building or removing."""
+    """Remove what a killed process was building or removing under ``root``."""
     for leftover in root.glob(".tmp-*"):
-        shutil.rmtree(leftover)
+        if leftover.is_symlink() or leftover.is_file():
+            leftover.unlink()  # a link, not what it points to
+        else:
+            shutil.rmtree(leftover)
 
 
 def move_in(building: Path, target: Path, last: str) -> None:
@@ -308,9 +325,19 @@ def find_fault(path: Path) -> str | None:
         for name, entry in manifest["files"].items():
             if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
                 return f"{name} has changed since it was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            if name.endswith(".json"):
+                _check_depth(json.loads((path / name).read_text(encoding="utf-8")))
+    except UNREADABLE as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _check_depth(value: Any, left: int = DEEPEST) -> None:
+    """Raise a ValueError if plain data are nested deeper than what `Packer` makes."""
+    if left == 0:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(item, left - 1)
 
 
 def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:

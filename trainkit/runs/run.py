@@ -36,6 +36,7 @@ from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance, saving
+from trainkit.runs.fingerprints import differing
 from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.resharding import divided_like, own_rows
@@ -250,8 +251,12 @@ def fingerprint_start(trainer: Trainer, reference: Any) -> str | None:
     return fingerprint(frozen) if frozen else None
 
 
-def _load_trained(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Load a state that `trained` returned; raise a ValueError that names what does not fit, before weights change."""
+def _load_trained(trainer: Trainer, state: Mapping[str, Any], loop: Mapping[str, Any]) -> None:
+    """Load a state that `trained` returned.
+
+    Raises:
+        ValueError: it does not fit the model, or ``loop`` does not fit the run; names what. Weights have not changed.
+    """
     sharding = trainer.sharding
     with nullcontext() if sharding.stays_divided else sharding.whole(write=True):
         own = trained(trainer.unwrapped)
@@ -261,6 +266,7 @@ def _load_trained(trainer: Trainer, state: Mapping[str, Any]) -> None:
             if tuple(tensor.shape) != tuple(state[name].shape):
                 there, here = tuple(state[name].shape), tuple(tensor.shape)
                 raise ValueError(f"{name} is {there} in the checkpoint, and {here} in the model")
+        trainer.check_loop_state(loop)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(divided_like(tensor, checkpoint.whole(state[name])))
@@ -302,7 +308,7 @@ def load(trainer: Trainer, path: Path) -> None:
     filled = trainer.progress.prompts
     trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
     try:
-        _load_trained(trainer, _model_state(path, state))
+        _load_trained(trainer, _model_state(path, state), state)
         trainer.load_loop_state(state)
     except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
@@ -382,6 +388,14 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
         raise CheckpointError(
             f"{path} was made with another method or optimizer: {'; '.join(never)}. Set it back, or start a new run"
         )
+    data = [f"data: {name} changed" for name in differing(state["data"], now["data"])]
+    if data and not trainer.allow_drift:
+        raise CheckpointError(
+            f"{path} belongs to a run with other data, and resuming would not continue that run:\n  "
+            + "\n  ".join(data)
+            + "\nGive what that run was given, start a new run from its export, or allow this (--allow-drift, "
+            "allow_drift=True)"
+        )
     weights = []
     if state["reference"] != now["reference"]:
         weights.append(f"initial model: {state['reference']} there, {now['reference']} here")
@@ -390,7 +404,7 @@ def _check_identity(trainer: Trainer, state: Mapping[str, Any], path: Path) -> l
     if weights and not trainer.allow_drift:
         raise CheckpointError(f"{path} belongs to a run with another {'; another '.join(weights)}")
     processes = [f"processes: {state['processes']} there, {now['processes']} here"]
-    return [*fixed, *weights, *(processes if state["processes"] != now["processes"] else [])]
+    return [*fixed, *data, *weights, *(processes if state["processes"] != now["processes"] else [])]
 
 
 def check_frozen(trainer: Trainer, policy: Policy) -> None:
@@ -432,12 +446,14 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
 
     Raises:
         CheckpointError: writing failed; names the directory. An older export there is unchanged.
+        NonFiniteError: a weight is not finite; nothing is written.
     """
     begin(trainer)
     assert trainer.run_dir is not None
     target = (Path(directory) if directory else trainer.run_dir / "model").resolve()
 
     def build() -> None:
+        saving.refuse_non_finite(trainer)
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
         try:
             _write_export(trainer, building, target)

@@ -192,26 +192,26 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> 
         put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
     loop = {**trainer.loop_state(), **identity(trainer)}
     if trainer.sharding.stays_divided:
-        _refuse_non_finite(trainer)
+        refuse_non_finite(trainer)
         state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}
         put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})
     else:
         with trainer.sharding.whole():
             if trainer.accelerator.is_main_process:
-                _refuse_non_finite(trainer)
+                refuse_non_finite(trainer)
                 put("model", trained(trainer.unwrapped))
     if trainer.accelerator.is_main_process:
         put("loop", loop)
 
 
-def _refuse_non_finite(trainer: Trainer) -> None:
-    """Raise a NonFiniteError if a weight is NaN or infinite: no run should resume from such a checkpoint."""
+def refuse_non_finite(trainer: Trainer) -> None:
+    """Raise a NonFiniteError if a weight is NaN or infinite, before a checkpoint or an export is made of it."""
     weights = ((name, local(p)) for name, p in trainer.unwrapped.named_parameters())
     broken = [name for name, part in weights if not part.isfinite().all()]
     if broken:
         raise NonFiniteError(
             f"after step {trainer.progress.step} the weights are not finite in {', '.join(broken[:3])}; nothing was "
-            "saved. Lower optimizer.lr, and resume from the previous checkpoint"
+            "saved or exported. Lower optimizer.lr, and resume from the previous checkpoint"
         )
 
 
@@ -223,6 +223,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "frozen": [each.fingerprint for each in trainer.frozen_models],
         "processes": trainer.accelerator.num_processes,
         "makers": trainer.makers,
+        "data": trainer.fingerprints,
     }
 
 

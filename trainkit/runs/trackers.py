@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     Trainer = AcceleratedLoop[Any]
 
+log = logging.getLogger(__name__)
+
 Sample = dict[str, Any]
 
 FEW = 4
@@ -112,13 +114,28 @@ def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> N
 
 
 def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the lines of a file that are not ``wanted``, and an incomplete last line."""
+    """Remove the lines of a file that are not ``wanted``, and an incomplete last line.
+
+    Lines that cannot be read are moved to ``NAME.corrupt``, with a warning.
+    """
     if run_dir is None or not (run_dir / name).exists():
         return
-    lines = (run_dir / name).read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and wanted(json.loads(line))]
+    lines = (run_dir / name).read_bytes().splitlines(keepends=True)
+    kept: list[bytes] = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            if wanted(json.loads(line)):
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log.warning(
+                "line %d of %s cannot be read (%s); it is moved to %s.corrupt", number, run_dir / name, error, name
+            )
+            with (run_dir / f"{name}.corrupt").open("ab") as aside:
+                aside.write(line)
     if len(kept) < len(lines):
-        (run_dir / f".{name}").write_text("".join(kept), encoding="utf-8")
+        (run_dir / f".{name}").write_bytes(b"".join(kept))
         (run_dir / f".{name}").replace(run_dir / name)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, Prompts, Row, Stream, is_stream, prompt_rows
 from trainkit.errors import ConfigError, DataError
+from trainkit.runs.fingerprints import Fingerprints, of_rows
 from trainkit.trainer.setup import PreparedTrainer
 
 M = TypeVar("M", bound=MethodConfig)
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 class TrainerInputs(PreparedTrainer[M]):
     """The data for training and evaluation, prompts and samples, checked when they are given."""
+
+    _data_seen: tuple[Pipeline, Fingerprints] | None = None
+    """The data whose fingerprints are known."""
 
     def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
         """Set the prompts to train on: a pipeline, or what `trainkit.train` takes. All are checked now."""
@@ -94,6 +98,17 @@ class TrainerInputs(PreparedTrainer[M]):
             DataError: the trainer has no default prompts.
         """
         raise DataError(f"{self.config.method.name!r} needs prompts; give prompts")
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of the data, by column; none of a stream, which is read as it is trained on."""
+        if not isinstance(self.pipeline, Pipeline):
+            return {}
+        known, found = self._data_seen or (None, {})
+        if known is not self.pipeline:
+            found = of_rows(self.pipeline.rows)
+            self._data_seen = self.pipeline, found
+        return found
 
     # ------------------------------------------------------------------------------------------------- how much that is
 

@@ -89,6 +89,39 @@ def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> No
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
+def described(state: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the trained parameters in the optimizer's order, and of those that it has a state of."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {"parameters": names, "with_state": [name for index, name in enumerate(names) if index in state["state"]]}
+
+
+def check_state(state: Mapping[str, Any], told: Mapping[str, list[str]], model: nn.Module) -> None:
+    """Check that the optimizer's state in a checkpoint is whole, and that of the parameters of ``model``, in order.
+
+    Args:
+        state: the state; its tensors may be still to be read.
+        told: what `described` returned when the checkpoint was written.
+        model: the model.
+
+    Raises:
+        ValueError: a parameter, or its state, is missing, is another one, or has another shape; names it.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = described(state, model)
+    for key, what in (("parameters", "trained parameters"), ("with_state", "optimizer's states of parameters")):
+        if told[key] != found[key]:
+            odd = sorted({*told[key]} ^ {*found[key]})
+            raise ValueError(f"the {what} differ {f'in {odd[0]}' if odd else 'in their order'}")
+    for index, values in state["state"].items():
+        name, parameter = trained[index]
+        for key, value in values.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if shape and shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"the optimizer's {key} of {name} is {shape}, and the parameter {tuple(parameter.shape)}"
+                )
+
+
 def check(config: TRLConfig[Any]) -> None:
     """Build both for one number, so that arguments that do not fit are reported before a model is loaded."""
     make_scheduler(config.scheduler, make_optimizer(config.optimizer, nn.ParameterList([torch.zeros(1)])), 1)

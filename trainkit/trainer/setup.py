@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -31,6 +31,7 @@ from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, withou
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
 from trainkit.runs import RunLock, provenance, run, saving
+from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -333,6 +334,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     @abstractmethod
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of what the run learns from."""
+
+    @property
+    @abstractmethod
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; 0 where that is not known."""
 
@@ -543,14 +549,28 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def loop_state(self) -> dict[str, Any]:
         """Return everything that further training depends on, except the model's weights and the store."""
+        optimizer = self.sharding.optimizer_state(self.optimizer)
         return {
             "progress": asdict(self.progress),
             "method": self.state_dict(),
             "hooks": self.hooks.state_dict(),
-            "optimizer": self.sharding.optimizer_state(self.optimizer),
+            "optimizer": optimizer,
+            "optimized": optim.described(optimizer, self.unwrapped),
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
+
+    def check_loop_state(self, state: Mapping[str, Any]) -> None:
+        """Check that what `loop_state` returned is whole, and fits the model and the schedule.
+
+        Raises:
+            ValueError: it does not; names what is missing or different.
+        """
+        fields = {"progress": asdict(self.progress), "scheduler": self.scheduler.state_dict()}
+        for part, own in fields.items():
+            if odd := sorted(own.keys() ^ state[part].keys()):
+                raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
+        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped)
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `loop_state` returned."""

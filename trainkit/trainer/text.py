@@ -60,6 +60,7 @@ from trainkit.rollouts import (
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
 from trainkit.runs import run, saving
+from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.loop import AcceleratedLoop
@@ -293,6 +294,16 @@ class TextTrainer(AcceleratedLoop[M]):
                     f"the longest evaluation prompt has {longest} tokens, and rollout.eval_kwargs asks for {room} new "
                     f"ones; {self.what_fits}. Lower max_new_tokens there"
                 )
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of the data, the tokenizer and the environment."""
+        made = {} if self.environment is None else {"the environment": of_maker(self.environment)}
+        return {**super().fingerprints, "the tokenizer": self._tokenizer_seen, **made}
+
+    @cached_property
+    def _tokenizer_seen(self) -> str:
+        return of_tokenizer(self.tokenizer)
 
     # -------------------------------------------------------------------------------------------------------- sampling
 
