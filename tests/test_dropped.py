@@ -81,8 +81,9 @@ def test_a_column_that_changes_what_is_learnt_is_refused_until_it_is_ignored(
 
 def test_an_empty_cell_is_no_column() -> None:
     """A table has the columns of its widest row."""
-    rows = Dataset.from_list([{**SAMPLE, "system": "", "history": [], "images": None}])
-    assert trainkit.data.sample_rows(rows)[0]["turns"] == ["a", "b"]
+    empty = {"system": "", "history": [], "images": None, "question": float("nan")}
+    assert trainkit.data.sample_rows(Dataset.from_list([{**SAMPLE, **empty}]))[0]["turns"] == ["a", "b"]
+    assert trainkit.data.prompt_rows([{"prompt": "a", "images": [], "completions": None, "labels": None}])
 
 
 ORDINARY = ("id", "source", "label", "labels", "answer", "score", "test", "prompt_id", "context", "category", "meta")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
 from trainkit.data.chat import is_conversation
-from trainkit.errors import DataError
+from trainkit.errors import DataError, edits
 
 MEDIA = ("images", "videos", "audios")
 """Columns with what only models of other inputs than text read."""
@@ -31,8 +32,9 @@ LOGPS = ("reference_*_logps", "ref_*_logps")
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a cell holds something: neither None nor empty text, nor an empty list."""
-    return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
+    """Return whether a cell holds something: neither None nor NaN, which fill tables, nor an empty text or list."""
+    empty = value is None or (isinstance(value, float) and math.isnan(value))
+    return not empty and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
 def without(rows: Any, ignored: Collection[str]) -> Any:
@@ -66,7 +68,7 @@ def check_prompt_columns(row: Mapping[str, Any], what: str) -> None:
         typo = "prompt" not in row and near(str(name), ("prompt",))
         if typo and value and (isinstance(value, str) or is_conversation(value)):
             raise _unread(str(name), "is no prompt", "did you mean 'prompt'?", what)
-    if row.keys() >= STEPWISE:
+    if all(is_given(row.get(name)) for name in STEPWISE):
         raise _unread("completions", "has 'labels'", KNOWN["completions"], what)
 
 
@@ -92,12 +94,11 @@ def _hint(name: str, row: Mapping[str, Any]) -> str | None:
 @lru_cache(1024)
 def near(name: str, columns: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of ``columns`` that ``name`` is or is one edit from, whatever its case."""
-    return tuple(column for column in columns if _one_edit(name.lower(), column))
+    return tuple(column for column in columns if _is_near(name.lower(), column))
 
 
-def _one_edit(name: str, column: str) -> bool:
-    """Return whether at most one letter is added, omitted, swapped with the next, or (in long words) replaced."""
-    at = next((i for i, (a, b) in enumerate(zip(name, column, strict=False)) if a != b), min(len(name), len(column)))
-    swapped = name[at : at + 2] == column[at : at + 2][::-1] and name[at + 2 :] == column[at + 2 :]
-    replaced = name[at + 1 :] == column[at + 1 :] and len(column) > 4  # 'test' is no 'text'
-    return swapped or replaced or name[at + 1 :] == column[at:] or name[at:] == column[at + 1 :]
+def _is_near(name: str, column: str) -> bool:
+    """Return whether one letter is added, omitted or replaced, or two are swapped; 'test' is not near 'text'."""
+    count = edits(name, column)
+    swapped = count == 2 and sorted(name) == sorted(column)
+    return count == 0 or ((count == 1 or swapped) and (len(column) > 4 or len(name) != len(column)))

@@ -434,7 +434,10 @@ def _check_alike(what: str, *parts: Any) -> None:
     """Raise a DataError if text and conversations are mixed."""
     if len({is_conversation(part) for part in parts}) > 1:
         kinds = ", ".join("a conversation" if is_conversation(part) else describe(part, 30) for part in parts)
-        raise DataError(f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages")
+        raise DataError(
+            f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages. A "
+            "prompt that the messages repeat can be listed in data.ignore_columns"
+        )
 
 
 def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
