@@ -173,7 +173,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             return
         if self.collects_once and at.taken > len(self.pipeline):
             log.warning(
-                "the first %d of %d rows of the dataset are used twice in every epoch: %d processes need equally many",
+                "%d of %d rows of the dataset are used twice in every epoch: %d processes need equally many",
                 at.taken - len(self.pipeline),
                 len(self.pipeline),
                 self.accelerator.num_processes,
