@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from trainkit.config import (
+    DataConfig,
     EnvironmentConfig,
     MethodConfig,
     ModelConfig,
@@ -540,6 +541,7 @@ def test_faults_of_the_method_and_of_its_sampling_settings_are_told_together():
         ModelConfig,
         EnvironmentConfig,
         TokenizerConfig,
+        DataConfig,
         OptimizerConfig,
         SchedulerConfig,
         SamplingConfig,
@@ -556,6 +558,7 @@ def test_every_field_says_what_it_is_for(section):
 def test_the_sections_tested_here_are_all_there_are():
     defined = {cls for cls in Section.__subclasses__() if cls.__module__ == "trainkit.config"}
     assert defined == {MethodConfig, PluginConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
+        DataConfig,
         EnvironmentConfig,
         SamplingConfig,
         TrainConfig,
@@ -565,6 +568,7 @@ def test_the_sections_tested_here_are_all_there_are():
     } == {
         ModelConfig,
         TokenizerConfig,
+        DataConfig,
         OptimizerConfig,
         SchedulerConfig,
         RolloutConfig,

@@ -68,6 +68,10 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "unpaired": ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference"),
     "pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
     "pair without prompt": ({"chosen": "ab", "rejected": "ac"}, "implicit preference"),
+    "Alpaca": ({"instruction": "a", "input": "b", "output": "c", "text": "abc"}, "prompt-completion"),
+    "Alpaca without input": ({"instruction": "a", "output": "c"}, "prompt-completion"),
+    "Alpaca with a label": ({"instruction": "a", "output": "c", "label": True}, "unpaired preference"),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "a"}]}, "language modelling"),
     "half a pair": ({"prompt": "a", "chosen": "b"}, None),
     "none of them": ({"question": "a", "answer": "b"}, None),
 }  # fmt: skip
@@ -155,7 +159,10 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
     "nobody answers": (ASK, CHATML, "has no message of the assistant to learn from"),
     "nobody asks": (ANSWER, CHATML, "begins with a message of the assistant"),
     "no role": ([{"content": "x"}], CHATML, "message 0 should be a dict with 'role' and 'content'"),
-    "other keys": ([{"from": "human", "value": "x"}], CHATML, r"rename them:.*\"human\": \"user\""),
+    "a sender that is not known": (
+        [{"from": "observation", "value": "x"}], CHATML,
+        r"message 0 is from 'observation' \(str\); known are human, gpt, user, assistant, system, tool",
+    ),
     "a template that does not grow": (DIALOGUE, FORGETFUL, r"renders the beginning .* differently.*\{% generation %\}"),
     "a template that fails": ([*ASK, *ANSWER], "{{ raise_exception('never') }}", "cannot render it: never"),
     "text beside messages": ({"prompt": "a", "completion": ANSWER}, CHATML, "mixes text and messages"),
@@ -166,6 +173,55 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
 def test_a_conversation_that_cannot_be_read_is_named(sample: Any, template: str | None, said: str) -> None:
     with pytest.raises(DataError, match=re.compile(f"sample 1.*{said}", re.DOTALL)):
         sample_rows(["fine", sample], None, tokenizer(template))
+
+
+# ---------------------------------------------------------------------------------------------- Alpaca and ShareGPT
+
+BELOW = "Below is an instruction that describes a task"
+RESPONSE = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd."
+ALPACA: dict[str, tuple[dict[str, Any], str, str]] = {
+    "with an input": (
+        {"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n1 2",
+        f"{BELOW}, paired with an input that provides further context. {RESPONSE}\n\n### Input:\n1 2\n\n"
+        "### Response:\n",
+    ),
+    "an empty input": (
+        {"instruction": "Add.", "input": "", "output": "3"}, "Add.", f"{BELOW}. {RESPONSE}\n\n### Response:\n"
+    ),
+    "no input": ({"instruction": "Add.", "output": "3"}, "Add.", f"{BELOW}. {RESPONSE}\n\n### Response:\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "asked", "prompt"), ALPACA.values(), ids=ALPACA)
+def test_alpaca_is_a_conversation_with_a_chat_template_and_its_own_text_without(
+    row: dict[str, Any], asked: str, prompt: str
+) -> None:
+    (talk,) = sample_rows([row], None, tokenizer())
+    assert talk == sample_rows([[says("user", asked), says("assistant", "3")]], None, tokenizer())[0]
+    assert sample_rows([row], None, tokenizer(None)) == [{"turns": [prompt, "3"], "outputs": [False, True]}]
+    assert sample_rows([row]) == sample_rows([row], None, tokenizer(None))
+
+
+def test_alpaca_keeps_its_other_columns_and_takes_labels() -> None:
+    row = {"instruction": "a", "input": None, "output": "b", "text": "the whole", "id": 3}
+    assert sample_rows([row], None, tokenizer())[0].keys() == {"turns", "outputs", "text", "id"}
+    assert sample_rows([{**row, "label": False}], None, tokenizer(), rated=True)[0]["reward"] == 0
+    for column in ("instruction", "output"):
+        with pytest.raises(DataError, match="sample 0 is empty"):
+            sample_rows([{**row, column: ""}], None, tokenizer())
+
+
+def test_messages_of_sharegpt_are_read_wherever_messages_are() -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in DIALOGUE]
+    expected = sample_rows([{"messages": DIALOGUE}], None, tokenizer())
+    for row in ({"conversations": shared}, {"messages": shared}, {"conversations": DIALOGUE}, shared):
+        assert sample_rows([row], None, tokenizer()) == expected
+    ask, answer, bad = ([{"from": names[m["role"]], "value": m["content"]}] for m in (*ASK, *ANSWER, *BAD))
+    pair = {"prompt": ASKED, "chosen": ANSWERED, "rejected": f"no{EOS}"}
+    for row in ({"prompt": ask, "chosen": answer, "rejected": bad}, {"chosen": ask + answer, "rejected": ask + bad}):
+        assert preference_rows([row], tokenizer()) == [pair]
+    assert prompt_rows([{"prompt": ask}, ask]) == [{"prompt": ASK}, {"prompt": ASK}]
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs

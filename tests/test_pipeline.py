@@ -463,6 +463,15 @@ def test_a_sample_that_is_cut_has_no_eos(limit: int, mask: str, pad: str) -> Non
     assert encoded(made, ("ab", "cd"), limit) == (whole[:limit], mask)
 
 
+def test_a_tokenizer_that_truncates_on_the_left_leaves_the_end_and_its_eos() -> None:
+    """The first token is context, because nothing precedes it any more."""
+    made = tokenizer(f"{BOS} $A")
+    made.truncation_side = "left"
+    whole = ids_of(made, BOS, *"abcd", EOS)
+    masks = [encoded(made, ("ab", "cd"), limit) for limit in (6, 5, 3, 2)]
+    assert masks == [(whole, "...xxx"), (whole[1:], "..xxx"), (whole[3:], ".xx"), (whole[4:], ".x")]
+
+
 def test_a_sample_whose_output_is_cut_off_wholly_is_refused_by_name() -> None:
     with pytest.raises(DataError, match="sample 7 has no output within the first 3 tokens; shorten its prompt"):
         encode_sample(tokenizer(f"{BOS} $A"), sample_rows([("ab", "cd")])[0], 3, "sample 7")
@@ -557,6 +566,13 @@ def test_a_pair_that_is_too_long_loses_the_same_beginning_of_its_prompt_on_both_
     assert sides(made, "abc", "de", "f", 6) == [("abc", "de<eos>"), ("abc", "f<eos>")]
     assert sides(made, "abc", "de", "f", 5) == [("bc", "de<eos>"), ("bc", "f<eos>")]
     assert sides(made, "abc", "defgh", "f", 4) == [("c", "def"), ("c", "f<eos>")]
+
+
+def test_outputs_that_are_still_too_long_lose_their_beginning_on_the_left() -> None:
+    made = character_tokenizer("abcdefgh")
+    made.truncation_side = "left"
+    assert sides(made, "abc", "de", "f", 5) == [("bc", "de<eos>"), ("bc", "f<eos>")]
+    assert sides(made, "abc", "defgh", "f", 4) == [("f", "gh<eos>"), ("c", "f<eos>")]
 
 
 def test_what_was_cut_is_told() -> None:

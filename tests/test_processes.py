@@ -201,6 +201,7 @@ torch.distributed.destroy_process_group()
 
 ENDED = """
 import json
+import logging
 import sys
 from pathlib import Path
 import torch
@@ -267,6 +268,14 @@ straight.learn()
 for name, trainer in (("longer", longer), ("straight", straight)):
     weights = [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
     said[name] = [trainer.progress.step, trainer.hooks.made["counts"].counted, weights]
+told = []
+note = logging.Handler()
+note.emit = lambda record: told.append(record.getMessage())
+logging.getLogger("trainkit").addHandler(note)
+odd = tiny_trainer("sft", out / "odd", train__total_steps=1, train__batch_size=4)
+odd.add_samples([{"prompt": "a", "completion": letter, "id": 1} for letter in "bcd"])
+odd.learn()
+said["told"] = told
 (out / f"said-{rank}.json").write_text(json.dumps(said))
 torch.distributed.destroy_process_group()
 """
@@ -495,6 +504,16 @@ def test_one_process_that_stops_the_run_ends_both_after_the_same_step(ended: lis
 
 def test_a_tracker_is_made_on_the_main_process_only(ended: list[dict[str, Any]]) -> None:
     assert [said["trackers"] for said in ended] == [[[0, 1, 2, 3, 3]], []]
+
+
+def test_rows_that_are_used_twice_and_unread_columns_are_told_by_the_main_process(ended: list[dict[str, Any]]) -> None:
+    assert [said["told"] for said in ended] == [
+        [
+            "sft does not read the column 'id' of the samples",
+            "1 of 3 rows of the dataset are used twice in every epoch: 2 processes need equally many",
+        ],
+        [],
+    ]
 
 
 @pytest.fixture(scope="module")

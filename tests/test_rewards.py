@@ -497,14 +497,16 @@ def test_integer_and_float_rewards_train_alike(tmp_path: Path) -> None:
     [
         ("rloo", "rloo: the 4 responses to each prompt have equal scores in the whole collection (the first has 0.5)"),
         ("ppo", "ppo: all responses have equal scores in the whole collection (the first has 0.5)"),
+        ("rft", "rft: the 4 responses to each prompt have equal scores in the whole collection (the first has 0.5)"),
+        ("ddpo", "ddpo: all images of the collection have the reward 0.5, so the rewards say nothing"),
     ],
 )
 def test_scores_that_are_all_equal_are_told_once(
     method: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for rewards, times in (
-        (lambda outputs, **_: [0.5] * len(outputs), 1),
-        (lambda outputs, **_: [float(len(output)) for output in outputs], 0),
+        (lambda prompts, **_: [0.5] * len(prompts), 1),
+        (lambda prompts, **_: [float(n % 3) for n, _ in enumerate(prompts)], 0),
     ):
         caplog.clear()
         tiny_trainer(method, tmp_path / str(times), arguments={"reward_fn": rewards}).learn()

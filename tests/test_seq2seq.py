@@ -497,6 +497,9 @@ def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture
     found = trainer.encode_samples(rows)
     assert found.queries[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     assert found.responses[0].tolist() == [7, 6, 5, 4, 3, 2, 1]
+    trainer.tokenizer.truncation_side = "left"
+    assert trainer.encode_samples(rows).responses[0].tolist() == [5, 4, 3, 2, 1, 0, V - 2]
+    assert trainer.encode_samples(rows).queries[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     with pytest.raises(DataError, match=r"do not fit into 8 tokens each"):
         trainer.generate(["a"], max_new_tokens=8)
 

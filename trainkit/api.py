@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config import MethodConfig, TRLConfig, read_yaml
+from trainkit.config import TRLConfig, read_yaml
 from trainkit.errors import ConfigError, TrainkitError, describe
 from trainkit.plugins import BUILT_IN, available_trainers, get_trainer, is_registered
 
@@ -128,9 +128,9 @@ def train(
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     models = {"model_path": model_path, "reference_path": reference}
-    settled = _settle_config(config, method, models, lambda: _usual_method(present, samples))
+    settled = _settle_config(config, method, models, lambda: _usual_method(present, samples, config))
     trainer_class = get_trainer(settled.method.name)
-    _check_inputs(settled.method, trainer_class, present, samples)
+    _check_inputs(settled, trainer_class, present, samples)
     # trainers of other models than language models take neither
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
@@ -150,14 +150,16 @@ def train(
         trainer.add_samples(samples, rewards)
     else:
         from trainkit.data import prompt_rows
+        from trainkit.data.columns import without
 
-        rows = prompt_rows(trainer.default_prompts() if prompts is None else prompts, needed=environment is None)
+        prompts = trainer.default_prompts() if prompts is None else without(prompts, settled.data.ignore_columns)
+        rows = prompt_rows(prompts, needed=environment is None)
         trainer.add_prompt_pipeline(rows)
         eval_prompts = rows[: _prompts_of_a_step(trainer)] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
     if eval_samples is not None:
-        trainer.add_eval_samples(*_eval_samples(eval_samples, trainer.inputs, formatting_func))
+        trainer.add_eval_samples(*_eval_samples(eval_samples, trainer, formatting_func))
     trainer.learn()
     return trainer
 
@@ -169,15 +171,15 @@ def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
 
 
 def _eval_samples(
-    eval_samples: Any, inputs: tuple[str, ...], formatting_func: Callable[[Any], Any] | None
+    eval_samples: Any, trainer: AcceleratedLoop[Any], formatting_func: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
     from trainkit.data import first_format, formatted
 
-    rated = bool({"rewards", "labels"} & {*inputs})
+    rated = bool({"rewards", "labels"} & {*trainer.inputs})
     if rated and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
         return formatted(eval_samples[0], formatting_func), eval_samples[1]
     made = formatted(eval_samples, formatting_func)
-    if rated and first_format(made) != "unpaired preference":
+    if rated and first_format(made, trainer.config.data.ignore_columns) != "unpaired preference":
         raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
     return made, None
 
@@ -285,8 +287,8 @@ def _plays(trainer_class: type[Any]) -> bool:
     return issubclass(trainer_class, AccelerateRLTrainer) and bool({"reward_fn", "environment"} & inputs)
 
 
-def _usual_method(present: list[str], samples: Any) -> str:
-    """Return the algorithm that is used for the given data if none is named."""
+def _usual_method(present: list[str], samples: Any, config: Any) -> str:
+    """Return the algorithm that is used for the given data if neither the argument nor ``config`` names one."""
     if {"reward_fn", "environment"} & {*present}:
         return "ppo"
     if "prompts" in present:
@@ -298,7 +300,8 @@ def _usual_method(present: list[str], samples: Any) -> str:
         return "ilql"
     from trainkit.data import first_format
 
-    form = first_format(samples)
+    ignored = _as_dict(_config_sections(config).get("data")).get("ignore_columns")
+    form = first_format(samples, ignored if isinstance(ignored, list | tuple) else ())  # it is validated later
     return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "kto"}.get(form or "", "sft")
 
 
@@ -345,17 +348,18 @@ def _is_model(value: Any) -> TypeIs[PreTrainedModel]:
 
 
 def _check_inputs(
-    method: MethodConfig, trainer_class: type[AcceleratedLoop[Any]], present: list[str], samples: Any
+    config: TRLConfig[Any], trainer_class: type[AcceleratedLoop[Any]], present: list[str], samples: Any
 ) -> None:
     """Raise a `ConfigError` unless the data are those that the method learns from."""
     from trainkit.data import first_format
 
+    method, ignored = config.method, config.data.ignore_columns
     inputs = trainer_class.inputs_for(method)
     varies = sum("inputs_for" in vars(base) for base in trainer_class.__mro__) > 1  # the class overrides it
     rated = {"rewards", "labels"} & {*inputs}
     met = {"prompts", "pairs", *present}  # prompts have a default; read_samples checks that samples are pairs
     met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
-    if rated and ("rewards" in present or first_format(samples) == "unpaired preference"):
+    if rated and ("rewards" in present or first_format(samples, ignored) == "unpaired preference"):
         met |= rated
     known = {*inputs, *(("reward_fn", "environment") if {"reward_fn", "environment"} & {*inputs} else ())}
     known |= {"rewards"} if rated else set()

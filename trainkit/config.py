@@ -268,6 +268,14 @@ class TokenizerConfig(Section):
     """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
 
 
+class DataConfig(Section):
+    """How datasets are read."""
+
+    ignore_columns: list[str] = []
+    """Columns that are removed from all rows, as if the dataset did not have them. Reward functions, metric functions
+    and environments do not get them either."""
+
+
 class OptimizerConfig(Section):
     """The optimizer, from `torch.optim`."""
 
@@ -465,6 +473,8 @@ class TRLConfig(BaseModel, Generic[M]):
     """The model."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
+    data: DataConfig = DataConfig()
+    """The reading of datasets."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -63,3 +63,13 @@ def suggest(name: str, choices: object) -> str:
 
     near = get_close_matches(name, [str(c) for c in choices], n=1, cutoff=0.6)  # type: ignore[attr-defined]
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def edits(a: str, b: str) -> int:
+    """Return the letters to insert, delete or replace to make ``b`` of ``a``. Levenshtein 1966."""
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, row = row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(row[-1] + 1, before[j] + 1, before[j - 1] + (letter != other)))
+    return row[-1]

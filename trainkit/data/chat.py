@@ -33,6 +33,31 @@ def is_conversation(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
+SENDERS = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system", "tool")}}
+"""Roles by the senders of ShareGPT's messages."""
+
+
+def with_roles(messages: Sequence[Mapping[str, Any]], what: str) -> list[Message]:
+    """Return messages with ``role`` and ``content`` in the place of ShareGPT's ``from`` and ``value``; copies.
+
+    Raises:
+        DataError: a sender is not known; ``what`` names the row.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        copied = dict(message)
+        if "from" in copied and "value" in copied and "role" not in copied:
+            sender = copied.pop("from")
+            if sender not in SENDERS:
+                raise DataError(
+                    f"{what}: message {index} is from {describe(sender)}; known are {', '.join(SENDERS)}. Give it the "
+                    "'role' and 'content' that the chat template expects"
+                )
+            copied = {"role": SENDERS[sender], "content": copied.pop("value"), **copied}
+        found.append(copied)
+    return found
+
+
 class Chat:
     """Renders the conversations of one row with the tokenizer's chat template.
 
@@ -118,17 +143,11 @@ class Chat:
     def _check(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages as dicts, without keys whose value is None, which datasets use to fill tables."""
         checked = []
-        for index, message in enumerate(messages):
-            if "from" in message and "value" in message:
-                raise DataError(
-                    f"{self.what}: message {index} has the keys 'from' and 'value'; rename them:\n"
-                    '    roles = {"system": "system", "human": "user", "gpt": "assistant"}\n'
-                    '    messages = [{"role": roles[m["from"]], "content": m["value"]} for m in messages]'
-                )
+        for index, message in enumerate(with_roles(messages, self.what)):
             if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
                     f"{self.what}: message {index} should be a dict with 'role' and 'content'; "
-                    f"given {describe(dict(message))}"
+                    f"given {describe(message)}"
                 )
             checked.append({key: value for key, value in message.items() if value is not None})
         return checked

@@ -4,8 +4,11 @@
 format                    columns                                    read as
 ========================  =========================================  =========================================
 language modelling        ``text``, or ``messages``                  a sample
+... of ShareGPT           ``conversations``                          a sample
 prompt-completion         ``prompt`` and ``completion`` or           a sample
                           ``output``
+... of Alpaca             ``instruction``, ``output``, and mostly    a sample
+                          ``input``
 unpaired preference       these and ``label``, true or false         a sample with the reward 1 or 0
 preference                ``prompt``, ``chosen``, ``rejected``       a pair
 ... with implicit prompt  ``chosen``, ``rejected`` with a common     a pair
@@ -13,13 +16,14 @@ preference                ``prompt``, ``chosen``, ``rejected``       a pair
 prompt-only               ``prompt``                                 a prompt
 ========================  =========================================  =========================================
 
-The values are text, or conversations: lists of ``{"role": ..., "content": ...}``, which the tokenizer's chat template
-renders as text. Further columns are kept.
+The values are text, or conversations: lists of ``{"role": ..., "content": ...}`` or, as in ShareGPT, ``{"from": ...,
+"value": ...}``, which the tokenizer's chat template renders as text. Further columns are kept, unless they show that a
+row is not what it is read as (`trainkit.data.columns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,7 +31,8 @@ import torch
 from torch import Tensor
 
 from trainkit.data.batches import GIVEN, Row
-from trainkit.data.chat import Chat, is_conversation
+from trainkit.data.chat import SETTINGS, Chat, is_conversation, with_roles
+from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, row_without
 from trainkit.data.pipeline import check_text, is_stream
 from trainkit.errors import DataError, describe
 from trainkit.seeding import SEEDED, check_seed
@@ -45,11 +50,21 @@ Format = Literal[
 OUTPUTS = ("completion", "output")
 """The allowed names of the column with an output."""
 EXPECTED = {
-    "sample": "text | messages (language modelling), prompt and completion or output (prompt-completion)",
+    "sample": (
+        "text | messages | conversations (language modelling), prompt and completion or output | instruction, input, "
+        "output (prompt-completion)"
+    ),
     "pair": "prompt, chosen, rejected (preference) | chosen, rejected with a common beginning (implicit prompt)",
     "prompt": "prompt (prompt-only)",
 }
 """The expected columns, by what the row is read as."""
+ALPACA = ("instruction", "input", "output")
+"""The columns of Alpaca's rows, in which ``input`` may be empty or missing."""
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
+"""The text of an Alpaca row's prompt, for tokenizers without a chat template."""
 
 
 def plain(value: Any) -> Any:
@@ -75,12 +90,22 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
     if sides:
         whole: Format = "preference" if "prompt" in row else "implicit preference"
         return whole if len(sides) == 2 else None
-    has_output = any(name in row for name in OUTPUTS)
-    if "prompt" in row and has_output:
+    read = _read_from(row)
+    if len(read) > 1:
         return "unpaired preference" if _is_label(row.get("label")) else "prompt-completion"
-    if has_output or "text" in row or "messages" in row:
+    if read:
         return "language modelling"
-    return "prompt-only" if "prompt" in row else None
+    return "prompt-only" if "prompt" in row and not row.keys() >= STEPWISE else None
+
+
+def _read_from(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns that a row is read from as a sample: an output, with its prompt if there is one."""
+    if {"instruction", "output"} <= row.keys() and "prompt" not in row:
+        return ALPACA
+    output = next((name for name in (*OUTPUTS, "messages", "conversations", "text") if name in row), None)
+    if output is None:
+        return ()
+    return ("prompt", output) if output in OUTPUTS and "prompt" in row else (output,)
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
@@ -93,7 +118,8 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
     dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``.
 
     Raises:
-        DataError: there are no prompts, or one is not text, is empty or cannot be encoded; names its index.
+        DataError: there are no prompts, or one is not text, is empty or cannot be encoded, or its columns show that it
+            is no prompt; names its index.
     """
     if callable(prompts):
         raise DataError(
@@ -107,7 +133,10 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         if "prompt" not in row and needed:
             raise _wrong(row, "prompt", f"prompt {index}")
-        if (needed or row.get("prompt") is not None) and not is_conversation(row["prompt"]):
+        check_prompt_columns(row, f"prompt {index}")
+        if is_conversation(row.get("prompt")):
+            row["prompt"] = with_roles(row["prompt"], f"prompt {index}")
+        elif needed or row.get("prompt") is not None:
             check_text(row["prompt"], f"prompt {index}")
         if taken := [name for name in row if name in GIVEN and not (replayed and name == "episode_seed")]:
             raise DataError(
@@ -142,6 +171,7 @@ def sample_rows(
     *,
     rated: bool = False,
     first: int = 0,
+    columns: Collection[str] = (),
 ) -> list[Row]:
     """Return samples as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
@@ -154,13 +184,16 @@ def sample_rows(
         tokenizer: its chat template renders conversations.
         rated: whether every sample needs a reward; the label of an unpaired preference is one.
         first: the index of the first sample in error messages.
+        columns: further columns that the caller reads.
 
     Raises:
-        DataError: there are no samples, one has another form, or the number of rewards differs; names its index.
+        DataError: there are no samples, one has another form or a column of another form that nothing reads, or the
+            number of rewards differs; names its index.
     """
     _check_list(samples, "sample")
     rows = [
-        sample_row(sample, f"sample {index}", tokenizer, rated=rated) for index, sample in enumerate(samples, first)
+        sample_row(sample, f"sample {index}", tokenizer, rated=rated, columns=columns)
+        for index, sample in enumerate(samples, first)
     ]
     if not rows:
         raise DataError("samples is empty; give at least one sample")
@@ -195,28 +228,49 @@ def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
     return [{**row, "reward": reward} for row, reward in zip(rows, read, strict=True)]
 
 
-def sample_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, rated: bool = False) -> Row:
+def sample_row(
+    sample: Any,
+    what: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    rated: bool = False,
+    columns: Collection[str] = (),
+) -> Row:
     """Return one sample as a row of `sample_rows`."""
     if is_conversation(sample):
         return _spans({}, Chat(tokenizer, {}, what).spans(sample))
     if not isinstance(sample, Mapping):
         return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
-    form = recognise(sample)
+    form, names = recognise(sample), _read_from(sample)
     if form not in ("language modelling", "prompt-completion", "unpaired preference"):
         raise _wrong(sample, "sample", what)
     if form == "unpaired preference" and not rated:
         raise _wrong(sample, "sample", what, ' if row["label"]')
-    names = [name for name in ("text", "messages", "prompt", *OUTPUTS) if name in sample]
-    columns = {key: value for key, value in sample.items() if key not in names}
+    parts = _alpaca(sample, what, tokenizer) if names == ALPACA else [sample[name] for name in names]
+    talk = is_conversation(parts[-1])
+    own = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
+    check_columns(sample, (*names, *own, *(SETTINGS if talk else ()), *columns), what)
+    kept = {key: value for key, value in sample.items() if key not in names}
     if form == "unpaired preference":
-        columns["reward"] = float(columns.pop("label"))
-    output = next((sample[name] for name in (*OUTPUTS, "messages", "text") if name in sample), None)
-    prompt = [sample["prompt"]] if "prompt" in sample else []
-    _check_alike(what, *prompt, output)
-    if is_conversation(output):
-        asked = prompt[0] if prompt else []
-        return _spans(columns, Chat(tokenizer, sample, what).spans([*asked, *output], first=len(asked)))
-    return _turns(columns, [*prompt, output], what)
+        kept["reward"] = float(kept.pop("label"))
+    _check_alike(what, *parts)
+    if talk:
+        asked = parts[0] if len(parts) > 1 else []
+        return _spans(kept, Chat(tokenizer, sample, what).spans([*asked, *parts[-1]], first=len(asked)))
+    return _turns(kept, parts, what)
+
+
+def _alpaca(row: Mapping[str, Any], what: str, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
+    """Return prompt and output of an Alpaca row: messages if the tokenizer has a chat template, otherwise text."""
+    given = [row[name] for name in ALPACA if name != "input" or row.get(name)]
+    for text in given:
+        check_text(text, what)
+    *asked, output = given
+    if tokenizer is not None and tokenizer.chat_template:
+        return [[{"role": "user", "content": "\n".join(asked)}], [{"role": "assistant", "content": output}]]
+    instruction, *context = asked
+    paired = ", paired with an input that provides further context" if context else ""
+    return [ALPACA_PROMPT.format(paired, instruction, f"### Input:\n{context[0]}\n\n" if context else ""), output]
 
 
 def _turns(columns: Row, turns: list[Any], what: str) -> Row:
@@ -242,32 +296,44 @@ def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
 
 
 def preference_rows(
-    samples: Iterable[Any], tokenizer: PreTrainedTokenizerBase | None = None, *, first: int = 0
+    samples: Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    first: int = 0,
+    columns: Collection[str] = (),
 ) -> list[Row]:
     """Return pairs as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
 
     Without a column ``prompt``, the prompt is the common beginning of both sides: messages, or text up to a word's end.
+    ``columns`` are further columns that the caller reads.
 
     Raises:
-        DataError: there are no pairs, one has another form, or its sides are the same; names its index.
+        DataError: there are no pairs, one has another form or a column of another form that nothing reads, or its sides
+            are the same; names its index.
     """
     _check_list(samples, "sample")
-    rows = [preference_row(sample, f"sample {index}", tokenizer) for index, sample in enumerate(samples, first)]
+    rows = [
+        preference_row(sample, f"sample {index}", tokenizer, columns=columns)
+        for index, sample in enumerate(samples, first)
+    ]
     if not rows:
         raise DataError("samples is empty; give at least one pair")
     return rows
 
 
-def preference_row(sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Row:
+def preference_row(
+    sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, columns: Collection[str] = ()
+) -> Row:
     """Return one pair as a row of `preference_rows`."""
     form = recognise(sample) if isinstance(sample, Mapping) else None
     if form not in ("preference", "implicit preference"):
         raise _wrong(sample, "pair", what)
     prompt, sides = sample.get("prompt"), [sample["chosen"], sample["rejected"]]
+    talk = is_conversation(sides[0])
+    check_columns(sample, ("prompt", "chosen", "rejected", *(SETTINGS if talk else ()), *columns), what)
     _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
     if sides[0] == sides[1]:
         raise DataError(f"{what} has the same text as chosen and as rejected, so it shows no preference; remove it")
-    talk = is_conversation(sides[0])
     if form == "implicit preference":
         at = _common_messages(*sides) if talk else _common_text(what, *sides)
         if not at:
@@ -304,7 +370,7 @@ class Formatted:
     """A stream with ``formatting_func`` applied to each row, every time it is iterated over.
 
     Raises:
-        DataError: the function raised an exception or returned None; names the row.
+        DataError: the function raised an exception, or returned None or a list that holds no messages; names the row.
     """
 
     def __init__(self, rows: Iterable[Any], formatting_func: Callable[[Any], Any]) -> None:
@@ -328,6 +394,11 @@ class Formatted:
                     f"formatting_func returned None for sample {index}, {describe(row)}; return text, "
                     "(prompt, output), messages, or a dict of a format"
                 )
+            if isinstance(made, list) and not is_conversation(made):
+                raise DataError(
+                    f"formatting_func returned a list for sample {index}, {describe(made)}; it is called with one row "
+                    "and returns one sample: a text, a tuple (prompt, output) of turns, messages, or a dict of a format"
+                )
             yield made
 
 
@@ -340,12 +411,12 @@ def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
     return made if is_stream(rows) else list(made)
 
 
-def first_format(samples: Any) -> Format | None:
-    """Return the format of the first sample; None if it is not a dict of a format."""
+def first_format(samples: Any, ignored: Collection[str] = ()) -> Format | None:
+    """Return the format of the first sample without the columns ``ignored``; None if it is not a dict of a format."""
     if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
         return None
     first = next(iter(samples), None)
-    return recognise(first) if isinstance(first, Mapping) else None
+    return recognise(row_without(first, ignored)) if isinstance(first, Mapping) else None
 
 
 def _check_list(given: Any, kind: str) -> None:
@@ -363,7 +434,10 @@ def _check_alike(what: str, *parts: Any) -> None:
     """Raise a DataError if text and conversations are mixed."""
     if len({is_conversation(part) for part in parts}) > 1:
         kinds = ", ".join("a conversation" if is_conversation(part) else describe(part, 30) for part in parts)
-        raise DataError(f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages")
+        raise DataError(
+            f"{what} mixes text and messages: {kinds}. Give all as text, or all as lists of messages. A "
+            "prompt that the messages repeat can be listed in data.ignore_columns"
+        )
 
 
 def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
@@ -371,12 +445,13 @@ def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
     form = recognise(row) if isinstance(row, Mapping) else None
     given = f"has the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {describe(row)}"
     sides = [side for side in ("chosen", "rejected") if isinstance(row, Mapping) and side not in row]
+    stepwise = isinstance(row, Mapping) and row.keys() >= STEPWISE
     lacks = f", without {sides[0]}" if len(sides) == 1 else ""
     name = "prompts" if wanted == "prompt" else "samples"
     return DataError(
         f"{what} {given}{f', which is {form}' if form else ''}{lacks}; expected here: {EXPECTED[wanted]}. "
-        f"{_advice(form, wanted)}For example:\n"
-        f"    {name} = [{_example(row, form, wanted)} for row in {name}{condition}]\n"
+        f"{KNOWN['completions'].capitalize() + '. ' if stepwise else _advice(form, wanted)}For example:\n"
+        f"    {name} = [{_example(row, 'prompt-only' if stepwise else form, wanted)} for row in {name}{condition}]\n"
         f"    trainkit.train(..., {name}={name})"
     )
 
@@ -389,7 +464,7 @@ def _advice(form: Format | None, wanted: str) -> str:
     if form == "unpaired preference":
         return (
             "This method would train on samples labelled False as on the others; kto learns from labels, and ilql uses "
-            "them as rewards. "
+            "them as rewards. If the column means something else, list it in data.ignore_columns: ['label']. "
         )
     return ""
 

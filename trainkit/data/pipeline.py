@@ -239,15 +239,21 @@ EncodedSide = tuple[list[int], list[bool]]
 """The token ids of a prompt with an output, and a mask of the output's tokens."""
 
 
+class EqualSidesError(DataError):
+    """The sides of a pair differ in nothing but tokens that truncation removes."""
+
+
 def encode_pair(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode both sides of a pair row; return them, and whether they were truncated to ``limit`` tokens.
 
     A pair that is too long loses the beginning of its prompt, the same part on both sides, so that the prompts stay
-    equal. An output that is still too long loses its end and its EOS (S-36).
+    equal. An output that is still too long loses its end and its EOS (S-36), or with the ``truncation_side`` ``"left"``
+    of the tokenizer its beginning; a first token that nothing precedes is not trained.
 
     Raises:
+        EqualSidesError: truncation has made both sides the same.
         DataError: a text has no tokens, both sides have the same tokens, or a side loses its whole output.
     """
     chosen, rejected = (
@@ -256,15 +262,25 @@ def encode_pair(
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
         first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # at least one prompt token stays
-        cut = slice(first, first + (limit or 0))
-        chosen, rejected = ((ids[cut], mask[cut]) for ids, mask in (chosen, rejected))
+        whole = chosen != rejected
+        chosen, rejected = (_cut(tokenizer, ids[first:], mask[first:], limit) for ids, mask in (chosen, rejected))
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):
-        raise DataError(
+        error = EqualSidesError if same and room > 0 and whole else DataError
+        raise error(
             f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
             f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
         )
     return chosen, rejected, room > 0
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool], limit: int | None) -> EncodedSide:
+    """Return at most ``limit`` tokens with their mask, those of the side that ``truncation_side`` leaves."""
+    if limit is None or len(ids) <= limit:
+        return ids, mask
+    if tokenizer.truncation_side == "right":
+        return ids[:limit], mask[:limit]
+    return ids[-limit:], [False, *mask[1 - limit :]]  # nothing precedes the first token, so it is not trained
 
 
 def encode_pair_apart(
@@ -273,6 +289,7 @@ def encode_pair_apart(
     """Do as `encode_pair` does, for a model that reads prompt and output separately (`encode_apart`).
 
     Raises:
+        EqualSidesError: truncation has made both sides the same.
         DataError: a text has no tokens, or both sides have the same tokens.
     """
     chosen, rejected = (
@@ -280,7 +297,8 @@ def encode_pair_apart(
     )
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
-        raise DataError(f"{what} has the same tokens as chosen and as rejected{within}; remove it")
+        error = EqualSidesError if chosen[2] or rejected[2] else DataError
+        raise error(f"{what} has the same tokens as chosen and as rejected{within}; remove it")
     return chosen[:2], rejected[:2], chosen[2] or rejected[2]
 
 
@@ -314,7 +332,7 @@ def encode_apart(
 
     The prompt is encoded as the tokenizer does, special tokens included. EOS is appended to the output if it is
     missing. Each may have ``limit`` tokens, the decoder's start token included: a longer prompt loses its beginning, a
-    longer output its end (S-44).
+    longer output its end, or with the ``truncation_side`` ``"left"`` of the tokenizer its beginning (S-44).
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -327,7 +345,8 @@ def encode_apart(
         response = [*response, tokenizer.eos_token_id]
     cut = limit is not None and (len(query) > limit or len(response) >= limit)
     if limit is not None:
-        query, response = query[-limit:], response[: limit - 1]
+        right = tokenizer.truncation_side == "right"
+        query, response = query[-limit:], response[: limit - 1] if right else response[1 - limit :]
     return [*query, *response], [False] * len(query) + [True] * len(response), cut
 
 
@@ -363,7 +382,7 @@ def encode_sample(
     """Encode a sample row; return the token ids and a mask of the response tokens.
 
     Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
-    inference. EOS ends the last output and is trained on, unless the sample was truncated to ``limit`` tokens (S-35).
+    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35).
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.
@@ -384,10 +403,22 @@ def encode_sample(
     if ids[-1] != tokenizer.eos_token_id or not chosen[-1]:
         ids.append(tokenizer.eos_token_id)
         chosen.append(True)
-    ids, chosen = ids[:limit], chosen[:limit]
+    return cut_sample(tokenizer, ids, chosen, limit, what)
+
+
+def cut_sample(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], chosen: list[bool], limit: int | None, what: str = "the sample"
+) -> EncodedSide:
+    """Return the first ``limit`` tokens of a sample, or the last ones if the tokenizer truncates on the left.
+
+    Raises:
+        DataError: no response token is left.
+    """
+    ids, chosen = _cut(tokenizer, ids, chosen, limit)
     if not any(chosen):
         raise DataError(
-            f"{what} has no output within the first {limit} tokens; shorten its prompt or raise train.seq_length"
+            f"{what} has no output within the first {limit} tokens; shorten its prompt, raise train.seq_length, or set "
+            "the tokenizer's truncation_side to 'left'"
         )
     return ids, chosen
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from types import CodeType
 from typing import Any
 
-from trainkit.errors import describe, suggest
+from trainkit.errors import describe, edits, suggest
 
 ARROWS = {
     "get_arch": "configuration → model",
@@ -118,7 +118,7 @@ def _misspelt(cls: type) -> str:
     for (base, name), code in codes.items():
         if not code or name.startswith("_") or len(name) < SHORTEST or name in known | used:
             continue
-        distance, nearest = min((_edits(name, method), method) for method in METHODS)
+        distance, nearest = min((edits(name, method), method) for method in METHODS)
         if distance <= EDITS:
             return (
                 f"{base.__qualname__}.{name} overrides nothing, and the class does not call it"
@@ -152,13 +152,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _edits(a: str, b: str) -> int:
-    """Return the letters to insert, delete or replace to make ``b`` of ``a``. Levenshtein 1966."""
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        before, row = row, [i]
-        for j, other in enumerate(b, 1):
-            row.append(min(row[-1] + 1, before[j] + 1, before[j - 1] + (letter != other)))
-    return row[-1]

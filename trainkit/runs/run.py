@@ -61,8 +61,15 @@ MAY_CHANGE = (
     "environment.timeout",
 )
 """Prefixes of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
-MUST_NOT_CHANGE = ("train.seed", "train.batch_size", "train.max_grad_norm", "train.mixed_precision", "train.seq_length")
-"""Settings of the section ``train`` that change how training proceeds, and so may not differ when resuming."""
+MUST_NOT_CHANGE = (
+    "train.seed",
+    "train.batch_size",
+    "train.max_grad_norm",
+    "train.mixed_precision",
+    "train.seq_length",
+    "tokenizer.kwargs.truncation_side",
+)
+"""Settings among these that change how training proceeds, and so may not differ when resuming."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
 """Settings that may not differ even with ``allow_drift``: the state in a checkpoint depends on them."""
 LENGTH = ("train.total_steps", "train.epochs", "plugins")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, Prompts, Row, Stream, is_stream, prompt_rows
+from trainkit.data.columns import without
 from trainkit.errors import ConfigError, DataError
 from trainkit.runs.fingerprints import Fingerprints, of_rows
 from trainkit.trainer.setup import PreparedTrainer
@@ -75,7 +76,7 @@ class TrainerInputs(PreparedTrainer[M]):
 
     def read_prompts(self, prompts: Prompts) -> list[Row]:
         """Return checked rows of ``prompts``."""
-        return self.fit_prompts(prompt_rows(prompts))
+        return self.fit_prompts(prompt_rows(without(prompts, self.config.data.ignore_columns)))
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """Return the rows of prompts that can be used, after checking all of them."""

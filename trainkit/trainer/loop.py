@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
-from trainkit.data import Batch, shuffled
+from trainkit.data import Batch, Pipeline, shuffled
 from trainkit.errors import DataError, NonFiniteError, PluginError
 from trainkit.functional import exact
 from trainkit.runs import run, saving
@@ -95,6 +95,8 @@ class AcceleratedLoop(TrainerInputs[M]):
             if run.finished(self):
                 return
             if self.progress.step == 0:
+                if not self.total_steps and self.accelerator.is_main_process:
+                    log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
                 evaluate_if(self, self.total_steps > 0)
             for batch in self._minibatches():
                 self._train_on(batch)
@@ -145,10 +147,47 @@ class AcceleratedLoop(TrainerInputs[M]):
         for batch in minibatches(self.store.experience, steps[at.position :], layout, self.gather):
             if at.stopped:
                 return
+            self._tell_short_step(len(steps[at.position]), len(order))
             at.position += 1
             if at.position == len(steps):
                 at.epoch, at.position = at.epoch + 1, 0
             yield batch
+
+    def _tell_short_step(self, rows: int, total: int) -> None:
+        """Log, once, that a step has fewer rows than `train.batch_size`; ``total`` rows are in the collection."""
+        size = self.config.train.batch_size
+        if rows >= size or self._short_step_told or not self.accelerator.is_main_process:
+            return
+        self._short_step_told = True
+        log.warning(
+            "step %d is made with %d rows: train.batch_size, %d, does not divide the %d rows of %s",
+            self.progress.step + 1,
+            rows,
+            size,
+            total,
+            "the dataset" if self.collects_once else "a collection (rollout.num_rollouts)",
+        )
+
+    def _tell_repeated(self) -> None:
+        """Log how many rows a collection uses beyond the epochs of the run."""
+        at, rows = self.progress, self.rows_to_use
+        if not isinstance(self.pipeline, Pipeline) or rows is None or not self.accelerator.is_main_process:
+            return
+        if self.collects_once and at.taken > len(self.pipeline):
+            log.warning(
+                "%d of %d rows of the dataset are used twice in every epoch: %d processes need equally many",
+                at.taken - len(self.pipeline),
+                len(self.pipeline),
+                self.accelerator.num_processes,
+            )
+        elif at.cursor + at.taken > rows:
+            log.warning(
+                "%d of the %d prompts of the last collection are of a further epoch: collections of "
+                "rollout.num_rollouts do not divide the %d prompts of train.epochs",
+                at.cursor + at.taken - rows,
+                at.taken,
+                rows,
+            )
 
     def _layout(self) -> Layout:
         """Return which process holds which rows of the current collection.
@@ -175,6 +214,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Fill the store with one collection of experience, and call the hook `on_experience`."""
         started = time.perf_counter()
         self.fill_store()
+        self._tell_repeated()
         self._time("time/collect", started)
         self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 

@@ -162,6 +162,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._ahead = threading.local()
         self._clock = time.perf_counter()
         self._warned_past_the_end = False
+        self._short_step_told = False
 
     @property
     def needs_reference(self) -> bool:

@@ -31,7 +31,18 @@ from trainkit.data import (
     sample_rows,
     written_prompts,
 )
-from trainkit.data.pipeline import EncodedSide, encode_apart, encode_pair, encode_pair_apart, encode_sample, one_output
+from trainkit.data.chat import SETTINGS
+from trainkit.data.columns import is_given, without
+from trainkit.data.pipeline import (
+    EncodedSide,
+    EqualSidesError,
+    cut_sample,
+    encode_apart,
+    encode_pair,
+    encode_pair_apart,
+    encode_sample,
+    one_output,
+)
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.functional import place_scores
 from trainkit.models import (
@@ -61,7 +72,7 @@ from trainkit.rollouts import (
 from trainkit.rollouts.engines import Ability, engine_class, start
 from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
-from trainkit.seeding import PLACE, Seen, episode_seeds, placed, response_seeds, turn_seed
+from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.sharding import whole_tensor
@@ -89,6 +100,9 @@ class TextTrainer(AcceleratedLoop[M]):
     """Whether the trained model generates text. If it scores text instead, evaluations have no prompts."""
     encoder_decoders: ClassVar[bool] = True
     """Whether encoder-decoders can be trained; if not, they are refused at construction."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of samples that the algorithm reads, besides those of their format. Others are named in a warning, as are
+    those of prompts if there is no reward function, metric function or environment to get them."""
 
     def __init__(
         self,
@@ -101,6 +115,7 @@ class TextTrainer(AcceleratedLoop[M]):
     ) -> None:
         super().__init__(config, model=model, **kwargs)
         config = self.config
+        self._unread: set[str] = set()  # columns that a warning has named
         self.environment = None if environment is None else check_maker(environment)
         self._check_environment()
         if self.online and (config.rollout.temperature == 0 or config.rollout.top_k == 1):
@@ -205,7 +220,11 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def read_prompts(self, prompts: Prompts) -> list[Row]:
         """Return checked rows of ``prompts``; with an environment, they need not have prompts."""
-        return self.fit_prompts(prompt_rows(prompts, needed=self.environment is None))
+        prompts = without(prompts, self.config.data.ignore_columns)
+        rows = prompt_rows(prompts, needed=self.environment is None)
+        if not self.scores_samples and self.metric_fn is None:  # otherwise they get the columns
+            self._tell_unread(rows, {"prompt", *SEEDED}, "prompts")
+        return self.fit_prompts(rows)
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
@@ -240,23 +259,67 @@ class TextTrainer(AcceleratedLoop[M]):
         self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
     ) -> list[Row]:
         """Return samples as rows; each is encoded once to check that it can be."""
+        samples = without(samples, self.config.data.ignore_columns)
         if "pairs" in self.inputs:
-            rows = preference_rows(samples, self.tokenizer, first=first)
-            cut = sum(cut for _, _, cut in self._encode_pairs(rows, first))
+            rows = preference_rows(samples, self.tokenizer, first=first, columns=self.columns)
+            cut = self._check_pairs(rows, first)
         else:
-            rated = bool({"rewards", "labels"} & {*self.inputs})
-            rows = sample_rows(samples, rewards, self.tokenizer, rated=rated, first=first)
+            needed = bool({"rewards", "labels"} & {*self.inputs})
+            rows = sample_rows(samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns)
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
-            cut = 0
-            for index, row in enumerate(rows, first):
-                cut += self._encode_sample(row, f"sample {index}")[2]
-        if cut:
-            log.warning("%d of %d samples were truncated to %s tokens", cut, len(rows), self.limit)
+            cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
+        own = ("prompt", "chosen", "rejected") if "pairs" in self.inputs else ("turns", "outputs")
+        rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
+        self._tell_unread(rows, {*own, *rated}, "samples")
+        if cut and self.accelerator.is_main_process:
+            log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
 
-    def _encode_pairs(self, rows: list[Row], first: int = 0) -> list[tuple[EncodedSide, EncodedSide, bool]]:
-        encode = encode_pair_apart if self.apart else encode_pair
-        return [encode(self.tokenizer, row, self.limit, f"sample {index}") for index, row in enumerate(rows, first)]
+    def _tell_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
+        """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
+        found = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))
+        known = {*read, *SETTINGS, *self.columns, *self._unread}
+        new = [str(name) for name in found if name not in known]
+        self._unread |= {*new}
+        if new and self.accelerator.is_main_process:
+            columns, name = f"column{'s' * (len(new) > 1)} {', '.join(map(repr, new))}", self.config.method.name
+            log.warning("%s does not read the %s of the %s", name, columns, what)
+
+    @property
+    def _lost(self) -> str:
+        """What truncated samples lose, in words."""
+        side = self.tokenizer.truncation_side
+        end = "end" if side == "right" else "beginning"
+        if "pairs" in self.inputs or self.apart:
+            which = "outputs" if self.apart else "outputs that are still too long"
+            what = f"prompts lose their beginning, and {which} their {end}"
+        else:
+            what = f"they lose their {end}"
+        return f"{what} (the tokenizer's truncation_side is {side!r})"
+
+    def _check_pairs(self, rows: list[Row], first: int) -> int:
+        """Encode all pairs, and return how many are truncated.
+
+        Raises:
+            DataError: a pair cannot be used, or truncation has made the sides of pairs equal; gives their number.
+        """
+        cut, equal = 0, []
+        for index, row in enumerate(rows, first):
+            try:
+                cut += self._encode_pair(row, f"sample {index}")[2]
+            except EqualSidesError:
+                equal.append(index)
+        if equal:
+            named = ", ".join(map(str, equal[:20])) + (", ..." if len(equal) > 20 else "")
+            raise DataError(
+                f"{len(equal)} of {len(rows)} pairs became equal when they were truncated to {self.limit} tokens, and "
+                f"teach nothing: sample{'s' if len(equal) > 1 else ''} {named}. In truncation {self._lost}. "
+                "Raise train.seq_length, set truncation_side to the other side, or remove them"
+            )
+        return cut
+
+    def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
+        return (encode_pair_apart if self.apart else encode_pair)(self.tokenizer, row, self.limit, what)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -270,12 +333,13 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
         if self.apart:
             return encode_apart(self.tokenizer, *one_output(row, what), self.limit, what)
-        ids, chosen = encode_sample(self.tokenizer, row, self.limit, what)
-        return ids, chosen, ids[-1] != self.tokenizer.eos_token_id
+        whole, mask = encode_sample(self.tokenizer, row, None, what)
+        ids, chosen = cut_sample(self.tokenizer, whole, mask, self.limit, what)
+        return ids, chosen, len(ids) < len(whole)
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
-        pairs, fill = self._encode_pairs(rows), pad_id(self.tokenizer)
+        pairs, fill = [self._encode_pair(row) for row in rows], pad_id(self.tokenizer)
         chosen, rejected = (
             Sequences.from_rows([ids for ids, _ in side], [mask for _, mask in side], fill)
             for side in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -687,6 +751,7 @@ class TextTrainer(AcceleratedLoop[M]):
         if prompts is None and not self.eval_rows:
             raise DataError("play() plays the evaluation prompts, and there are none; give rows: play([{}, {}])")
         given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None, call="play()")
+        given = without(given, self.config.data.ignore_columns)
         rows = self.fit_prompts(prompt_rows(given, needed=False, replayed=True))
         settings = self.settings(**overrides)
         if self.config.train.resume:

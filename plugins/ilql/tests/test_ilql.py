@@ -371,11 +371,16 @@ def test_experience_made_of_samples_is_what_is_learnt_from(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rewards", [[5.0], [0.9, 0.9, 0.9]])
-def test_rewards_that_do_not_differ_are_zero(rewards: list[float], tmp_path: Path) -> None:
+def test_rewards_that_do_not_differ_are_zero_and_it_is_told(
+    rewards: list[float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """S-43's neighbour: the standard deviation of one number is no number."""
     trainer = tiny_trainer("ilql", tmp_path)
+    caplog.clear()
     batch = trainer.make_experience([("a", "b")] * len(rewards), rewards)
     assert batch.rewards.abs().max() < 1e-6
+    told = [f"all 3 samples have the reward {rewards[0]:g}, so the rewards say nothing about which is better"]
+    assert caplog.messages == (told if len(rewards) > 1 else [])
 
 
 def test_held_out_rewards_are_normalised_like_those_of_training(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Snell et al. 2022 (the algorithm), Kostrikov et al. 2021 (implicit Q-learning); 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from trainkit.functional import masked_mean, place_scores, token_logprobs, zero_
 from trainkit.metrics import Mean, Metrics, Std
 from trainkit.models import Policy, ValueHead, in_chunks, load_heads, load_model, make_policy, state_width
 from trainkit_ilql.kit import Declared
+
+log = logging.getLogger(__name__)
 
 
 class ILQLSampling(SamplingConfig):
@@ -228,6 +231,12 @@ class ILQLTrainer(Declared, AccelerateRLTrainer[ILQLConfig]):
         super().add_samples(samples, rewards)
         given = torch.tensor([row["reward"] for row in self._samples()], dtype=torch.float64)
         self.mean, self.std = float(given.mean()), float((given.var(correction=len(given) > 1) + 1e-8).sqrt())
+        if len(given) > 1 and bool((given == given[0]).all()) and self.accelerator.is_main_process:
+            log.warning(
+                "all %d samples have the reward %g, so the rewards say nothing about which is better",
+                len(given),
+                float(given[0]),
+            )
 
     def _samples(self) -> Sequence[Row]:
         rows: Sequence[Row] | None = getattr(self.pipeline, "rows", None)

@@ -58,6 +58,7 @@ class RewardTrainer(Declared, AccelerateRLTrainer[RewardConfig]):
     """Trainer of reward models: loss = mean −log σ(r(prompt, chosen) − r(prompt, rejected) − margin) over pairs."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
+    columns: ClassVar[tuple[str, ...]] = ("margin",)
     generates: ClassVar[bool] = False
     encoder_decoders: ClassVar[bool] = False
 
