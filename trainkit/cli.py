@@ -237,7 +237,7 @@ def read_data(path: Path) -> list[Any]:
 def _json_line(path: Path, at: int, line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {at}: not JSON ({error}); every line should be an object or a string") from error
 
 

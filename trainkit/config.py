@@ -142,6 +142,8 @@ def _one_token(kwargs: Plain) -> Plain:
     given = [name for name in HUB_TOKENS if name in kwargs]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are given, which are one setting; give token alone")
+    if given and not all("!" <= character <= "~" for character in str(kwargs[given[0]])):
+        raise ValueError("the token has a space, a line break or another character that no token has; copy it again")
     rest = {name: value for name, value in kwargs.items() if name not in given}
     return {**rest, "token": kwargs[given[0]]} if given else rest
 

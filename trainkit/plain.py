@@ -12,7 +12,7 @@ from trainkit.errors import ConfigError, describe
 
 BYTES = 128 * 1024
 """The largest document."""
-VALUES = 10_000
+VALUES = 5_000
 """The most keys and values of a document; what an alias repeats is counted each time."""
 DEPTH = 32
 """The most levels of nesting."""
@@ -63,7 +63,7 @@ def parse_yaml(text: str, source: str = "the text") -> Any:
         told = ", ".join(filter(None, (error.context, error.problem)))
         raise ConfigError(f"{source} is not valid YAML: {told[:300]}{place}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from None
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
         raise ConfigError(f"{source} is not valid YAML: a date, a character or a tagged value is impossible") from None
 

@@ -60,8 +60,9 @@ def filled(plain: Any, environment: Mapping[str, str]) -> tuple[Any, list[str]]:
         if isinstance(value, Mapping):
             owner = str(value.get("name", owner))
             return {key: fill(item, (*path, str(key)), owner) for key, item in value.items()}
-        if isinstance(value, list):
-            return [fill(item, path, owner) for item in value]
+        if isinstance(value, list):  # of texts that are no secrets, such as stop sequences, any text is itself
+            secret = any(map(is_secret, path))
+            return [fill(item, path, owner) if secret or not isinstance(item, str) else item for item in value]
         if value != MASK:
             return value
         variable = _variable(path, owner)
@@ -97,6 +98,7 @@ _RUNS_CODE: dict[str, Callable[[Any], bool]] = {
     "attn_implementation": lambda value: "/" in str(value),  # a kernel's repository
     "experts_implementation": lambda value: "/" in str(value),
     "custom_pipeline": bool,  # of diffusers
+    "megatron_config": bool,  # peft then imports the module that megatron_core names
 }
 """Settings of the libraries that load models by which code of others runs, and the values that do it."""
 
