@@ -188,6 +188,8 @@ def test_a_token_that_a_library_would_quote_in_its_error_is_refused(token: str) 
 def test_the_token_of_the_hub_has_one_name() -> None:
     assert ModelConfig(kwargs={"hf_token": "x"}).kwargs == {"token": "x"}
     assert ModelConfig(kwargs={"token": True}).kwargs == {"token": True}
+    assert ModelConfig(kwargs={"token": MASK, "hf_token": "x"}).kwargs == {"token": "x"}, "given again"
+    assert ModelConfig(kwargs={"token": MASK}).kwargs == {"token": MASK}
     with pytest.raises(ValidationError, match="token and hf_token are given, which are one setting"):
         ModelConfig(kwargs={"hf_token": "x", "token": "y"})
 

@@ -139,13 +139,16 @@ def _one_token(kwargs: Plain) -> Plain:
 
     A tokenizer would take ``hf_token`` for one of its special tokens, and save it.
     """
-    given = [name for name in HUB_TOKENS if name in kwargs]
+    found = {name: kwargs[name] for name in HUB_TOKENS if name in kwargs}
+    given = {name: token for name, token in found.items() if token != MASK} or found
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are given, which are one setting; give token alone")
-    if given and not all("!" <= character <= "~" for character in str(kwargs[given[0]])):
-        raise ValueError("the token has a space, a line break or another character that no token has; copy it again")
-    rest = {name: value for name, value in kwargs.items() if name not in given}
-    return {**rest, "token": kwargs[given[0]]} if given else rest
+    rest = {name: value for name, value in kwargs.items() if name not in found}
+    for token in given.values():
+        if not all("!" <= character <= "~" for character in str(token)):
+            raise ValueError("the token has a space, a line break or another character that no token has; copy it")
+        rest["token"] = token
+    return rest
 
 
 Kwargs = Annotated[Plain, AfterValidator(_one_token)]
