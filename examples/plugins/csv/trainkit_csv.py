@@ -45,13 +45,11 @@ class CSV:
     def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         """Append a line for each metric, if the trainer has a run directory."""
         if trainer.run_dir is not None:
-            shown = {name: value for name, value in metrics.items() if name.startswith(self.settings.prefix)}
-            rows = [(step, cell(name), value) for name, value in shown.items()]
+            rows = [(step, cell(n), value) for n, value in metrics.items() if n.startswith(self.settings.prefix)]
             with (trainer.run_dir / self.settings.file).open("a", encoding="utf-8", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def cell(name: str) -> str:
     """Return the name of a metric on one line, and so that no spreadsheet reads it as a formula."""
-    text = printable(name)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    return "'" * printable(name).lstrip().startswith(("=", "+", "-", "@")) + printable(name)
