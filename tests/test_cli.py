@@ -325,7 +325,7 @@ def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
         (["run.yaml", "trian.seed=2"], "did you mean 'train'?"),
         (["run.yaml", "train.sed=2"], "train.sed: unknown field; did you mean 'seed'?"),
         (["run.yaml", "train.seed"], "an override is section.field=value"),
-        (["run.yaml", "train.seed=[1"], "'train.seed=[1' is not valid YAML"),
+        (["run.yaml", "train.seed=[1"], "the value of the override 'train.seed' is not valid YAML"),
         (["run.yaml", "train.seed=x"], "train.seed: should be a valid integer"),
         (
             ["run.yaml", "train.trackers=[tensorbord]", "--task", "task_for_cli.py:online"],

@@ -28,10 +28,9 @@ from trainkit.config import (
     TrainConfig,
     TRLConfig,
     default_config,
-    parse_yaml,
-    read_yaml,
 )
 from trainkit.errors import ConfigError
+from trainkit.plain import parse_yaml, read_yaml
 from trainkit.plugins import available_trainers, get_trainer, register_trainer, registry
 from trainkit.plugins.discovery import BUILT_IN
 from trainkit.testing.checks.fields import is_number

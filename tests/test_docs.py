@@ -21,7 +21,8 @@ import typer.main
 
 import trainkit
 from trainkit.cli import app
-from trainkit.config import TRLConfig, parse_yaml
+from trainkit.config import TRLConfig
+from trainkit.plain import parse_yaml
 from trainkit.plugins import discover, hookspecs, registry
 from trainkit.testing import check_trainer
 from trainkit.testing.trainers import tiny_trainer

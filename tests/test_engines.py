@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import trainkit
 from trainkit import PluginConfig, TRLConfig, hookimpl, register_engine
 from trainkit.cli import app
-from trainkit.config import parse_yaml
 from trainkit.errors import CheckpointError, ConfigError, EngineError, PluginError, RegistryError
+from trainkit.plain import parse_yaml
 from trainkit.plugins import discover, get_engine, get_hooks, hook_manager, registry
 from trainkit.plugins.probe import probe
 from trainkit.rollouts import Engine, Generated, Replica, Request, ServedModel, Weights

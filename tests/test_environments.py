@@ -730,6 +730,16 @@ def test_a_collection_of_failures_is_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert told[1].startswith("step 0: all 16 episodes of the collection failed: fixed.<locals>.Fixed, prompt 0 (")
 
 
+def test_a_failure_that_is_logged_cannot_control_the_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def quoting(output: str) -> Any:
+        raise ValueError(f"\x1b]0;title\x07 {output}\n\x1b[31m")
+
+    player(tmp_path, fixed(quoting), environment__on_error="fail_episode").collect()
+    told = [record.getMessage() for record in caplog.records if "ValueError" in record.getMessage()]
+    assert len(told) == 2
+    assert all(line.isprintable() for line in told)
+
+
 def interrupting(_: str) -> Any:
     raise KeyboardInterrupt
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +15,17 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
 import trainkit
 from trainkit.config import TRLConfig
+from trainkit.errors import printable
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.plugins import registry
 from trainkit.runs import checkpoint
-from trainkit.runs.card import OURS, fenced
+from trainkit.runs.card import OURS, _cell, fenced
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
@@ -45,6 +50,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.syspath_prepend(tmp_path / "site")
     yield install
     sys.modules.pop("fake_watch", None)
+
+
+EVIL = ["<script>alert(1)</script>", "</table>", "a|b", "[x](http://y)", "![x](y)", "*b*", "_b_", "`c`", "\\|", "&lt;"]
 
 
 def saved_makers(run_dir: Path) -> Any:
@@ -269,3 +277,32 @@ def test_a_card_that_somebody_wrote_stays_and_one_of_ours_is_written_anew(tmp_pa
 def test_a_configuration_cannot_end_its_block() -> None:
     text = "template: |\n  ```\n  ````python\n"
     assert fenced(text, "yaml") == f"`````yaml\n{text.rstrip()}\n`````\n"
+
+
+@given(st.text(alphabet=st.characters(exclude_characters=" "), min_size=1) | st.sampled_from(EVIL))
+def test_what_a_card_is_told_has_no_effect_as_markup_or_html(text: str) -> None:
+    """Rendered as GitHub and the hub do, a cell shows its characters and nothing else."""
+    cell = _cell(text)
+    shown = " ".join(printable(text).split())
+    assert html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell)) == shown
+    assert not re.search(r"[<>]|(?<!\\)[|`*\[\]~!#$]|&(?!(amp|lt|gt);)", re.sub(r"\\\\", "", cell))
+    assert cell.isprintable()
+
+
+def test_metrics_cannot_write_into_the_card_of_a_model(tmp_path: Path) -> None:
+    names = [*EVIL, "two\nlines\n# heading", "red\x1b[31m"]
+    trainer = tiny_trainer(
+        "ppo", tmp_path / "run", train__total_steps=2, train__eval_interval=2,
+        arguments={"metric_fn": lambda outputs, **_: dict.fromkeys(names, 1.0)},
+    )  # fmt: skip
+    trainer.learn()
+    trainer.progress.stop_reason = "</td><img src=x>"
+    card = (trainer.save_pretrained() / "README.md").read_text(encoding="utf-8")
+    outside = card.replace(OURS, "").replace(block(card, "yaml"), "")
+    assert "<" not in outside
+    assert "\n# heading" not in card
+    assert "\x1b" not in card
+    assert r"| \[x\](http://y) | 1 |" in card
+    assert r"| a\|b | 1 |" in card
+    assert "| &lt;script&gt;alert(1)&lt;/script&gt; | 1 |" in card
+    assert "| ended early | &lt;/td&gt;&lt;img src=x&gt; |" in card

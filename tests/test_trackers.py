@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import rich.console
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils import logging as transformers_logging
 
 from trainkit import hookimpl
@@ -254,6 +256,24 @@ def test_samples_cannot_control_the_terminal(terminal: bool) -> None:
     assert "[bold]x[/bold]" in drawn, "markup is shown, not obeyed"
     for control in ("\x1b[31m", "\x1b]0;", "\x07", "\x9b", "\u202e"):
         assert control not in drawn
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@given(name=st.text() | st.just(EVIL))
+def test_names_of_metrics_and_the_text_of_a_run_cannot_control_the_terminal(terminal: bool, name: str) -> None:
+    tracker, text = console(terminal=terminal)
+    trainer = stub_trainer()
+    tracker.on_train_begin(trainer)
+    tracker.log_metrics(trainer, 1, {"loss/total": 1.0, name: 1.0})
+    tracker.on_evaluate(1, {f"eval/{name}": 1.0}, [{"prompt": name, "output": name}])
+    body = tracker._table() if terminal else ""
+    tracker._stop_live()
+    tracker.output.file = shown = io.StringIO()
+    if terminal:
+        tracker.output.print(body)
+    else:
+        shown.write(text.getvalue())
+    assert {c for c in shown.getvalue() if not c.isprintable()} <= {"\n"}
 
 
 def test_an_output_without_unicode_does_not_end_the_run() -> None:

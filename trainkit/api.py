@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config import TRLConfig, read_yaml
+from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError, TrainkitError, describe
+from trainkit.plain import read_yaml
 from trainkit.plugins import BUILT_IN, available_trainers, get_trainer, is_registered
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def train(
     formatting_func: Callable[[Any], Any] | None = None,
     reference: str | Mapping[str, Any] | PreTrainedConfig | PreTrainedModel | None = None,
     allow_drift: bool = False,
+    trust_remote_code: bool = False,
     environment: EnvironmentMaker | None = None,
 ) -> AccelerateRLTrainer[Any]:
     """Train a model, online with a reward function or an environment, or offline on samples, and return the trainer.
@@ -95,6 +97,8 @@ def train(
             update: as ``model_path``; a live model is frozen in place. Overrides ``config.model.reference_path``.
         allow_drift: with ``train.resume``, resume even if settings have changed that affect the course of training.
             The new settings apply from then on, and the changes are logged.
+        trust_remote_code: whether Python code that comes with the model, its reference or its tokenizer may run. No
+            configuration can allow it: without this argument, ``trust_remote_code`` in ``model.kwargs`` is an error.
 
     Returns:
         The trainer, after training; it has ``trainer.generate(prompts)``, ``trainer.evaluate()`` and
@@ -131,9 +135,10 @@ def train(
     settled = _settle_config(config, method, models, lambda: _usual_method(present, samples, config))
     trainer_class = get_trainer(settled.method.name)
     _check_inputs(settled, trainer_class, present, samples)
-    # trainers of other models than language models take neither
+    # trainers of other models than language models take neither of the first two
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
+    extra |= {"trust_remote_code": True} if trust_remote_code else {}
     trainer = trainer_class(
         settled,
         model=model_path if _is_model(model_path) else None,
@@ -310,7 +315,7 @@ def _config_sections(config: Any) -> dict[str, Any]:
     if isinstance(config, str | Path):
         return read_yaml(Path(config))
     if isinstance(config, TRLConfig):
-        return config.to_dict()
+        return config.to_dict(secrets=True)
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     raise ConfigError(f"config should be a TRLConfig, a mapping of sections or a YAML file; given {describe(config)}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from trainkit.errors import ConfigError, DataError, TrainkitError, describe, suggest
+from trainkit.errors import ConfigError, DataError, TrainkitError, describe, printable, suggest
 from trainkit.examples import find_examples
 from trainkit.plugins import load_file, load_function
 from trainkit.plugins.templates import Kind
@@ -48,14 +48,13 @@ class _ExplainedErrors(TyperGroup):
 
 def _message(error: TrainkitError) -> str:
     """Return the text of an error for the console."""
-    lines = "\n".join(map(_printable, str(error).split("\n")))
     hint = f"\n({TRACEBACK}=1 shows the traceback)" if error.__cause__ is not None else ""
-    return f"{type(error).__name__}: {lines}{hint}"
+    return f"{type(error).__name__}: {_lines(error)}{hint}"
 
 
-def _printable(text: str) -> str:
-    """Replace unprintable characters by spaces: data, metadata and user code may contain control codes."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def _lines(text: object) -> str:
+    """Return ``text`` without control characters, except for line breaks: it may quote data and user code."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 app = typer.Typer(
@@ -98,6 +97,14 @@ def _root(
     pass
 
 
+RemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Let code that comes with the model run. Read it first.",
+    ),
+]
+
 # --------------------------------------------------------------------------------------------------------- train
 
 
@@ -123,6 +130,7 @@ def train(
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Resume even if settings that affect training have changed.")
     ] = False,
+    trust_remote_code: RemoteCode = False,
     no_plugin: Annotated[
         list[str] | None,
         typer.Option(
@@ -156,7 +164,7 @@ def train(
             arguments["environment"] = load_function(environment)
         if allow_drift:
             arguments["allow_drift"] = True
-        run(config=settled, **arguments)
+        run(config=settled, trust_remote_code=trust_remote_code, **arguments)
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -165,19 +173,14 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an override is not of the form key=value, or its value is not YAML.
     """
-    import yaml
-
-    from trainkit.config import parse_yaml
+    from trainkit.plain import parse_yaml
 
     changes: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not key or not equals:
             raise ConfigError(f"given {override!r}; an override is section.field=value, e.g. train.seed=2")
-        try:
-            changes[key] = parse_yaml(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"the value of the override {override!r} is not valid YAML: {error}") from error
+        changes[key] = parse_yaml(value, f"the value of the override {key!r}")
     return changes
 
 
@@ -187,7 +190,7 @@ def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
 
     function = load_function(reference)
     arguments = function(**_seed_argument(reference, function, config.train.seed))
-    allowed = [name for name in inspect.signature(run).parameters if name != "config"]
+    allowed = [name for name in inspect.signature(run).parameters if name not in ("config", "trust_remote_code")]
     if not isinstance(arguments, dict):
         raise ConfigError(
             f"--task {reference} returned {describe(arguments)}; return a dict of arguments of trainkit.train: "
@@ -234,7 +237,7 @@ def read_data(path: Path) -> list[Any]:
 def _json_line(path: Path, at: int, line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {at}: not JSON ({error}); every line should be an object or a string") from error
 
 
@@ -302,11 +305,12 @@ def merge(
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="The base model, if it has moved since the adapter was saved.")
     ] = None,
+    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Merge an adapter into its base model. The whole model is saved with its tokenizer and heads."""
     from trainkit.models.loading import merge_export
 
-    merge_export(adapter, out, base)
+    merge_export(adapter, out, base, trust_remote_code=trust_remote_code)
     typer.echo(f"{out}: load it with transformers, or give it as model.model_path")
 
 
@@ -337,13 +341,13 @@ def list_plugins(
     from trainkit.plugins.discovery import unknown_disabled
 
     for _, message in unknown_disabled():
-        typer.echo(f"warning: {_printable(message)}", err=True)
+        typer.echo(f"warning: {printable(message)}", err=True)
     found = discover()
     if try_imports:
         from trainkit.plugins.probe import probe
 
         found = probe(found)
-    rows = [{key: _printable(value) for key, value in asdict(plugin).items()} for plugin in found]
+    rows = [{key: printable(value) for key, value in asdict(plugin).items()} for plugin in found]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -391,9 +395,9 @@ def check_plugin(
     try:
         report = run(name, only=only or None, expected_failures=_expected_failures(expect_failure or []), tell=tell)
     except ConformanceError as error:
-        typer.echo(f"\n{error}")
+        typer.echo(f"\n{_lines(error)}")
         raise typer.Exit(1) from None
-    typer.echo(f"\n{report}")
+    typer.echo(f"\n{_lines(report)}")
 
 
 def _expected_failures(given: list[str]) -> dict[str, str]:
@@ -444,7 +448,8 @@ def entry_yaml(head: list[str], settings: type[PluginConfig] | None) -> str:
         head: its first lines, one piece for each level that its settings are indented; the last one has the name.
         settings: the class of its settings; None if it has none.
     """
-    from trainkit.config import to_yaml
+    from trainkit.plain import to_yaml
+    from trainkit.security import hidden
 
     lines, indent = list(head), "  " * len(head)
     for field, about in (settings.model_fields if settings else {}).items():
@@ -453,7 +458,7 @@ def entry_yaml(head: list[str], settings: type[PluginConfig] | None) -> str:
             given = (
                 f"{field}:  # required\n"
                 if about.is_required()
-                else to_yaml({field: about.get_default(call_default_factory=True)})
+                else to_yaml(hidden({field: about.get_default(call_default_factory=True)}))
             )
             lines += textwrap.indent(given, indent).splitlines()
     return "\n".join(lines) + "\n"

@@ -8,19 +8,19 @@ The section ``method`` belongs to the algorithm and is validated by its plugin's
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
@@ -30,12 +30,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
+from trainkit.plain import DEPTH, read_yaml, to_yaml
 from trainkit.plugins import get_hooks, get_trainer
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, why_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import ENGINES, PARTS, SHARDINGS, Part, get_part, is_known
+from trainkit.security import HUB_TOKENS, MASK, TRUST, code_settings, filled, guarded, hidden, is_secret
 
 Plain = dict[str, Any]
+
+SHOWN, WIDTH = 20, 2000
+"""How many faults an error message has, and how long each may be; a configuration may be somebody else's."""
+MOST = 32
+"""How many plugins a run may name; finding one takes milliseconds."""
 
 
 class Section(BaseModel):
@@ -48,6 +55,15 @@ class Section(BaseModel):
         protected_namespaces=(),
         ser_json_inf_nan="constants",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _guard_secrets(cls, data: Any) -> Any:
+        return guarded(data)  # before pydantic can quote one in an error message
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, hidden({name: value})[name]
 
 
 class SamplingConfig(Section):
@@ -116,6 +132,27 @@ class _Unread(PluginConfig):
     """Settings of a disabled plugin, which are kept as they were given."""
 
     model_config = ConfigDict(extra="allow")
+
+
+def _one_token(kwargs: Plain) -> Plain:
+    """Return arguments of `from_pretrained` with the token of the hub under its present name, ``token``.
+
+    A tokenizer would take ``hf_token`` for one of its special tokens, and save it.
+    """
+    found = {name: kwargs[name] for name in HUB_TOKENS if name in kwargs}
+    given = {name: token for name, token in found.items() if token != MASK} or found
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given, which are one setting; give token alone")
+    rest = {name: value for name, value in kwargs.items() if name not in found}
+    for token in given.values():
+        if not all("!" <= character <= "~" for character in str(token)):
+            raise ValueError("the token has a space, a line break or another character that no token has; copy it")
+        rest["token"] = token
+    return rest
+
+
+Kwargs = Annotated[Plain, AfterValidator(_one_token)]
+"""Arguments of `from_pretrained`."""
 
 
 def _of_hooks(value: Any) -> str | PluginConfig:
@@ -227,7 +264,7 @@ class ModelConfig(Section):
     disable_dropout: bool = True
     """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
     never has dropout."""
-    kwargs: Plain = {}
+    kwargs: Kwargs = {}
     """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
 
     @field_validator("kwargs")
@@ -264,7 +301,7 @@ class TokenizerConfig(Section):
 
     tokenizer_path: str | None = None
     """A hub id or local directory. None: the model's own, or the tokenizer object passed to `train`."""
-    kwargs: Plain = {}
+    kwargs: Kwargs = {}
     """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
 
 
@@ -436,7 +473,7 @@ class TrainConfig(Section):
     resume: str | None = None
     """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
     from that checkpoint."""
-    trackers: Annotated[list[TrackerEntry], AfterValidator(_named_once)] = ["tensorboard"]
+    trackers: Annotated[list[TrackerEntry], Field(max_length=MOST), AfterValidator(_named_once)] = ["tensorboard"]
     """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, another accelerate tracker, or
     a plugin that is a tracker, by its name or by a mapping with its `name` and settings."""
 
@@ -485,10 +522,11 @@ class TRLConfig(BaseModel, Generic[M]):
     """The calls of environments."""
     train: TrainConfig = TrainConfig()
     """The training loop."""
-    plugins: Annotated[list[HooksEntry], AfterValidator(_named_once)] = []
+    plugins: Annotated[list[HooksEntry], Field(max_length=MOST), AfterValidator(_named_once)] = []
     """Installed plugins with hooks, besides that of `method`: names, or mappings with settings."""
 
     def __init__(self, /, **data: Any) -> None:
+        data = guarded(data)
         context = {"sampling": _sampling_class(data.get("method"))}
         try:
             self.__pydantic_validator__.validate_python(copy.deepcopy(data), self_instance=self, context=context)
@@ -532,9 +570,14 @@ class TRLConfig(BaseModel, Generic[M]):
             raise ConfigError(f"a config is a mapping of sections; given {describe(config)}")
         return cls(**{str(key): value for key, value in config.items()})
 
-    def to_dict(self) -> Plain:
-        """Return the configuration as plain data; changing the result does not change the configuration."""
-        return self.model_dump(mode="json")
+    def to_dict(self, *, secrets: bool = False) -> Plain:
+        """Return the configuration as plain data; changing the result does not change the configuration.
+
+        Args:
+            secrets: whether tokens, passwords and API keys are included; by default a mask is in their place.
+        """
+        plain = self.model_dump(mode="json")
+        return dict(_revealed(plain, self.model_dump())) if secrets else dict(hidden(plain))
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> Self:
@@ -542,7 +585,7 @@ class TRLConfig(BaseModel, Generic[M]):
         return cls.from_dict(read_yaml(Path(path)))
 
     def save_yaml(self, path: str | Path) -> None:
-        """Write a YAML file, from which `load_yaml` restores an equal configuration."""
+        """Write a YAML file, from which `load_yaml` restores an equal configuration, except for its secrets."""
         Path(path).write_text(str(self), encoding="utf-8")
 
     def evolve(self, **sections: Any) -> Self:
@@ -550,7 +593,7 @@ class TRLConfig(BaseModel, Generic[M]):
 
         Naming another method replaces the whole section ``method``.
         """
-        return type(self)(**_merge(self.to_dict(), _named(sections)))
+        return type(self)(**_merge(self.to_dict(secrets=True), _named(sections)))
 
     def update(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy changed by dotted path: ``config.update({"train.seed": 2, "optimizer.kwargs.eps": 1e-6})``.
@@ -559,8 +602,36 @@ class TRLConfig(BaseModel, Generic[M]):
         """
         nested: Plain = {}
         for path, value in changes.items():
-            nested = _merge(nested, _named(_nest(path.split("."), value)))
+            parts = path.split(".")
+            if len(parts) > DEPTH:
+                raise ConfigError(f"given {describe(path)}; a setting has at most {DEPTH} parts")
+            nested = _merge(nested, _named(_nest(parts, value)))
         return self.evolve(**nested)
+
+    def settled(self, *, trust_remote_code: bool = False) -> Self:
+        """Return the configuration that a run uses, with secrets in place of masks.
+
+        Args:
+            trust_remote_code: whether code of the repositories of model and tokenizer may run; it is then allowed in
+                ``model.kwargs`` and ``tokenizer.kwargs``, unless these say otherwise.
+
+        Raises:
+            ConfigError: a setting would run such code and ``trust_remote_code`` is false, or a secret is missing; says
+                where it is taken from.
+        """
+        given = self.to_dict(secrets=True)
+        if not trust_remote_code and (named := list(code_settings(given))):
+            raise ConfigError(
+                f"{', '.join(named)} would run code that comes with a model, which a configuration alone cannot "
+                "allow. If you trust that code, allow it with --trust-remote-code (trust_remote_code=True in Python); "
+                "otherwise remove the setting"
+            )
+        plain, missing = filled(given, os.environ)
+        if missing:
+            raise ConfigError(f"{MASK!r} stands for a secret, and secrets are not saved:\n  " + "\n  ".join(missing))
+        for part in ("model", "tokenizer") if trust_remote_code else ():
+            plain[part]["kwargs"].setdefault(TRUST, True)
+        return self if plain == given else self.from_dict(plain)
 
     def __str__(self) -> str:
         return to_yaml(self.to_dict())
@@ -571,63 +642,15 @@ def default_config(method: str) -> TRLConfig[Any]:
     return TRLConfig(method=method)
 
 
-def to_yaml(plain: Plain) -> str:
-    """Return plain data as YAML, with keys in their order."""
-    return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
-def read_yaml(path: Path) -> Plain:
-    """Read plain data from a YAML file, with YAML 1.2's floats (``1e-5``).
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
-    try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} should hold a mapping of sections; it holds {describe(data)}")
-    return data
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML text; only plain data can be built, no other objects."""
-    return yaml.load(text, Loader=_Loader)
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader that also reads ``1e-5`` as a number, as YAML 1.2 does, and rejects duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                problem = f"the key {key!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper that also quotes strings such as ``12e4``, which `_Loader` would read as numbers."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-    )
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    rare_breaks = any(mark in text for mark in "\x85\u2028\u2029")  # unless escaped, read back as plain line breaks
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare_breaks else None)
-
-
-_Dumper.add_representer(str, _represent_text)
+def _revealed(plain: Any, live: Any) -> Any:
+    """Return dumped data with the values of those secrets that pydantic has masked: the fields of type `SecretStr`."""
+    if isinstance(live, SecretStr):
+        return live.get_secret_value()
+    if isinstance(plain, Mapping) and isinstance(live, Mapping):
+        return {key: _revealed(value, live.get(key)) for key, value in plain.items()}
+    if isinstance(plain, list) and isinstance(live, list | tuple):
+        return [_revealed(*pair) for pair in zip(plain, live, strict=True)]
+    return plain
 
 
 def _peft_fields(config: Any) -> Plain:
@@ -702,20 +725,23 @@ def _nest(path: list[str], value: Any) -> Plain:
 
 
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> str:
-    """Return one line per fault: key path, what was given, what is allowed, the nearest valid name."""
+    """Return one line for each of the first faults: key path, what was given and is allowed, the nearest valid name."""
     lines = []
-    for fault in error.errors():
+    for fault in error.errors()[:SHOWN]:
         path = ".".join(_parts(fault["loc"], data)) or "config"
+        given = describe(MASK if any(map(is_secret, fault["loc"])) else fault["input"])
         if fault["type"] == "extra_forbidden":
             known = _fields_at(fault["loc"][:-1], data)
             near = suggest(str(fault["loc"][-1]), known)
-            lines.append(f"{path}: unknown field{near} (given {describe(fault['input'])}; known: {', '.join(known)})")
+            lines.append(f"{path}: unknown field{near} (given {given}; known: {', '.join(known)})")
         elif fault["type"] == "missing":
             lines.append(f"{path}: required, not given")
         else:
             message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            lines.append(f"{path}: {message} (given {describe(fault['input'])})")
-    count = len(lines)
+            lines.append(f"{path}: {message} (given {given})")
+    count = error.error_count()
+    lines = [line if len(line) <= WIDTH else f"{line[:WIDTH]}…" for line in lines]
+    lines += [f"… and {count - SHOWN} more"] if count > SHOWN else []
     return f"{count} fault{'s' if count > 1 else ''} in the config:\n" + "\n".join(f"  {line}" for line in lines)
 
 

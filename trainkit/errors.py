@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trainkit.security import hidden
+
 
 class TrainkitError(Exception):
     """Base class of all errors that trainkit raises deliberately."""
@@ -52,9 +54,14 @@ class CheckpointError(TrainkitError, RuntimeError):
 
 
 def describe(value: object, limit: int = 80) -> str:
-    """Return ``value`` as error messages quote it: its repr, truncated to ``limit`` characters, and its type."""
-    text = repr(value)
+    """Return ``value`` as error messages quote it: its repr, without secrets and cut to ``limit``, and its type."""
+    text = repr(hidden(value))
     return f"{text if len(text) <= limit else text[: limit - 1] + '…'} ({type(value).__name__})"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line, without control characters, by which data could control a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def suggest(name: str, choices: object) -> str:

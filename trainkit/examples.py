@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.errors import printable
 from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -120,12 +121,13 @@ def show(
     console = Console(highlight=False, soft_wrap=True)
     table = Table("", *columns, title=title)
     for row in rows:
-        table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
+        table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else printable(str(cell))) for cell in row))
     console.print(table)
     for stage in stages:
         at = stage.trainer.progress
         console.print(
             f"{stage.name}: {at.step} steps in {at.seconds:.1f} s, {at.samples / at.seconds:.0f} samples per second, "
-            "evaluations included"
+            "evaluations included",
+            markup=False,
         )
     console.print(Text(f"runs: {options.run_dir}\nlook: tensorboard --logdir {options.run_dir}"))

@@ -41,6 +41,7 @@ from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
 from trainkit.models.unloaded import loads_weights
 from trainkit.models.value_head import find_file
+from trainkit.security import TRUST, hidden, is_secret
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -167,7 +168,7 @@ def check_tokens(own: PreTrainedTokenizerBase, config: ModelConfig, source: Any,
     kwargs = _of_second(config, source).kwargs
     if not any(find_file(source, name, hub_arguments(kwargs)) for name in TOKENIZER_FILES):
         return
-    known = {name: value for name, value in kwargs.items() if name in (*HUB, "trust_remote_code")}
+    known = {**hub_arguments(kwargs), **trust(kwargs)}
     try:
         other = AutoTokenizer.from_pretrained(source, **known)
     except (OSError, ValueError, TypeError) as error:
@@ -209,7 +210,7 @@ def make_policy(
 
 
 def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel:
-    arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs}
+    arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs, **trust(config.kwargs)}
     model_config = load_model_config(config, key)
     if not isinstance(config.model_path, str):
         with nullcontext() if loads_weights() else torch.device("meta"):
@@ -253,13 +254,14 @@ def _named_eos(config: Any) -> list[int]:
     return named if isinstance(named, list) else [] if named is None else [named]
 
 
-def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
+def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
     """Merge an exported adapter into its base model, and write the full model to ``out``, with tokenizer and heads.
 
     Args:
         adapter: the directory of the export.
         out: a new or empty directory.
         base: the base model's directory or hub id, instead of the one that the adapter names.
+        trust_remote_code: whether Python code that comes with the base model may run.
 
     Raises:
         ConfigError: there is no adapter, ``out`` is not empty, or the base model cannot be loaded.
@@ -269,14 +271,14 @@ def merge_export(adapter: Path, out: Path, base: str | None = None) -> None:
         raise ConfigError(f"{adapter} holds no {ADAPTER_CONFIG}; give an export of a run with model.peft_config")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; give a new directory")
+    code = {TRUST: trust_remote_code}
     try:
-        model = auto_class(AutoConfig.from_pretrained(found)).from_pretrained(found, dtype="auto")
+        model = auto_class(AutoConfig.from_pretrained(found, **code)).from_pretrained(found, dtype="auto", **code)
         merged = merge_adapter(model, adapter)
+        tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(
-            f"the adapter {adapter} cannot be merged into {found!r}: {error}. Give the path of its base model as --base"
-        ) from error
-    tokenizer = AutoTokenizer.from_pretrained(adapter)
+        advice = _code_advice(error) or "Give the path of its base model as --base"
+        raise ConfigError(f"the adapter {adapter} cannot be merged into {found!r}: {error}. {advice}") from error
     name_eos(merged, tokenizer)
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -306,8 +308,7 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         check_adapter_dropout(config)
         if not live:
             with torch.device("meta"):
-                trust = {key: value for key, value in config.kwargs.items() if key == "trust_remote_code"}
-                skeleton = auto_class(model_config).from_config(model_config, **trust)
+                skeleton = auto_class(model_config).from_config(model_config, **trust(config.kwargs))
             add_adapter(skeleton, _for_skeleton(wanted))
 
 
@@ -346,7 +347,7 @@ def load_model_config(config: ModelConfig, key: str = "model.model_path") -> Pre
         )
     try:
         if isinstance(path, str):
-            known = {k: v for k, v in config.kwargs.items() if k in (*HUB, "trust_remote_code")}
+            known = {**hub_arguments(config.kwargs), **trust(config.kwargs)}
             base, known = find_base(path, known)
             return cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **known))
         model_config = AutoConfig.for_model(**path)
@@ -383,15 +384,24 @@ def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | 
                 "A model made from a config comes without a tokenizer"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **config.tokenizer.kwargs)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, **{**config.tokenizer.kwargs, **trust(config.tokenizer.kwargs)}
+            )
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(_cannot_load("tokenizer", "tokenizer.tokenizer_path", path, error)) from error
+        _forget_secrets(tokenizer)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer {type(tokenizer).__name__} has no EOS token, so no response can end; "
             "set tokenizer.kwargs.eos_token, or tokenizer.eos_token = ... on a live one"
         )
     return tokenizer
+
+
+def _forget_secrets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Remove secrets from the arguments that a tokenizer was loaded with, which are saved with it."""
+    kept = {name: value for name, value in tokenizer.init_kwargs.items() if not is_secret(name)}
+    tokenizer.init_kwargs = {name: hidden(value) for name, value in kept.items()}
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -422,5 +432,21 @@ def disable_dropout(model: nn.Module) -> None:
             setattr(config, name, 0.0)
 
 
+def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the argument of `from_pretrained` for code of a repository: False unless ``kwargs`` allow it.
+
+    Without the argument, transformers asks on the terminal.
+    """
+    return {TRUST: bool(kwargs.get(TRUST, False))}
+
+
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
-    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. Give a hub id, or a local directory with a {what}"
+    advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
+    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {advice}"
+
+
+def _code_advice(error: Exception) -> str:
+    """Return what to do if a model was not loaded because it needs code of its repository; else an empty string."""
+    if TRUST not in str(error):
+        return ""
+    return "If you trust that code, allow it with --trust-remote-code (trust_remote_code=True in Python)"

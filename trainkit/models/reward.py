@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,6 +26,7 @@ from trainkit.models.policy import hidden_states, load_heads
 from trainkit.models.trunk import tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
+from trainkit.security import TRUST
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class RewardModel:
         *,
         chat: bool | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> Self:
         """Load the reward model at a path, or create one from a live model.
@@ -167,14 +169,16 @@ class RewardModel:
             chat: as for the class. By default False for models that trainkit trained on plain texts; for other models
                 True if the tokenizer has a chat template.
             dtype: the type of the weights, of a model that is loaded.
+            trust_remote_code: whether Python code that comes with the model may run.
             **options: further arguments of the class.
 
         Raises:
             ConfigError: there is no such model, it gives no score, or it has no tokenizer.
         """
         if isinstance(model, str | Path):
-            tokenizer = _at_the_door(str(model), tokenizer)
-            scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype))
+            code = {TRUST: trust_remote_code}
+            tokenizer = _at_the_door(str(model), tokenizer, code)
+            scorer = load_scorer(ModelConfig(model_path=str(model), dtype=dtype, kwargs=code))
             if scorer.head is not None and "head.weight" not in saved_heads(str(model), {}):
                 raise ConfigError(
                     f"{str(model)!r} is a language model without a head for scores; give an export of reward training "
@@ -287,13 +291,15 @@ class RewardModel:
         return scores
 
 
-def _at_the_door(path: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def _at_the_door(
+    path: str, tokenizer: PreTrainedTokenizerBase | None, code: Mapping[str, bool]
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or load the one at ``path``; raise a ConfigError if a model or tokenizer is missing."""
     missing = "model"
     try:
-        AutoConfig.from_pretrained(adapter_base(path) or path)
+        AutoConfig.from_pretrained(adapter_base(path) or path, **code)
         missing = "tokenizer"
-        return tokenizer or AutoTokenizer.from_pretrained(path)
+        return tokenizer or AutoTokenizer.from_pretrained(path, **code)
     except (OSError, ValueError, TypeError) as error:
         advice = f"give a hub id or directory with a {missing}" + (", or tokenizer=" if missing == "tokenizer" else "")
         raise ConfigError(f"the {missing} of the reward model {path!r} cannot be loaded: {error}; {advice}") from error

@@ -38,6 +38,7 @@ from trainkit.models.adapters import (
     save_model,
 )
 from trainkit.models.value_head import ValueHead, saved_modules, state_width, under
+from trainkit.security import TRUST
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -174,7 +175,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         from peft import PeftModel
 
         hub = hub_arguments(kwargs)
-        arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), **_quantisation(kwargs)}
+        arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), TRUST: False, **_quantisation(kwargs)}
         below, arguments = find_base(path, arguments)
         model = cls.transformers_parent_class.from_pretrained(below or path, *model_args, **arguments)
         if below is None:
@@ -376,7 +377,8 @@ class _WithValueHead(PreTrainedModelWrapper):
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):  # that message lists all model classes
                 below, arguments = find_base(path, kwargs)
-                cls._check_architecture(AutoConfig.from_pretrained(below or path, **hub_arguments(arguments)), path)
+                known = {**hub_arguments(arguments), TRUST: arguments.get(TRUST, False)}
+                cls._check_architecture(AutoConfig.from_pretrained(below or path, **known), path)
             raise
 
     def _put(self, head: ValueHead) -> None:

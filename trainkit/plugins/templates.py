@@ -13,6 +13,8 @@ from trainkit.errors import ConfigError, RegistryError
 from trainkit.plugins.discovery import BUILT_IN, discover
 
 TEMPLATES = Path(__file__).parent / "_templates"
+LONGEST = 64
+"""The most characters of a plugin's name, of which names of files are made."""
 
 
 class Kind(StrEnum):
@@ -46,10 +48,10 @@ class Names:
         import yaml
 
         plugin = given.lower().replace("-", "_")
-        if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", plugin):
+        if len(plugin) > LONGEST or not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", plugin):
             raise ConfigError(
                 f"a plugin cannot be called {given!r}; use English letters, digits, and single hyphens or underscores "
-                "between them, beginning with a letter: my-algo"
+                f"between them, beginning with a letter, at most {LONGEST} characters: my-algo"
             )
         if keyword.iskeyword(plugin):
             raise ConfigError(f"a plugin cannot be called {given!r}, which is a keyword of Python; choose another name")
@@ -101,7 +103,7 @@ def new_plugin(given: str, kind: Kind, out: Path | None = None) -> tuple[Names, 
     names = Names.of(given)
     _check_free(names)
     target = out or Path(names.distribution)
-    if target.is_dir() and any(target.iterdir()):
+    if _is_dir(target) and any(target.iterdir()):
         raise ConfigError(f"the directory {str(target)!r} is not empty; give another with --out, or remove it")
     root = TEMPLATES / kind
     found = sorted(path for path in root.rglob("*") if path.suffix in (".md", ".py", ".toml"))
@@ -138,7 +140,7 @@ def _requirement() -> str:
 
 def _write(target: Path, files: dict[Path, str]) -> None:
     """Write all files into the directory, which is empty or does not exist; on an error, leave it as it was."""
-    existed = target.is_dir()
+    existed = _is_dir(target)
     try:
         target.mkdir(exist_ok=True)
         for path, text in files.items():
@@ -153,9 +155,17 @@ def _write(target: Path, files: dict[Path, str]) -> None:
         ) from error
 
 
+def _is_dir(path: Path) -> bool:
+    """Return whether there is a directory at ``path``; False if it is too long a path, which creating it explains."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def _clear(target: Path, *, keep: bool) -> None:
     """Remove the contents of the directory, and unless ``keep`` the directory too."""
-    if not target.is_dir():  # it does not exist, or is a file that was there before
+    if not _is_dir(target):  # it does not exist, or is a file that was there before
         return
     for path in target.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -15,7 +15,7 @@ from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import Chat, Rollouts, Row, is_conversation
 from trainkit.data.chat import SETTINGS
 from trainkit.data.pipeline import encode_text
-from trainkit.errors import DataError, EpisodeError, describe
+from trainkit.errors import DataError, EpisodeError, describe, printable
 from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
 from trainkit.rollouts.sampler import assemble, decode, placed_at
 from trainkit.seeding import PLACE, turn_seed
@@ -248,7 +248,7 @@ class Player:
                 "%s. The episode ends with the reward %g, because environment.on_error is 'fail_episode'. This is the "
                 "first failure, and further ones are not logged: the metric environment/failures is their share, and "
                 "samples.jsonl has the reason under 'error' in the last turn of a failed episode",
-                episode.failure,
+                printable(str(episode.failure)),
                 self.config.fail_reward,
             )
 

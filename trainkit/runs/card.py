@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config import Plain, to_yaml
+from trainkit.config import Plain
+from trainkit.errors import printable
+from trainkit.plain import to_yaml
 from trainkit.runs.provenance import said
+from trainkit.security import is_secret
 
 if TYPE_CHECKING:
     from trainkit.trainer.setup import PreparedTrainer
@@ -19,8 +23,6 @@ CARD = "README.md"
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
 """The line that marks a model card as written by trainkit, not by hand."""
 LIBRARIES = ("torch", "transformers")
-PRIVATE = ("token", "use_auth_token", "cache_dir")
-"""Arguments of `from_pretrained` that the model card does not show."""
 
 
 def write(trainer: Trainer, building: Path, target: Path) -> None:
@@ -47,7 +49,7 @@ def model_card(trainer: Trainer) -> str:
     front = {**{name: value for name, value in hub.items() if value}, "tags": ["trainkit", method]}
     parts = [
         f"---\n{to_yaml(front)}---\n{OURS}\n",
-        f"# A model trained by {method}\n",
+        f"# A model trained by {_cell(method)}\n",
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
         _table("## Provenance", _facts(trainer)),
@@ -77,13 +79,13 @@ def shown(config: Plain) -> Plain:
 
 
 def _shared(kwargs: Plain) -> Plain:
-    return {name: value for name, value in kwargs.items() if name not in PRIVATE}
+    return {name: value for name, value in kwargs.items() if name != "cache_dir" and not is_secret(name)}
 
 
 def _loading(method: str, code: str | None) -> str:
     again = (
         f"To train the model further, set `model.model_path` to this directory or to the id of its repository "
-        f"(it was trained with the method `{method}`).\n"
+        f"(it was trained with the method {_cell(method)}).\n"
     )
     if code is None:
         return f"## Loading the model\n\n{again}"
@@ -119,7 +121,9 @@ def _table(title: str, cells: dict[str, str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").split())
+    """Return ``text`` on one line of Markdown, without any effect as markup or HTML."""
+    line = " ".join(printable(text).split())
+    return html.escape(re.sub(r"[\\`*\[\]|~!#$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line), quote=False)
 
 
 def fenced(text: str, language: str) -> str:

@@ -25,6 +25,7 @@ from torch import Size, Tensor, cat, dtype
 from trainkit.data import Batch
 from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import CheckpointError, describe
+from trainkit.security import hidden, is_secret
 
 log = logging.getLogger(__name__)
 
@@ -323,6 +324,8 @@ def find_fault(path: Path) -> str | None:
         if manifest["sha256"] != _manifest_sha256(manifest):
             return f"{MANIFEST} has changed since it was written"
         for name, entry in manifest["files"].items():
+            if Path(name).name != name:
+                return f"{MANIFEST} names {name!r}, which is not a file of the checkpoint"
             if (path / name).stat().st_size != entry["bytes"] or _sha256(path / name) != entry["sha256"]:
                 return f"{name} has changed since it was written"
             if name.endswith(".json"):
@@ -341,9 +344,11 @@ def _check_depth(value: Any, left: int = DEEPEST) -> None:
 
 
 def config_drift(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """Return one line per value that differs between two plain configs."""
-    lines = []
+    """Return one line per value that differs between two plain configs, except secrets."""
+    lines, saved, now = [], hidden(saved), hidden(now)
     for key in dict.fromkeys([*saved, *now]):
+        if is_secret(key):
+            continue
         here, old, new = f"{path}{key}", saved.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += config_drift(old, new, f"{here}.")

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe
 
 try:
     import fcntl
@@ -33,12 +33,18 @@ class RunLock:
     not hold the lock.
 
     Raises:
-        ConfigError: the directory is locked already; names the process.
+        ConfigError: the directory is locked already, names the process; or it cannot be created.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        made = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            made = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"the directory {describe(str(run_dir))} cannot be used: {reason}; give another train.run_dir"
+            ) from error
         self._handle = _acquire(run_dir)
         self.release = weakref.finalize(self, _release, self._handle, run_dir / NAME, made)
         """Release the lock; remove its file, and the directories that were created if they are still empty."""

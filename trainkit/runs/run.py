@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from trainkit.config import TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError
+from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
@@ -43,6 +43,7 @@ from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import PARTS, identity, trained
 from trainkit.runs.stopping import EXIT_CODE, lost, sigterm_noted, watched
 from trainkit.runs.trackers import default_trackers, without_progress_bars
+from trainkit.security import file_name
 
 if TYPE_CHECKING:
     from trainkit.trainer.setup import PreparedTrainer
@@ -154,7 +155,7 @@ def ends_early(trainer: Trainer) -> bool:
     at = trainer.progress
     at.stop_reason = next(filter(None, trainer.gather([trainer._stop.reason])))
     if trainer.accelerator.is_main_process:
-        log.warning("the run ends after step %d: %s", at.step, at.stop_reason)
+        log.warning("the run ends after step %d: %s", at.step, printable(at.stop_reason))
     return True
 
 
@@ -179,7 +180,7 @@ def begin(trainer: Trainer) -> None:
     if trainer.run_dir is not None:
         return
     config = trainer.config
-    name = f"{config.method.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -305,7 +306,7 @@ def load(trainer: Trainer, path: Path) -> None:
         CheckpointError: there is none, it is not intact, or it belongs to another configuration or initial model.
     """
     saving.finish(trainer)
-    path = on_main(trainer, lambda: _whole_at(path))
+    path = on_main(trainer, lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer._recorded_frozen = state["frozen"]
@@ -366,6 +367,15 @@ def _stopped(trainer: Trainer, before: Mapping[str, Any]) -> str:
         at.stop_reason = ""
         return f"{told}. It continues, because of a change of {', '.join(changed)}"
     return f"{told}. It continues only if {', '.join(LENGTH[:-1])} or {LENGTH[-1]} is changed"
+
+
+def _found_at(path: Path) -> Path:
+    """Return the checkpoint at ``path``, as `_whole_at`; raise a CheckpointError, too, if it is no possible path."""
+    try:
+        return _whole_at(path)
+    except (OSError, ValueError) as error:  # the name is too long, or has a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"train.resume is {describe(str(path))}, which cannot be read: {reason}") from error
 
 
 def _whole_at(path: Path) -> Path:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from trainkit.errors import ConfigError, suggest
+from trainkit.errors import ConfigError, printable, suggest
 from trainkit.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ class Console:
         rows += [("evaluation", self._evaluation), ("sample", self._sample)]
         for label, value in rows:
             if value:
-                grid.add_row(label, Text(self._encodable(value)))
+                grid.add_row(label, Text(self._encodable(printable(value))))
         return Panel(grid, title=Text(self._encodable(printable(self._title))), title_align="left")
 
     def _progress(self) -> Table:
@@ -468,11 +468,6 @@ def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[
         if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
             moved.append((handler, handler.setStream(sys.stderr)))
     return moved
-
-
-def printable(text: str) -> str:
-    """Return ``text`` on one line, without control characters, with which a completion could control the terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def excerpt(prompt: str, output: str) -> str:

@@ -58,6 +58,17 @@ class BaseRLTrainer(ABC, Generic[M]):
 
     Derive as ``class MyTrainer(AccelerateRLTrainer[MyConfig])``. The type argument is the class that validates the
     section ``method``.
+
+    Args:
+        config: the run's configuration; the attribute ``config`` has its secrets in place of masks.
+        reward_fn: the reward function, if there is one.
+        metric_fn: the metric function, if there is one.
+        logit_mask: bool [V], or [V, V] with a row per previous token; True = allowed.
+        stop_sequences: strings that end a response.
+        trust_remote_code: whether Python code that comes with a model or tokenizer may run.
+
+    Raises:
+        ConfigError: the arguments are invalid, a secret is missing, or the configuration would run such code itself.
     """
 
     method_class: ClassVar[type[MethodConfig]]
@@ -98,7 +109,9 @@ class BaseRLTrainer(ABC, Generic[M]):
         metric_fn: MetricFn | None = None,
         logit_mask: Tensor | None = None,
         stop_sequences: list[str] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
+        config = config.settled(trust_remote_code=trust_remote_code)
         if not isinstance(config.method, self.method_class):
             raise ConfigError(
                 f"{type(self).__name__} is configured by {self.method_class.__name__}; the config's method is "

@@ -43,7 +43,7 @@ from trainkit.data.pipeline import (
     encode_sample,
     one_output,
 )
-from trainkit.errors import ConfigError, DataError, PluginError
+from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
 from trainkit.models import (
     context_length,
@@ -591,7 +591,7 @@ class TextTrainer(AcceleratedLoop[M]):
         counts = self.gather(mine)
         failed, played = sum(count for count, _, _ in counts), sum(count for _, count, _ in counts)
         if 0 < failed == played and self.accelerator.is_main_process:
-            reason = next(first[0] for _, _, first in counts if first)
+            reason = printable(next(first[0] for _, _, first in counts if first))
             log.warning("step %d: all %d episodes of the collection failed: %s", self.progress.step, played, reason)
 
     def _respond(

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from trainkit import PluginConfig, hookimpl, register_tracker
+from trainkit.errors import printable
 
 HEADER = "step,metric,value\n"
 
@@ -44,6 +45,11 @@ class CSV:
     def log_metrics(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         """Append a line for each metric, if the trainer has a run directory."""
         if trainer.run_dir is not None:
-            rows = [(step, *item) for item in metrics.items() if item[0].startswith(self.settings.prefix)]
+            rows = [(step, cell(n), value) for n, value in metrics.items() if n.startswith(self.settings.prefix)]
             with (trainer.run_dir / self.settings.file).open("a", encoding="utf-8", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def cell(name: str) -> str:
+    """Return the name of a metric on one line, and so that no spreadsheet reads it as a formula."""
+    return "'" * printable(name).lstrip().startswith(("=", "+", "-", "@")) + printable(name)

@@ -165,7 +165,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
         _refuse_unused(config)
         check_adapter_dropout(config.model)
         super().__init__(config, **kwargs)
-        self.source: Source = open_source(config.model, self.live_model)
+        self.source: Source = open_source(self.config.model, self.live_model)
         self.denoising: Steps = self.source.noise(self.method.num_steps).steps(self.method.eta)
         if not len(self.denoising.trained):
             raise ConfigError(

@@ -98,6 +98,19 @@ def test_arguments_become_options() -> None:
     ]
 
 
+def test_secrets_are_in_the_environment_of_a_server_and_not_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    given = {"model": "m", "api_key": "key-of-mine", "hf_token": "token-of-mine"}
+    assert launch.options(given) == ["--model", "m"]
+    variables = launch.environment(False, given)
+    assert (variables["VLLM_API_KEY"], variables["HF_TOKEN"]) == ("key-of-mine", "token-of-mine")
+    assert "VLLM_API_KEY" not in launch.environment(False, {"model": "m"})
+    assert launch.Started(given, tmp_path, 1, 1)._headers["Authorization"] == "Bearer key-of-mine"
+    assert "Authorization" not in Server("http://a:1", 1)._headers, "nobody else gets one"
+
+
 # --------------------------------------------------------------------------------------------------------- files
 
 

@@ -53,10 +53,12 @@ class Server:
     Args:
         url: its address, ``http://HOST:PORT``.
         timeout: seconds that it has to answer.
+        key: its API key; empty if it has none.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, key: str = "") -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def __str__(self) -> str:
         return f"'vllm' at {self.url}"
@@ -72,7 +74,7 @@ class Server:
         connection = connect(parts.netloc, timeout=timeout or self.timeout)
         try:
             content = None if body is None else json.dumps(body).encode()
-            connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+            connection.request(method, parts.path + path, content, self._headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

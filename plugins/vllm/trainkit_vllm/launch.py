@@ -35,6 +35,9 @@ FOREIGN = re.compile(
 """Variables that a server does not inherit: a setting decides on the cache; the others describe the trainer's group."""
 DYING = 15.0
 """Seconds in which a server that has lost its worker ends; only then is it known that it died."""
+SECRETS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+"""Arguments that a server gets in its environment, because all users of the machine see its command line and vLLM logs
+it."""
 FAULT, HARMLESS = re.compile(r"\b\w*(?:Error|Exception): .*"), re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
 
 
@@ -43,8 +46,13 @@ def installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def environment(adapters: bool) -> dict[str, str]:
-    """Return the environment variables of a server; those of this process take precedence where they may differ."""
+def environment(adapters: bool, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a server; those of this process take precedence where they may differ.
+
+    Args:
+        adapters: whether adapters are loaded.
+        arguments: vLLM's arguments, of which the `SECRETS` are passed in variables.
+    """
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if not torch.cuda.is_available():
         threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for CPUs, vLLM takes the executor "uni" only with it
@@ -60,13 +68,19 @@ def environment(adapters: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # all files are in the directory
         "TOKENIZERS_PARALLELISM": "false",
+        **{variable: str(arguments[name]) for name, variable in SECRETS.items() if name in arguments},
     }
 
 
 def options(arguments: Mapping[str, Any]) -> list[str]:
-    """Return vLLM's arguments as options of its command line: ``{"a_b": 2, "c": True}`` -> ``--a-b 2 --c``."""
+    """Return vLLM's arguments as options of its command line: ``{"a_b": 2, "c": True}`` -> ``--a-b 2 --c``.
+
+    The `SECRETS` are omitted.
+    """
     made: list[str] = []
     for name, value in arguments.items():
+        if name in SECRETS:
+            continue
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             made.append(option if value else option.replace("--", "--no-", 1))
@@ -86,7 +100,7 @@ class Started(Server):
     """
 
     def __init__(self, arguments: Mapping[str, Any], directory: Path, timeout: float, start_timeout: float) -> None:
-        super().__init__("", timeout)
+        super().__init__("", timeout, str(arguments.get("api_key") or os.environ.get("VLLM_API_KEY", "")))
         self.arguments, self.log, self.start_timeout = arguments, directory / "server.log", start_timeout
         self.process: subprocess.Popen[bytes] | None = None
         self._begin = 0
@@ -112,7 +126,7 @@ class Started(Server):
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,
-                env=environment(bool(self.arguments.get("enable_lora"))),
+                env=environment(bool(self.arguments.get("enable_lora")), self.arguments),
                 start_new_session=True,  # an interrupt from the keyboard ends the run, which then ends the server
             )
         log.info("starting vLLM at %s, which takes about a minute; its log is %s", self.url, self.log)

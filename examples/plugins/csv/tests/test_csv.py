@@ -12,6 +12,7 @@ import pytest
 from trainkit import hookimpl
 from trainkit.errors import ConfigError
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_csv import cell
 
 Row = tuple[int, str, float]
 
@@ -49,6 +50,19 @@ def test_runs_of_one_process_have_a_file_each(tmp_path: Path) -> None:
     for trainer in trainers:
         trainer.evaluate()  # the first again, after the second
     assert rows(tmp_path / "a") == logged(tmp_path / "a") != rows(tmp_path / "b") == logged(tmp_path / "b")
+
+
+def test_no_name_of_a_metric_is_a_formula_or_breaks_a_line(tmp_path: Path) -> None:
+    names = ["=HYPERLINK(1)", "+1", "-1", "@x", "a\nb", "\t=1", 'q",x']
+    for steps in (2, 4):  # the second run reads what the first has written
+        trainer = tiny(
+            tmp_path / "run", train__total_steps=steps, train__save_interval=2, train__resume="auto",
+            arguments={"metric_fn": lambda outputs, **_: dict.fromkeys(names, 1.0)},
+        )  # fmt: skip
+        trainer.learn()
+    found = {name.removeprefix("eval/") for _, name, _ in rows(tmp_path / "run")}
+    assert {*(name.replace("\n", " ").replace("\t", " ") for name in names)} <= found
+    assert [cell(name)[0] for name in names] == ["'", "'", "'", "'", "a", "'", "q"]
 
 
 class Killed(BaseException):

@@ -1,0 +1,146 @@
+"""Plain data as YAML, which is read within bounds: no file takes more than about a second, whoever wrote it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.errors import ConfigError, describe
+
+BYTES = 128 * 1024
+"""The largest document."""
+VALUES = 5_000
+"""The most keys and values of a document; what an alias repeats is counted each time."""
+DEPTH = 32
+"""The most levels of nesting."""
+DIGITS = 100
+"""The most characters of a number."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read plain data from a YAML file, with YAML 1.2's floats (``1e-5``).
+
+    Raises:
+        ConfigError: the file cannot be read, does not hold a mapping, or as `parse_yaml`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(BYTES + 1)
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
+        raise ConfigError(f"cannot read the config {str(path)!r}: {getattr(error, 'strerror', error)}") from error
+    if len(content) > BYTES:
+        raise ConfigError(f"{path} is larger than {BYTES} bytes, the most that a config may have; make it smaller")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = parse_yaml(text, str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} should hold a mapping of sections; it holds {describe(data)}")
+    return data
+
+
+def parse_yaml(text: str, source: str = "the text") -> Any:
+    """Parse YAML text; only plain data can be built, no other objects.
+
+    Args:
+        text: the text.
+        source: what it is, for error messages, which do not quote the text: it may contain secrets.
+
+    Raises:
+        ConfigError: it is not valid YAML, or exceeds `BYTES`, `VALUES`, `DEPTH` or `DIGITS`.
+    """
+    try:
+        if len(text) > BYTES:
+            raise yaml.YAMLError(f"it is longer than {BYTES} characters")
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        told = ", ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(f"{source} is not valid YAML: {told[:300]}{place}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
+        raise ConfigError(f"{source} is not valid YAML: a date, a character or a tagged value is impossible") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader within bounds.
+
+    It also reads ``1e-5`` as a number, as YAML 1.2 does, and rejects duplicate keys.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._values = 0
+        self._repeats: dict[int, int] = {}
+        """The number of values of each finished node, by the node's id."""
+
+    def fetch_flow_collection_start(self, kind: Any) -> None:
+        if self.flow_level >= DEPTH:  # before the scanner looks ahead for a thousand brackets
+            raise _refusal(f"it is nested in more than {DEPTH} levels", self.get_mark())
+        super().fetch_flow_collection_start(kind)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, before = self.check_event(yaml.AliasEvent), self._values
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise _refusal(f"it is nested in more than {DEPTH} levels", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._repeats:
+            raise _refusal("an alias refers to a value that contains it", mark)
+        self._values += self._repeats[id(node)] if is_alias else 1
+        if self._values > VALUES:
+            raise _refusal(f"it has more than {VALUES} values, those that aliases repeat included", mark)
+        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and len(node.value) > DIGITS:
+            raise _refusal(f"a number has {len(node.value)} characters; at most {DIGITS} are read", mark)
+        if not is_alias:
+            self._repeats[id(node)] = self._values - before
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _refusal("a key should be text", key_node.start_mark)
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise _refusal(f"the key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def to_yaml(plain: Any) -> str:
+    """Return plain data as YAML, with keys in their order."""
+    return str(yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper that also quotes strings such as ``12e4``, which `_Loader` would read as numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    )
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    rare_breaks = any(mark in text for mark in "\x85\u2028\u2029")  # unless escaped, read back as plain line breaks
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare_breaks else None)
+
+
+_Dumper.add_representer(str, _represent_text)
