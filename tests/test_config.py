@@ -19,6 +19,7 @@ from trainkit.config import (
     ModelConfig,
     OptimizerConfig,
     PluginConfig,
+    RewardFunctionConfig,
     RolloutConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -539,6 +540,7 @@ def test_faults_of_the_method_and_of_its_sampling_settings_are_told_together():
         MethodConfig,
         ModelConfig,
         EnvironmentConfig,
+        RewardFunctionConfig,
         TokenizerConfig,
         OptimizerConfig,
         SchedulerConfig,
@@ -557,6 +559,7 @@ def test_the_sections_tested_here_are_all_there_are():
     defined = {cls for cls in Section.__subclasses__() if cls.__module__ == "trainkit.config"}
     assert defined == {MethodConfig, PluginConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
         EnvironmentConfig,
+        RewardFunctionConfig,
         SamplingConfig,
         TrainConfig,
     }
@@ -569,6 +572,7 @@ def test_the_sections_tested_here_are_all_there_are():
         SchedulerConfig,
         RolloutConfig,
         EnvironmentConfig,
+        RewardFunctionConfig,
         TrainConfig,
     }
 
