@@ -29,12 +29,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import trainkit
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.data.batches import BATCH_CLASSES
-from trainkit.errors import CheckpointError, ConfigError, RewardError
+from trainkit.errors import CheckpointError, ConfigError, EpisodeError, HookError, RewardError
 from trainkit.models import CausalPolicy
-from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, write_state
+from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, saving, write_state
 from trainkit.runs.checkpoint import MANIFEST, Packer, unpack
 from trainkit.testing import tiny_gpt2
-from trainkit.testing.trainers import count_first_letters, tiny_trainer
+from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
 
 # ------------------------------------------------------------------------------------------- state there and back
 
@@ -963,6 +963,179 @@ def test_a_reward_function_that_raises_leaves_a_run_that_resumes_to_the_bit_equa
     again.reward_fn = fails_once
     again.learn()
     assert_same_weights(weights(again), weights(straight))
+
+
+FAILS: dict[str, Any] = {"train__save_interval": 100, "train__total_steps": 6, "train__batch_size": 8}
+"""Checkpoints that are not due before the end."""
+
+
+def saved_steps(place: Path) -> list[str]:
+    return sorted(path.name for path in (place / "checkpoints").glob("*"))
+
+
+def failing(at: int, honest: Any) -> Any:
+    """``honest``, whose call ``at`` raises."""
+    calls = 0
+
+    def fails(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise ValueError("not today")
+        return honest(*given, **named)
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ppo", {"method__ppo_epochs": 2, "rollout__batch_size": 4}),
+        ("rloo", {"rollout__batch_size": 4}),
+        ("rloo", {"rollout__batch_size": 4, "rollout__staleness": 1}),
+        ("rft", {"method__rft_k": 2, "rollout__batch_size": 4}),
+    ],
+)
+def test_an_error_within_a_collection_leaves_a_checkpoint_of_the_last_step(
+    name: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C1: the second collection is half scored when the function fails; the resumed run samples it again."""
+    settings = {**FAILS, **settings}
+    straight = tiny_trainer(name, tmp_path / "straight", **settings)
+    straight.learn()
+    stopped = tiny_trainer(name, tmp_path / "stopped", **settings)
+    already = 4 * settings.get("rollout__staleness", 0)
+    stopped.reward_fn = failing(6 + already, count_first_letters)
+    with pytest.raises(
+        RewardError, match=r"^after step [1-5]: .* raised ValueError: not today \(called with 4 samples"
+    ):
+        stopped.learn()
+    step = stopped.progress.step
+    assert saved_steps(tmp_path / "stopped") == [f"step_{step:08d}"]
+    assert f"the run ends with an error after step {step}; saved " in caplog.text
+    again = tiny_trainer(name, tmp_path / "stopped", **settings, train__resume="auto")
+    again.learn()
+    assert_same_weights(weights(again), weights(straight))
+
+
+@pytest.mark.parametrize("method", ["loss", "prepare_step", "judge"])
+def test_an_error_within_a_step_leaves_a_checkpoint_of_the_step_before(method: str, tmp_path: Path) -> None:
+    """In the middle of a pass: the minibatch at hand is made again."""
+    settings = {**FAILS, "method__ppo_epochs": 2, "train__microbatch_size": 4}
+    straight = tiny_trainer("ppo", tmp_path / "straight", **settings)
+    straight.learn()
+    stopped = tiny_trainer("ppo", tmp_path / "stopped", **settings)
+    setattr(stopped, method, failing(6 if method == "loss" else 3, getattr(stopped, method)))
+    with pytest.raises(ValueError, match="not today"):
+        stopped.learn()
+    assert saved_steps(tmp_path / "stopped") == ["step_00000002"]
+    again = tiny_trainer("ppo", tmp_path / "stopped", **settings, train__resume="auto")
+    again.learn()
+    assert_same_weights(weights(again), weights(straight))
+
+
+@pytest.mark.parametrize("method", ["after_step", "prepare_experience"])
+def test_a_state_that_is_half_changed_is_not_saved(method: str, tmp_path: Path) -> None:
+    stopped = tiny_trainer("ppo", tmp_path, method__ppo_epochs=1, **FAILS)
+    if method == "after_step":
+        kind = type("Follows", (type(stopped),), {"after_step": failing(2, lambda self: None)})
+        stopped = kind(stopped.config, tokenizer=stopped.tokenizer, reward_fn=count_first_letters)
+        stopped.add_prompt_pipeline(["a", "bc"])
+    else:
+        stopped.prepare_experience = failing(2, stopped.prepare_experience)
+    with pytest.raises(ValueError, match="not today"):
+        stopped.learn()
+    assert not saved_steps(tmp_path)
+
+
+def test_an_error_in_an_evaluation_is_made_up_for_after_resuming(tmp_path: Path) -> None:
+    settings = {**FAILS, "train__eval_interval": 3}
+
+    def learnt(place: str, reward_fn: Any, **changes: Any) -> Any:
+        trainer = tiny_trainer("ppo", tmp_path / place, **settings, **changes)
+        trainer.add_eval_pipeline(["a", "b"])
+        trainer.reward_fn = reward_fn
+        return trainer
+
+    def fails_in_evaluation(prompts: list[str], **given: Any) -> list[float]:
+        if len(prompts) == 2 and stopped.progress.step == 3:
+            raise ValueError("not today")
+        return count_first_letters(**given)
+
+    straight = learnt("straight", count_first_letters)
+    straight.learn()
+    stopped = learnt("stopped", fails_in_evaluation)
+    with pytest.raises(RewardError, match=r"after step 3: .* not today"):
+        stopped.learn()
+    assert saved_steps(tmp_path / "stopped") == ["step_00000003"]
+    again = learnt("stopped", count_first_letters, train__resume="auto")
+    again.learn()
+    assert_same_weights(weights(again), weights(straight))
+    found = []
+    for place in ("straight", "stopped"):
+        lines = [json.loads(line) for line in (tmp_path / place / "metrics.jsonl").read_text().splitlines()]
+        found.append([(line["step"], line["eval/reward"]) for line in lines if "eval/reward" in line])
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0]] == [0, 3, 6]
+
+
+def test_an_environment_or_a_hook_that_fails_leaves_a_checkpoint_too(tmp_path: Path) -> None:
+    class Fails(Letters):
+        def step(self, output: str) -> Any:
+            return step(self, output)
+
+    step = failing(40, Letters.step)  # of the second collection
+    arguments = {"environment": Fails, "reward_fn": None}
+    trainer = tiny_trainer("ppo", tmp_path / "a", arguments=arguments, method__ppo_epochs=1, **FAILS)
+    with pytest.raises(EpisodeError, match="not today"):
+        trainer.learn()
+    assert saved_steps(tmp_path / "a") == ["step_00000002"]
+
+    class Hook:
+        @trainkit.hookimpl
+        def on_step(self, step: int) -> None:
+            if step == 2:
+                raise ValueError("not today")
+
+    with pytest.raises(HookError, match="not today"):
+        tiny_trainer("ppo", tmp_path / "b", callbacks=[Hook()], **FAILS).learn()
+    assert saved_steps(tmp_path / "b") == ["step_00000002"]
+
+
+def test_no_checkpoint_is_left_that_is_not_wanted_or_there_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(place: str, at: int, **changes: Any) -> list[str]:
+        trainer = tiny_trainer("ppo", tmp_path / place, **{**FAILS, "method__ppo_epochs": 1, **changes})
+        trainer.reward_fn = failing(at, count_first_letters)
+        with pytest.raises(RewardError, match="not today"):
+            trainer.learn()
+        return saved_steps(tmp_path / place)
+
+    assert ends("none", 3, train__save_interval=0) == []
+    assert ends("before the first step", 1) == []
+    assert ends("wanted", 3) == ["step_00000002"]
+    saves: list[int] = []
+    honest = saving.save
+    monkeypatch.setattr(saving, "save", lambda trainer: [saves.append(trainer.progress.step), honest(trainer)][1])
+    assert ends("there", 3, train__save_interval=2) == ["step_00000002"]
+    assert saves == [2]
+
+
+def test_weights_that_are_not_finite_are_not_left_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, **{**FAILS, "method__ppo_epochs": 1})
+
+    def breaks(**given: Any) -> list[float]:
+        if trainer.progress.step == 2:
+            next(trainer.unwrapped.parameters()).data.fill_(torch.nan)
+            raise ValueError("not today")
+        return count_first_letters(**given)
+
+    trainer.reward_fn = breaks
+    with pytest.raises(RewardError, match="not today"):
+        trainer.learn()
+    assert saved_steps(tmp_path) == []
+    assert "the run ends with an error after step 2, which cannot be saved: after step 2 the weights" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------- best/

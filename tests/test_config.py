@@ -20,6 +20,7 @@ from trainkit.config import (
     ModelConfig,
     OptimizerConfig,
     PluginConfig,
+    RewardFunctionConfig,
     RolloutConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -539,6 +540,7 @@ def test_faults_of_the_method_and_of_its_sampling_settings_are_told_together():
         MethodConfig,
         ModelConfig,
         EnvironmentConfig,
+        RewardFunctionConfig,
         TokenizerConfig,
         DataConfig,
         OptimizerConfig,
@@ -559,6 +561,7 @@ def test_the_sections_tested_here_are_all_there_are():
     assert defined == {MethodConfig, PluginConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
         DataConfig,
         EnvironmentConfig,
+        RewardFunctionConfig,
         SamplingConfig,
         TrainConfig,
     }
@@ -572,6 +575,7 @@ def test_the_sections_tested_here_are_all_there_are():
         SchedulerConfig,
         RolloutConfig,
         EnvironmentConfig,
+        RewardFunctionConfig,
         TrainConfig,
     }
 

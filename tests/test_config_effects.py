@@ -76,6 +76,11 @@ ELSEWHERE = {
     "environment.timeout": "test_environments.py::test_a_timeout_says_so",
     "environment.on_error": "test_environments.py::test_an_episode_that_fails_can_end_with_a_reward_and_is_counted",
     "environment.fail_reward": "test_environments.py::test_an_episode_that_fails_can_end_with_a_reward_and_is_counted",
+    "reward.timeout":
+        "test_reward_calls.py::test_a_call_that_takes_too_long_is_an_error_that_names_function_prompts_step_and_setting",
+    "reward.retries": "test_reward_calls.py::test_a_run_with_failures_that_pass_equals_one_without",
+    "reward.retry_on": "test_reward_calls.py::test_other_errors_and_wrong_answers_are_not_repeated",
+    "reward.on_nonfinite": "test_nonfinite.py::test_what_is_trained_on_has_finite_scores_and_groups_are_whole",
     "rollout.max_turns":
         "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
@@ -90,8 +95,8 @@ ELSEWHERE = {
     "rollout.correction_level": "test_staleness.py::test_responses_with_one_ratio_have_one_weight",
     "rollout.correction_cap": "test_staleness.py::test_importance_weights_scale_the_gradients_of_their_tokens",
 }  # fmt: skip
-"""Fields that need certain columns, an environment, an engine, older weights, or an algorithm that keeps, and the tests
-that show their effect."""
+"""Fields that need certain columns, an environment, an engine, older weights, an algorithm that keeps, or a reward
+function that fails, and the tests that show their effect."""
 
 
 def observe(root: Path, changes: dict[str, Any]) -> Any:

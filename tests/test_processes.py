@@ -332,6 +332,49 @@ said["all"] = straight.pipeline.take(0, 6)
 torch.distributed.destroy_process_group()
 """
 
+AGREED = """
+import json
+import sys
+from pathlib import Path
+import torch
+from trainkit.errors import RewardError
+from trainkit.testing.trainers import count_first_letters, tiny_trainer
+
+torch.set_num_threads(1)
+out, said = Path(sys.argv[1]), {}
+settings = {"rollout__batch_size": 2, "train__save_interval": 100, "train__eval_interval": 3, "method__ppo_epochs": 1}
+
+def made(place, **changes):
+    trainer = tiny_trainer("ppo", out / place, **settings, **changes)
+    trainer.add_eval_pipeline(["a", "b", "c"])  # one process has two of them
+    return trainer
+
+def ended(trainer):
+    trainer.learn()
+    return [p.double().sum().item().hex() for p in trainer.unwrapped.parameters()]
+
+straight = ended(made("straight"))
+for what in ("collection", "evaluation"):
+    trainer = made(what)
+    rank = trainer.accelerator.process_index
+
+    def fails(outputs, **given):
+        at = trainer.progress
+        if rank == 1 and (at.step == 3 and len(outputs) == 1 if what == "evaluation" else at.collection == 1):
+            raise ValueError("not today")
+        return count_first_letters(outputs)
+
+    trainer.reward_fn = fails
+    try:
+        trainer.learn()
+    except RewardError as error:
+        said[what] = str(error)
+    said[what + " saved"] = sorted(path.name for path in (out / what / "checkpoints").glob("*"))
+    said[what + " equal"] = ended(made(what, train__resume="auto")) == straight
+(out / f"said-{rank}.json").write_text(json.dumps(said))
+torch.distributed.destroy_process_group()
+"""
+
 
 def launch(script: str, processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in one process, or in several that talk through gloo."""
@@ -426,7 +469,7 @@ def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -
 @pytest.mark.parametrize(
     ("what", "said", "checkpoints"),
     [
-        ("reward", "RewardError: judge .* raised TimeoutError: the judge is away", 0),
+        ("reward", "RewardError: after step 0: judge .* raised TimeoutError: the judge is away", 0),
         ("nan", "NonFiniteError: step 3: the loss is nan", 2),
         ("disk", "CheckpointError: cannot save a checkpoint under .*No space left on device", 1),
         ("observer", "HookError: the hook log_metrics of callback Away failed at step 3: TimeoutError: the tracker", 2),
@@ -444,6 +487,18 @@ def test_what_ends_one_process_ends_both_within_30_seconds(
     assert re.search(said, done.stderr + done.stdout), done.stderr[-3000:]
     newest = newest_whole(tmp_path / "run" / "checkpoints")
     assert (newest and newest.name) == (f"step_{checkpoints:08d}" if checkpoints else None)
+
+
+def test_an_error_of_one_process_in_scoring_is_that_of_both_which_save_and_resume_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    succeed(AGREED, 2, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    for what, step in (("collection", 2), ("evaluation", 3)):
+        assert re.match(rf"after step {step}: fails .* raised ValueError: not today", first[what])
+        assert first[f"{what} saved"] == [f"step_{step:08d}"]
+        assert first[f"{what} equal"] is True
 
 
 def test_a_slow_process_does_not_take_the_directory_for_that_of_another_run(tmp_path: Path) -> None:

@@ -428,6 +428,33 @@ class EnvironmentConfig(Section):
         return self
 
 
+class RewardFunctionConfig(Section):
+    """How the reward function is called, and what its scores may be; only with a reward function."""
+
+    timeout: float | None = Field(600.0, gt=0)
+    """Seconds that one call may take. The function is then called in a thread of its own. None: no limit, and it is
+    called in the thread that needs the scores, which is the main thread unless responses are sampled ahead."""
+    retries: int = Field(0, ge=0)
+    """How often a call is repeated that raised an exception of `retry_on`, after waits that grow from one second to one
+    minute. 0: never."""
+    retry_on: list[Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]] = ["ConnectionError", "TimeoutError"]
+    """Exceptions after which a call is repeated: names of their classes or of base classes, with or without the module,
+    e.g. `ConnectionError` or `requests.exceptions.HTTPError`. A call that exceeds `timeout` is not repeated."""
+    on_nonfinite: Literal["error", "drop_row", "clip"] = "error"
+    """What to do with scores that are NaN, infinite or out of the range of float32: end the run; do not train on the
+    response, nor on the others to its prompt if these are compared; or set infinite ones to the largest and smallest
+    finite score of the collection, while NaN still ends the run."""
+
+    @model_validator(mode="after")
+    def _retries_have_an_effect(self) -> Self:
+        default = type(self).model_fields["retry_on"].default
+        if not self.retries and self.retry_on != default:
+            raise ValueError("retry_on has an effect only if retries is at least 1; set retries, or remove it")
+        if self.retries and not self.retry_on:
+            raise ValueError("retries has an effect only if retry_on names an exception; name one, or set retries to 0")
+        return self
+
+
 class TrainConfig(Section):
     """The training loop: its length, batch sizes, evaluation, checkpoints and logging."""
 
@@ -520,6 +547,8 @@ class TRLConfig(BaseModel, Generic[M]):
     """Sampling and the collection of experience."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The calls of environments."""
+    reward: RewardFunctionConfig = RewardFunctionConfig()
+    """The calls of the reward function."""
     train: TrainConfig = TrainConfig()
     """The training loop."""
     plugins: Annotated[list[HooksEntry], Field(max_length=MOST), AfterValidator(_named_once)] = []

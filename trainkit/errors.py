@@ -8,6 +8,9 @@ from trainkit.security import hidden
 class TrainkitError(Exception):
     """Base class of all errors that trainkit raises deliberately."""
 
+    everywhere = False
+    """Whether all processes of the run raise it at the same time, and so can still act together."""
+
 
 class ConfigError(TrainkitError, ValueError):
     """An invalid configuration, or an invalid combination of arguments."""
@@ -30,7 +33,7 @@ class DataError(TrainkitError, ValueError):
 
 
 class RewardError(TrainkitError, ValueError):
-    """A reward or metric function that raised an exception, or returned an invalid value."""
+    """A reward or metric function that raised an exception, took too long, or returned an invalid value."""
 
 
 class EngineError(TrainkitError, RuntimeError):

@@ -7,8 +7,9 @@ are not changed.
 from __future__ import annotations
 
 import numbers
+import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -171,6 +172,26 @@ def uniforms(seeds: Tensor, count: int) -> Tensor:
     key = seeds.unsqueeze(1)
     word, *_ = philox((at.expand(len(seeds), count), zero, zero, zero), (key & WORD, (key >> 32) & WORD))
     return (word >> 8).float() / (1 << 24)
+
+
+def remember_generators(*, of_torch: bool = True) -> Callable[[], None]:
+    """Return a function that sets the global generators back to their states of this moment.
+
+    These are the generators of Python, of NumPy and, unless ``of_torch`` is False, of torch.
+    """
+    python, array = random.getstate(), np.random.get_state()
+    cpu = torch.get_rng_state() if of_torch else None
+    devices = torch.cuda.get_rng_state_all() if of_torch and torch.cuda.is_initialized() else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(array)
+        if cpu is not None:
+            torch.set_rng_state(cpu)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    return restore
 
 
 @contextmanager

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+T = TypeVar("T")
 
 SHAPES = ((256, 512, 1024), (32, 1024, 256))
 """(rows, inner dimension, columns) of the products that are compared: for many tokens, and for one sampled token."""
@@ -62,6 +64,7 @@ def _medium_is_exact() -> bool:
 
 
 _ONE_LIBRARY: ContextVar[bool] = ContextVar("_ONE_LIBRARY", default=False)
+_BESIDE_TRAINING: ContextVar[bool] = ContextVar("_BESIDE_TRAINING", default=False)
 _LOCK = threading.RLock()
 """Held while the precision is "highest", and by each operation of a thread that runs `beside_training`."""
 
@@ -83,8 +86,35 @@ def beside_training() -> Iterator[None]:
     Which library is used is a setting of the whole process. The thread that trains changes it for attention; products
     of this thread would then be rounded differently, depending on when they run. So they wait.
     """
-    with one_library(), _OneAtATime():
-        yield
+    token = _BESIDE_TRAINING.set(True)
+    try:
+        with one_library(), _OneAtATime():
+            yield
+    finally:
+        _BESIDE_TRAINING.reset(token)
+
+
+def as_here(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that makes a call in another thread as it would be made in this one.
+
+    Context variables are those of this thread, and so is what torch keeps for each thread: whether gradients are
+    computed, the default device, the current CUDA device, and that products wait `beside_training`. Autocast is off.
+    """
+    context, grad, default = copy_context(), torch.is_grad_enabled(), torch.get_default_device()
+    cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def there() -> T:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if torch.get_default_device() != default:
+                stack.enter_context(default)
+            if cuda is not None:
+                stack.enter_context(torch.cuda.device(cuda))
+            if _BESIDE_TRAINING.get():
+                stack.enter_context(_OneAtATime())
+            return call()
+
+    return lambda: context.run(there)
 
 
 class _OneAtATime(TorchFunctionMode):

@@ -1,14 +1,17 @@
 """From prompts to scored responses: the sampler, engines that generate, and calls of reward functions."""
 
+from trainkit.rollouts.calls import Daemons, Result, in_worker
 from trainkit.rollouts.engines import Engine, EngineSampler, Request, ServedModel, Weights, engine_class, start
 from trainkit.rollouts.environments import Environment, EnvironmentMaker, Turn, check_maker
 from trainkit.rollouts.episodes import Player, check_template
 from trainkit.rollouts.replica import Replica
 from trainkit.rollouts.rewards import (
+    UNLIMITED,
     MetricFn,
     Record,
     RewardFn,
     Scored,
+    at_step,
     call,
     check_numbers,
     check_scores,
@@ -17,7 +20,9 @@ from trainkit.rollouts.rewards import (
     measure,
     metrics,
     name_of,
+    repeated,
     score,
+    settled,
 )
 from trainkit.rollouts.sampler import (
     CausalSampler,
@@ -32,7 +37,9 @@ from trainkit.rollouts.sampler import (
 )
 
 __all__ = [
+    "UNLIMITED",
     "CausalSampler",
+    "Daemons",
     "Engine",
     "EngineSampler",
     "Environment",
@@ -44,6 +51,7 @@ __all__ = [
     "Record",
     "Replica",
     "Request",
+    "Result",
     "RewardFn",
     "Sampler",
     "Scored",
@@ -52,6 +60,7 @@ __all__ = [
     "Turn",
     "Weights",
     "assemble",
+    "at_step",
     "call",
     "check_maker",
     "check_numbers",
@@ -61,11 +70,14 @@ __all__ = [
     "decode",
     "engine_class",
     "explained",
+    "in_worker",
     "make_sampler",
     "means",
     "measure",
     "metrics",
     "name_of",
+    "repeated",
     "score",
+    "settled",
     "start",
 ]

@@ -15,6 +15,7 @@ from trainkit.data import Row, finite, is_conversation
 from trainkit.data.batches import columns_of
 from trainkit.data.formats import plain
 from trainkit.errors import ConfigError, EpisodeError, describe
+from trainkit.rollouts.calls import Daemons, Result
 from trainkit.seeding import PLACE
 
 T = TypeVar("T")
@@ -262,16 +263,6 @@ def _turn(episode: Episode, value: Any) -> Turn:
 # ------------------------------------------------------------------------------------------------ concurrent calls
 
 
-@dataclass
-class Result:
-    """The result of a call: a value, or the exception that it raised."""
-
-    value: Any = None
-    error: BaseException | None = None
-    given_up: bool = False
-    """Whether the call had not ended when its time was up."""
-
-
 def call_all(calls: Sequence[Callable[[], Any]], config: EnvironmentConfig) -> list[Result]:
     """Call all functions, up to ``config.workers`` at a time, and return their results in order.
 
@@ -374,6 +365,7 @@ def _await_all(waiting: Sequence[Awaitable[Any]], config: EnvironmentConfig) -> 
                 found[index] = Result(error=asyncio.CancelledError()) if task.cancelled() else task.result()
 
     async def every() -> None:
+        asyncio.get_running_loop().set_default_executor(Daemons())
         places = asyncio.Semaphore(config.workers)
         await asyncio.gather(*(one(index, places) for index in range(len(waiting))))
 

@@ -1,21 +1,35 @@
-"""Calls of reward and metric functions: their arguments are copied, and their results are checked."""
+"""Calls of reward and metric functions: arguments are copied, calls limited and repeated, and results are checked."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import logging
+import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import tenacity
 import torch
 from torch import Tensor
 
+from trainkit.config import RewardFunctionConfig
 from trainkit.data import Rollouts, Row, finite
 from trainkit.data.batches import GIVEN, columns_of
 from trainkit.data.formats import plain
 from trainkit.errors import RewardError, describe
+from trainkit.rollouts.calls import NAME as WORKER
+from trainkit.rollouts.calls import Result, in_worker
+from trainkit.seeding import PLACE, remember_generators
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RewardFn = Callable[..., Any]
 """Returns the scores of samples; see `score`."""
@@ -26,6 +40,13 @@ CONTRACT = (
     "return one finite number per sample (list, tuple, NumPy array or tensor [B]), or for dense rewards one list, "
     "array or 1-D tensor per sample with at most as many numbers as its response has tokens"
 )
+UNLIMITED = RewardFunctionConfig(timeout=None)
+"""Calls without a time limit and without repetitions."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the first repetition of a call, and at most; up to one second of jitter is added to each wait."""
+MOST_PROMPTS = 6
+"""Prompts that errors name by their numbers."""
+MAIN_THREAD = ". It was called in a thread, because reward.timeout is set; if it needs the main thread, set it to null"
 METRIC_CONTRACT = "return a dict of name -> number or list of numbers, finite, one per sample"
 
 
@@ -43,28 +64,52 @@ class Scored(Protocol):
     def __len__(self) -> int: ...
 
 
-def score(reward_fn: RewardFn, rollouts: Rollouts, tokenizer: Any) -> Tensor:
+def score(
+    reward_fn: RewardFn,
+    rollouts: Rollouts,
+    tokenizer: Any,
+    config: RewardFunctionConfig = UNLIMITED,
+    *,
+    step: int | None = None,
+    alone: bool = True,
+) -> Tensor:
     """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
+
+    Args:
+        reward_fn: the function; a coroutine that it returns is awaited.
+        rollouts: what it scores.
+        tokenizer: the tokenizer that it gets.
+        config: its time limit and repetitions, and whether scores may be infinite or NaN; by default none of them.
+        step: the step to name in errors.
+        alone: as in `answer`.
 
     Returns:
         Scores [B] in float32, or dense rewards [B, T] at the positions of their response tokens.
 
     Raises:
-        RewardError: the function raised an exception or returned something else; names it and the row.
+        RewardError: the function raised an exception, took too long or returned something else; names it and the row.
     """
-    return check_scores(call(reward_fn, rollouts, tokenizer=tokenizer), rollouts, name_of(reward_fn))
+    with at_step(step):
+        found = answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer)
+        return check_scores(found, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
 
 
-def check_scores(scores: Any, rollouts: Rollouts, source: str) -> Tensor:
+def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error") -> Tensor:
     """Convert ``scores`` of any allowed form to a tensor [B] or [B, T]; ``source`` is named in errors.
+
+    With ``on_nonfinite`` as in `reward.on_nonfinite`, infinite scores and NaN are returned if they are dealt with.
 
     Raises:
         RewardError: the type, count or length is wrong, or a number is not finite.
     """
     _check_list(scores, len(rollouts), source, CONTRACT)
+
+    def number(value: Any, row: int) -> float:
+        return _number(value, source, _which(rollouts, row), on_nonfinite=on_nonfinite)
+
     if len(scores) and all(_is_vector(s) for s in scores):
-        return _dense(scores, rollouts, source)
-    return torch.tensor([_number(s, source, i) for i, s in enumerate(scores)], dtype=torch.float32)
+        return _dense(scores, rollouts, source, number)
+    return torch.tensor([number(s, row) for row, s in enumerate(scores)], dtype=torch.float32)
 
 
 def check_numbers(values: Any, count: int, source: str, contract: str) -> Tensor:
@@ -74,10 +119,12 @@ def check_numbers(values: Any, count: int, source: str, contract: str) -> Tensor
         RewardError: the type or count is wrong, or a value is not a finite number.
     """
     _check_list(values, count, source, contract)
-    return torch.tensor([_number(v, source, i, contract) for i, v in enumerate(values)], dtype=torch.float32)
+    numbers = [_number(value, source, f"sample {row}", contract) for row, value in enumerate(values)]
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _check_list(values: Any, count: int, source: str, contract: str) -> None:
+    _refuse_unreadable(values, source, contract)
     if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
         raise RewardError(f"{source} returned {describe(values)}; {contract}")
     if isinstance(values, Tensor | np.ndarray) and values.ndim != 1:
@@ -89,7 +136,21 @@ def _check_list(values: Any, count: int, source: str, contract: str) -> None:
         raise RewardError(f"{source} returned {len(values)} scores for {count} samples; {contract}")
 
 
-def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
+def _refuse_unreadable(value: Any, source: str, contract: str) -> None:
+    """Raise a `RewardError` for a masked array and a tensor without data: they have no numbers, or not all of them."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise RewardError(
+            f"{source} returned {describe(value)}, a masked array, and what is masked has no number; {contract}. "
+            "Give a number for every element, for example by .filled(0)"
+        )
+    if isinstance(value, Tensor) and value.is_meta:
+        raise RewardError(
+            f"{source} returned {describe(value)}, a tensor on the device 'meta', which has no data; {contract}. "
+            "Compute on a real device"
+        )
+
+
+def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str, number: Callable[[Any, int], float]) -> Tensor:
     """Place per-token scores at the first response tokens of each row. -> [B, T]."""
     mask = rollouts.sequences.response_mask.cpu()
     lengths = mask.sum(1).tolist()
@@ -100,12 +161,13 @@ def _dense(scores: Sequence[Any], rollouts: Rollouts, source: str) -> Tensor:
         )
     dense = torch.zeros(mask.shape, dtype=torch.float32)
     for row, (values, length) in enumerate(zip(scores, lengths, strict=True)):
+        _refuse_unreadable(values, source, CONTRACT)
         if len(values) > length:
             raise RewardError(
-                f"{source} returned {len(values)} rewards for sample {row}, "
+                f"{source} returned {len(values)} rewards for {_which(rollouts, row)}, "
                 f"whose response has {length} tokens; {CONTRACT}"
             )
-        numbers = torch.tensor([_number(v, source, row) for v in values], dtype=torch.float32)
+        numbers = torch.tensor([number(v, row) for v in values], dtype=torch.float32)
         dense[row, mask[row].nonzero()[: len(values), 0]] = numbers
     return dense
 
@@ -126,13 +188,13 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
     checked: dict[str, float | list[float]] = {}
     for name, value in result.items():
         if not _is_vector(value):
-            checked[name] = _number(value, f"{source}[{name!r}]", None, METRIC_CONTRACT)
+            checked[name] = _number(value, f"{source}[{name!r}]", "", METRIC_CONTRACT)
             continue
         if len(value) != len(rollouts):
             raise RewardError(
                 f"{source} returned {len(value)} values of {name!r} for {len(rollouts)} samples; {METRIC_CONTRACT}"
             )
-        checked[name] = [_number(v, f"{source}[{name!r}]", i, METRIC_CONTRACT) for i, v in enumerate(value)]
+        checked[name] = [_number(v, f"{source}[{name!r}]", f"sample {i}", METRIC_CONTRACT) for i, v in enumerate(value)]
     return checked
 
 
@@ -164,9 +226,13 @@ def measure(
 
 
 def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return means by name: of the records' numbers, and of ``wholes``, (count, numbers) of sets of responses."""
-    names = [name for name, value in records[0].items() if isinstance(value, int | float)]
-    found = {name: sum(record[name] for record in records) / len(records) for name in names}
+    """Return means by name: of the records' numbers, and of ``wholes``, (count, numbers) of sets of responses.
+
+    A reward that is None counts in no mean.
+    """
+    names = [name for name, value in records[0].items() if isinstance(value, int | float) or name == "reward"]
+    numbers = {name: [record[name] for record in records if record[name] is not None] for name in names}
+    found = {name: sum(values) / len(values) for name, values in numbers.items() if values}
     total = sum(count for count, _ in wholes)
     for name in wholes[0][1]:
         found[name] = sum(count * whole[name] for count, whole in wholes) / total
@@ -186,8 +252,112 @@ def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
             f"have a column {taken[0]!r}; rename the column"
         )
     arguments = {**given, **extra, **{name: [_copied(v) for v in values] for name, values in columns.items()}}
-    with explained(fn, rollouts, f" and the keywords {', '.join(arguments)}"), _without_autocast():
+    told = f" and the keywords {', '.join(arguments)}"
+    with _default_dtype_kept(fn), explained(fn, rollouts, told), _without_autocast():
         return fn(**arguments)
+
+
+def answer(fn: RewardFn, rollouts: Scored, config: RewardFunctionConfig, *, alone: bool = True, **extra: Any) -> Any:
+    """Return what `call` returns, or the result of a coroutine, within the time limit and with repetitions.
+
+    Each call gets new copies of the arguments, and the global generators as they were at the first call.
+
+    Args:
+        fn: the function.
+        rollouts: what it is called for.
+        config: its time limit, and after which exceptions it is called again.
+        alone: whether no other thread trains, so that the global generators of torch can be set back.
+        **extra: as in `call`.
+
+    Raises:
+        RewardError: as `call`; or the call took longer than ``config.timeout``, or the last repetition failed, too.
+    """
+    return repeated(lambda: _one_answer(fn, rollouts, config.timeout, extra), name_of(fn), config, alone=alone)
+
+
+def _one_answer(fn: RewardFn, rollouts: Scored, timeout: float | None, extra: dict[str, Any]) -> Any:
+    def make() -> Any:
+        return call(fn, rollouts, **extra)
+
+    if timeout is None:
+        value = make()
+        if not inspect.isawaitable(value):
+            return value
+        make = partial(_itself, value)
+    with _default_dtype_kept(fn), explained(fn, rollouts):
+        return settled(in_worker(make, timeout), fn, rollouts, timeout)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def settled(result: Result, fn: RewardFn, rollouts: Scored, timeout: float | None) -> Any:
+    """Return the value of a call of ``fn``; raise its error, or a `RewardError` if it was given up."""
+    if result.given_up:
+        raise RewardError(
+            f"{name_of(fn)} took longer than reward.timeout, {timeout:g} s ({_called_with(rollouts)}); it is not "
+            "waited for, and not called again. Raise reward.timeout (null: no limit), or give what the function waits "
+            "for a shorter limit of its own, whose exception reward.retry_on can name"
+        )
+    if result.error is not None:
+        raise result.error
+    return result.value
+
+
+def repeated(attempt: Callable[[], T], source: str, config: RewardFunctionConfig, *, alone: bool = True) -> T:
+    """Return ``attempt()``; repeat it after errors whose cause `reward.retry_on` names; arguments as in `answer`."""
+    if not config.retries:
+        return attempt()
+    restore = remember_generators(of_torch=alone)
+
+    def once_more() -> T:
+        restore()  # also what the waiting has drawn
+        return attempt()
+
+    def tell(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        assert state.next_action is not None
+        cause = getattr(state.outcome.exception(), "__cause__", None)
+        log.warning(
+            "%s raised %s: %s; it is called again in %.1f s (%d of %d, reward.retries)",
+            source,
+            type(cause).__name__,
+            cause,
+            state.next_action.sleep,
+            state.attempt_number,
+            config.retries,
+        )
+
+    retrying = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(config.retries + 1),
+        wait=tenacity.wait_exponential_jitter(initial=FIRST_WAIT, max=LONGEST_WAIT),
+        retry=tenacity.retry_if_exception(lambda error: is_named(error.__cause__, config.retry_on)),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return retrying(once_more)
+
+
+def is_named(error: BaseException | None, names: Sequence[str]) -> bool:
+    """Return whether the class of an exception, or one of its bases, has one of the names, with or without module."""
+    known = {
+        name
+        for kind in type(error).__mro__
+        for name in (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
+    }
+    return error is not None and not known.isdisjoint(names)
+
+
+@contextmanager
+def at_step(step: int | None) -> Iterator[None]:
+    """Name the step in a `RewardError` that is raised within the context; None: no step is known."""
+    try:
+        yield
+    except RewardError as error:
+        if step is None:
+            raise
+        raise RewardError(f"after step {step}: {error}") from error.__cause__
 
 
 @contextmanager
@@ -198,10 +368,42 @@ def explained(fn: Callable[..., Any], rollouts: Scored, also: str = "") -> Itera
     except RewardError:
         raise
     except Exception as error:
+        bound = threading.current_thread().name == WORKER and "thread" in str(error)
         raise RewardError(
-            f"{name_of(fn)} raised {type(error).__name__}: {error} (called with {len(rollouts)} samples{also}). "
-            "No step was made with its result; fix the function"
+            f"{name_of(fn)} raised {type(error).__name__}: {error} ({_called_with(rollouts)}{also}). "
+            f"No step was made with its result; fix the function{MAIN_THREAD if bound else ''}"
         ) from error
+
+
+def _called_with(rollouts: Scored) -> str:
+    """Return how many samples a function was called with, and to which prompts of the dataset, as far as known."""
+    places = [row[PLACE].row for row in rollouts.rows if PLACE in row]
+    known = list(dict.fromkeys(str(row) for row in places if row is not None))
+    told = ", ".join([*known[:MOST_PROMPTS], *["…"] * (len(known) > MOST_PROMPTS)])
+    prompts = f" of the prompt{'s' if len(known) > 1 else ''} {told}" if known else ""
+    return f"called with {len(rollouts)} samples{prompts}"
+
+
+def _which(rollouts: Scored, row: int) -> str:
+    """Return which sample ``row`` is, for error messages: its number, and that of its prompt in the dataset."""
+    place = rollouts.rows[row].get(PLACE)
+    return f"sample {row}" if place is None or place.row is None else f"sample {row} (of prompt {place.row})"
+
+
+@contextmanager
+def _default_dtype_kept(fn: Callable[..., Any]) -> Iterator[None]:
+    """Raise a `RewardError` if torch's default dtype, which holds for the whole process, is changed in the context."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(before)
+    if now != before:
+        raise RewardError(
+            f"{name_of(fn)} has set torch's default dtype from {before} to {now}, also for the model that is trained; "
+            "give the dtype where a tensor is made, or set the default back before the function returns"
+        )
 
 
 @contextmanager
@@ -235,12 +437,16 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim == 1)
 
 
-def _number(value: Any, source: str, row: int | None, contract: str = CONTRACT) -> float:
-    at = "" if row is None else f" for sample {row}"
+def _number(value: Any, source: str, which: str, contract: str = CONTRACT, *, on_nonfinite: str = "error") -> float:
+    """Return a number that a function returned; ``which`` is the sample that it belongs to, or empty."""
+    at = f" for {which}" if which else ""
+    _refuse_unreadable(value, source, contract)
     value = plain(value)
     found = finite(value)
     if found is not None:
         return found
     if isinstance(value, int | float):
+        if on_nonfinite == "drop_row" or (on_nonfinite == "clip" and value == value):
+            return math.nan if value != value else math.inf if value > 0 else -math.inf
         raise RewardError(f"{source} returned {describe(value)}{at}; numbers must be finite in float32. {contract}")
     raise RewardError(f"{source} returned {describe(value)}{at}; {contract}")

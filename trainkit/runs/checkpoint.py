@@ -238,6 +238,11 @@ def _joined(values: Sequence[Any], files: Sequence[Any]) -> Any:
     return {same[0][0]: _joined([item for _, item in same], files) for same in zip(*items, strict=True)}
 
 
+def path_of(root: Path, step: int) -> Path:
+    """Return the directory of the checkpoint of ``step``."""
+    return root / f"step_{step:08d}"
+
+
 def building_directory(root: Path, step: int) -> Path:
     """Create and return a temporary directory beside the checkpoints, to build the one of ``step`` in."""
     directory = root / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
@@ -250,7 +255,7 @@ def commit(building: Path, step: int, keep: int) -> Path:
 
     Everything is flushed to disk before the rename, so an incomplete directory never has the name of a checkpoint.
     """
-    root, target = building.parent, building.parent / f"step_{step:08d}"
+    root, target = building.parent, path_of(building.parent, step)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
     libraries = {name: version(name) for name in ("trainkit", "torch", "transformers", "accelerate", "safetensors")}
     manifest = {"schema": SCHEMA, "step": step, "libraries": libraries, "files": files}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from trainkit.errors import TrainkitError
@@ -28,8 +28,10 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
     except (OSError, SafetensorError, TrainkitError) as caught:
         error = caught
     if trainer.accelerator.num_processes > 1:
-        found = gather_object([error])
+        found = trainer.gather([error])
         error = error or next((other for other in found if other is not None), None)
+    if isinstance(error, TrainkitError):
+        error.everywhere = True
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]

@@ -60,6 +60,9 @@ MAY_CHANGE = (
     "tokenizer.",
     "environment.workers",
     "environment.timeout",
+    "reward.timeout",
+    "reward.retries",
+    "reward.retry_on",
 )
 """Prefixes of the settings that may differ when resuming, except those in `MUST_NOT_CHANGE`."""
 MUST_NOT_CHANGE = (
@@ -98,6 +101,7 @@ def running(trainer: Trainer) -> Iterator[None]:
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
+    trainer._before, trainer._torn = None, False  # an earlier run may have ended with an error
     stop, config = trainer._stop, trainer.config.train
     limit = config.timeout if trainer.accelerator.num_processes > 1 else None
     try:
@@ -105,6 +109,7 @@ def running(trainer: Trainer) -> Iterator[None]:
             yield
     except BaseException as error:
         backend.release()
+        saving.save_after_error(trainer, error)
         if trainer.ahead is not None:
             trainer.ahead.cancel()
         saving.finish_after_error(trainer)

@@ -138,6 +138,28 @@ def finish(trainer: Trainer, *, wait: bool = True) -> None:
     trainer.hooks.hook.on_save(trainer=trainer, step=saving.step, path=target)
 
 
+def save_after_error(trainer: Trainer, error: BaseException) -> None:
+    """Save the state after the last finished step, if checkpoints are wanted and that step has none; log if that fails.
+
+    With several processes this needs all of them, so it is only done if all have the error.
+    """
+    alone = trainer.accelerator.num_processes == 1
+    agreed = alone or getattr(error, "everywhere", False)
+    if not (agreed and trainer.config.train.save_interval and isinstance(error, Exception)):
+        return
+    if isinstance(error, CheckpointError) or not trainer.back_to_last_step() or not trainer.progress.step:
+        return
+    assert trainer.run_dir is not None
+    target = checkpoint.path_of(trainer.run_dir / "checkpoints", trainer.progress.step)
+    try:
+        finish(trainer)
+        if not on_main(trainer, target.exists):
+            save(trainer)
+            log.warning("the run ends with an error after step %d; saved %s", trainer.progress.step, target)
+    except Exception as other:  # whatever it is, the error that ends the run is raised, and not this one
+        log.error("the run ends with an error after step %d, which cannot be saved: %s", trainer.progress.step, other)
+
+
 def finish_after_error(trainer: Trainer) -> None:
     """Make a checkpoint complete that is being written when the run ends with an error; log if that fails, too.
 

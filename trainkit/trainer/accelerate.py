@@ -121,7 +121,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             self.ahead = collecting.Ahead(self)
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
-        self._equal_scores_told = False
+        self._equal_scores_told = self._drops_told = False
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -316,6 +316,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         if self.rewarded:
             whole = per_response(scores)
             self._sampling.scores.append(whole)
+            whole = whole[whole.isfinite()]
             found |= {"reward/mean": m.Mean.of(whole), "reward/std": m.Std.of(whole)}
         self.record(found)
 
@@ -440,6 +441,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
             raise ConfigError(
                 f"rollout.staleness is {rollout.staleness}, and {name!r} makes its experience while it samples "
                 "(make_experience), with the newest weights; set it to 0"
+            )
+        if self.rewarded and self.config.reward.on_nonfinite != "error" and not self.scores_rollouts:
+            raise ConfigError(
+                f"reward.on_nonfinite is {self.config.reward.on_nonfinite!r}, and {name!r} makes its experience while "
+                "it scores (make_experience); set it to 'error'"
             )
         if rollout.correction not in ("auto", "none", *self.corrections):
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
 from torch import Tensor, nn
 
-from trainkit.config import MethodConfig, TRLConfig
+from trainkit.config import MethodConfig, RewardFunctionConfig, TRLConfig
 from trainkit.data import Batch, Rollouts, RolloutStore, Row
 from trainkit.errors import ConfigError, PluginError, describe
 from trainkit.metrics import Metrics
@@ -130,9 +130,21 @@ class BaseRLTrainer(ABC, Generic[M]):
         self.config = config
         self.inputs = checked_inputs(type(self), config.method)  # type: ignore[misc]
         self.reward_fn, self.metric_fn, self.logit_mask = reward_fn, metric_fn, logit_mask
+        self._check_reward_settings()
         self.store: RolloutStore[Any] = RolloutStore()
         for name, first in self.remembers.items():
             setattr(self, name, first())
+
+    def _check_reward_settings(self) -> None:
+        """Raise a `ConfigError` if settings of the calls of the reward function are given, and there is none."""
+        given = [f"reward.{key}" for key, value in self.config.reward if value != getattr(RewardFunctionConfig(), key)]
+        if not given or self.reward_fn is not None:
+            return
+        are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        why = "there is no reward function; give one, or"
+        if "reward_fn" not in self.inputs:
+            why = f"{self.config.method.name!r} learns from {' and '.join(self.inputs)}, without a reward function;"
+        raise ConfigError(f"{' and '.join(given)} {are} set, and {why} remove {them}")
 
     @property
     def method(self) -> M:

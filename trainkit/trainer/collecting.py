@@ -25,6 +25,7 @@ from trainkit.runs.checkpoint import is_plain
 from trainkit.runs.resharding import own_items
 from trainkit.seeding import PLACE, Place, Seen
 from trainkit.trainer import dynamic
+from trainkit.trainer.scoring import clipped, scored
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -58,6 +59,10 @@ class Collection:
     """The scores of the responses [B] of each part."""
     seen: Seen = field(default_factory=Counter)
     """Counts of its responses by the position of their row."""
+    seconds: list[float] = field(default_factory=list)
+    """How long each call of the reward function took in this process."""
+    dropped: int = 0
+    """Its responses in this process without a usable score."""
     records: m.Metrics = field(default_factory=dict)
     """Metrics that were recorded while it was sampled before its turn."""
 
@@ -90,7 +95,7 @@ class Collection:
 
 def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts, Tensor]]:
     """Sample and score a collection; yield its rollouts with their scores [B] or [B, T], in parts."""
-    if trainer.keeps:
+    if trainer.keeps or trainer.config.reward.on_nonfinite == "drop_row":
         yield from dynamic.sampled(trainer, collection)
         return
     assert trainer.pipeline is not None
@@ -100,10 +105,8 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     rows = [row for row in taken for _ in range(trainer.samples_per_prompt)]
     size = trainer.config.rollout.batch_size
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    trainer._begin_sampling(parts)
-    for part in parts:
-        trainer._stop_if_asked()
-        yield trainer.sample_and_score(part)
+    found = scored(trainer, parts)
+    yield from clipped(trainer, list(found)) if trainer.config.reward.on_nonfinite == "clip" else found
 
 
 class Ahead:
@@ -142,7 +145,9 @@ class Ahead:
             if number > at.collection and not self._is_needed(number):
                 break
             self._begin(number)
-        return self.waiting.popleft().result()
+        found = self.waiting[0].result()  # one that failed remains, so that no checkpoint is saved without it
+        self.waiting.popleft()
+        return found
 
     def _is_needed(self, number: int) -> bool:
         """Return whether the run may make steps on a collection; False only if it certainly makes none."""
@@ -150,6 +155,8 @@ class Ahead:
         steps = 1  # if a collection can be cut short, or has fewer rows than it might have
         if not (trainer._judges or trainer.rows_vary or trainer.keeps):
             steps = (trainer.passes or 1) * math.ceil(trainer.experience_rows / trainer.config.train.batch_size)
+        if trainer.config.reward.on_nonfinite == "drop_row":
+            steps = 0  # if no response has a usable score
         ahead = number - trainer.progress.collection
         if trainer.total_steps and trainer.progress.step + ahead * steps >= trainer.total_steps:
             return False

@@ -1,4 +1,7 @@
-"""Dynamic sampling: a collection is filled with the groups that the algorithm keeps (DAPO, Yu et al. 2025)."""
+"""Dynamic sampling: a collection is filled with the groups that the algorithm keeps (DAPO, Yu et al. 2025).
+
+Groups with a score that is not finite are not kept either, with `reward.on_nonfinite: drop_row`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit import metrics as m
-from trainkit.data import Rollouts, Row
+from trainkit.data import Rollouts
 from trainkit.errors import DataError, PluginError, describe
 from trainkit.functional import place_scores
 from trainkit.seeding import PLACE
+from trainkit.trainer.scoring import Scored, clipped, count, scored, usable
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -40,23 +44,25 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     """Sample until the collection is full of kept groups; yield this process's rollouts with their scores, in parts.
 
     Every round samples as many prompts as groups are missing, in the order of the stream. Therefore the groups of a
-    collection do not depend on the number of processes.
+    collection do not depend on the number of processes. Without a `keep` of the algorithm, there is one round. Nothing
+    is yielded if no score was usable.
 
     Raises:
-        DataError: no group was kept in any round.
+        DataError: no group was kept in any round, and some had usable scores.
         PluginError: `keep` returned something else than a bool per response, or cut a group.
     """
     need, total, found = trainer.collection_rows, 0, list[Group]()
-    for _ in range(trainer.config.rollout.max_refills + 1):
-        count = need - total
-        found += _kept_of(trainer, collection.cursor + collection.taken, count)
-        collection.taken += count
+    for _ in range(trainer.config.rollout.max_refills + 1 if trainer.keeps else 1):
+        missing = need - total
+        found += _kept_of(trainer, collection, missing)
+        collection.taken += missing
         total = sum(trainer.gather([len(found)]))
         if total == need:
             break
-    mine = _dealt(trainer, found, collection.taken)
+    dropped = _count_dropped(trainer, collection) // trainer.samples_per_prompt
+    mine = _dealt(trainer, found, collection.taken, dropped)
     collection.prompts = len(mine)
-    if total < need and trainer.accelerator.is_main_process:
+    if trainer.keeps and total < need and trainer.accelerator.is_main_process:
         log.warning(
             "step %d: keep() kept %d of %d prompts within rollout.max_refills %d, and %d were wanted; training goes on "
             "with %d",
@@ -75,32 +81,56 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
         yield rollouts, scores
 
 
-def _kept_of(trainer: Trainer, start: int, count: int) -> list[Group]:
+def _kept_of(trainer: Trainer, collection: Collection, count: int) -> list[Group]:
     """Sample and score responses to ``count`` prompts of the stream, and return this process's groups that are kept."""
     assert trainer.pipeline is not None
-    world, k = trainer.accelerator.num_processes, trainer.samples_per_prompt
-    taken = trainer.pipeline.take(start, count, rank=trainer.accelerator.process_index, world=world)
+    world, k, start = trainer.accelerator.num_processes, trainer.samples_per_prompt, collection.cursor
+    taken = trainer.pipeline.take(start + collection.taken, count, rank=trainer.accelerator.process_index, world=world)
     per_part = max(trainer.config.rollout.batch_size // k, 1)
     count = math.ceil(math.ceil(count / world) / per_part)  # equally many on all processes
     parts = [[row for row in taken[part * per_part : (part + 1) * per_part] for _ in range(k)] for part in range(count)]
-    trainer._begin_sampling([rows for rows in parts if rows])
-    found: list[Group] = []
-    for rows in parts:
-        trainer._stop_if_asked()
-        found += _kept(trainer, rows) if rows else []
-    return found
+    found: Iterable[Scored] = scored(trainer, parts)
+    if trainer.config.reward.on_nonfinite == "clip":
+        found = clipped(trainer, list(found))
+    return [group for rollouts, scores in found for group in _kept(trainer, collection, rollouts, scores)]
 
 
-def _kept(trainer: Trainer, rows: list[Row]) -> list[Group]:
-    k = trainer.samples_per_prompt
-    rollouts, scores = trainer.sample_and_score(rows)
-    kept = _checked(trainer, trainer.keep(rollouts, scores), len(rollouts))
-    trainer.record({"rollout/kept": m.Mean.of(kept)})
-    starts = [start for start in range(0, len(rows), k) if kept[start]]
+def _kept(trainer: Trainer, collection: Collection, rollouts: Rollouts, scores: Tensor) -> list[Group]:
+    """Return the groups with usable scores that the algorithm keeps."""
+    k, kept = trainer.samples_per_prompt, usable(scores, trainer.samples_per_prompt)
+    collection.dropped += len(kept) - int(kept.sum())
+    if trainer.keeps:
+        rows = kept.nonzero().flatten()
+        some = (rollouts, scores) if len(rows) == len(kept) else (rollouts.select(rows.tolist()), scores[rows])
+        if len(rows):
+            kept[rows] = _checked(trainer, trainer.keep(*some), len(rows)).to(kept.device)
+        trainer.record({"rollout/kept": m.Mean.of(kept)})
+    starts = [start for start in range(0, len(rollouts), k) if kept[start]]
     return [
-        Group(rows[start][PLACE].position, rollouts.select(range(start, start + k)), scores[start : start + k])
+        Group(rollouts.rows[start][PLACE].position, rollouts.select(range(start, start + k)), scores[start : start + k])
         for start in starts
     ]
+
+
+def _count_dropped(trainer: Trainer, collection: Collection) -> int:
+    """Return and record how many responses of all processes have no usable score; log it the first time."""
+    if trainer.config.reward.on_nonfinite != "drop_row":
+        return 0
+    k = trainer.samples_per_prompt
+    collection.scores = [scores[usable(scores, k)] for scores in collection.scores]
+    count(trainer, "reward/dropped", collection.dropped)
+    dropped = sum(trainer.gather([collection.dropped]))
+    if dropped and not trainer._drops_told and trainer.accelerator.is_main_process:
+        trainer._drops_told = True
+        log.warning(
+            "step %d: %d of %d responses are dropped, because %s not finite. Further ones are not logged: the metric "
+            "reward/dropped is their number in a collection",
+            trainer.progress.step,
+            dropped,
+            collection.taken * k,
+            "their scores are" if k == 1 else f"a score of the {k} responses to their prompt is",
+        )
+    return dropped
 
 
 def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
@@ -117,13 +147,16 @@ def _checked(trainer: Trainer, kept: Any, count: int) -> Tensor:
     return kept
 
 
-def _dealt(trainer: Trainer, found: list[Group], taken: int) -> list[Group]:
+def _dealt(trainer: Trainer, found: list[Group], taken: int, dropped: int) -> list[Group]:
     """Distribute the groups so that process r of W has groups r, r + W, ... in the order of the stream.
 
-    If their number is not a multiple of W, the last ones are dropped.
+    If their number is not a multiple of W, the last ones are dropped. ``dropped`` of ``taken`` groups had no usable
+    score; if that leaves too few, there is none.
     """
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     order = sorted(trainer.gather([group.position for group in found]))
+    if len(order) < world and (dropped == taken or not trainer.keeps):
+        return []
     if len(order) < world:
         raise DataError(
             f"keep() kept {len(order)} of {taken} prompts in {trainer.config.rollout.max_refills + 1} "

@@ -15,8 +15,10 @@ from trainkit.errors import DataError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure
 from trainkit.runs import run
+from trainkit.runs.processes import everywhere
 from trainkit.seeding import placed
 from trainkit.trainer.returns import checked_batch
+from trainkit.trainer.scoring import dealt_with
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts, Row
@@ -104,14 +106,18 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
     mine, settings = rows[shard], trainer.settings(**overrides)
     records: list[Record] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
-    for start in range(0, len(mine), size):
-        trainer._stop.progressed()
-        part = slice(start, start + size)
-        rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
-        whole, each = _measure(trainer, rollouts, mine[part])
-        records += each
-        aggregates.append((len(rollouts), whole))
-    records = trainer.gather(records)
+
+    def measure_mine() -> None:
+        for start in range(0, len(mine), size):
+            trainer._stop.progressed()
+            part = slice(start, start + size)
+            rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
+            whole, each = _measure(trainer, rollouts, mine[part])
+            records.extend(each)
+            aggregates.append((len(rollouts), whole))
+
+    everywhere(trainer, measure_mine)
+    records = everywhere(trainer, lambda: dealt_with(trainer, trainer.gather(records)))
     return means(records, trainer.gather(aggregates)), records
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, shuffled
-from trainkit.errors import DataError, NonFiniteError, PluginError
+from trainkit.errors import DataError, NonFiniteError, PluginError, RewardError
 from trainkit.functional import exact
+from trainkit.rollouts import name_of
 from trainkit.runs import run, saving
 from trainkit.seeding import generator, global_rng
 from trainkit.trainer import optim
@@ -35,6 +37,8 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
+MOST_UNUSABLE = 3
+"""Collections in a row without a usable score, with which a run ends."""
 MICROBATCH_TOKENS = {"cpu": 2048}
 """Tokens of a micro-batch where `train.microbatch_size` is not set, by device type. More do not speed up a CPU."""
 OTHER_TOKENS = 32_768
@@ -94,13 +98,12 @@ class AcceleratedLoop(TrainerInputs[M]):
         with run.running(self):
             if run.finished(self):
                 return
-            if self.progress.step == 0:
-                if not self.total_steps and self.accelerator.is_main_process:
-                    log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
-                evaluate_if(self, self.total_steps > 0)
+            if self.progress.step == 0 and not self.total_steps and self.accelerator.is_main_process:
+                log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
+            evaluate_if(self, self._evaluation_missing)
             for batch in self._minibatches():
                 self._train_on(batch)
-                evaluate_if(self, self.done or _due(self.progress.step, self.config.train.eval_interval))
+                evaluate_if(self, self._evaluation_due)
                 if run.ends_early(self):
                     evaluate_if(self, self.progress.evaluated != self.progress.step)
                 saving.save_if_due(self, self.done)
@@ -108,7 +111,21 @@ class AcceleratedLoop(TrainerInputs[M]):
                     break
                 if run.asked_to_stop(self):
                     run.stop(self)
+            else:
+                if self.progress.unusable:  # the last collections had no step, at whose end this would be done
+                    evaluate_if(self, self._evaluation_missing)
+                    saving.save_if_due(self, self.done)
             run.export(self)
+
+    @property
+    def _evaluation_due(self) -> bool:
+        return self.done or _due(self.progress.step, self.config.train.eval_interval)
+
+    @property
+    def _evaluation_missing(self) -> bool:
+        """Whether the evaluation of the last step was not made: before the first one, or because of an error."""
+        at = self.progress
+        return self.total_steps > 0 if at.step == 0 else self._evaluation_due and at.evaluated != at.step
 
     @property
     def missing_rewards(self) -> list[str]:
@@ -125,7 +142,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         while not self.done:
             if not len(self.store):
                 self.collect()
-            while not self._collection_used:
+            while len(self.store) and not self._collection_used:
                 yield from self._one_pass()
             at.cursor += at.taken
             self._next_collection()
@@ -148,6 +165,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             if at.stopped:
                 return
             self._tell_short_step(len(steps[at.position]), len(order))
+            self._mark()
             at.position += 1
             if at.position == len(steps):
                 at.epoch, at.position = at.epoch + 1, 0
@@ -210,13 +228,34 @@ class AcceleratedLoop(TrainerInputs[M]):
         regular = not self.rows_vary and prompts and rows % prompts == 0
         return rows // prompts if regular else 1
 
+    def _mark(self) -> None:
+        """Remember the state after the last finished step, for `back_to_last_step`."""
+        self._before = replace(self.progress), not len(self.store)
+
+    def back_to_last_step(self) -> bool:
+        """Restore the progress before what an error has interrupted, a collection or a minibatch, to make it again.
+
+        Returns:
+            Whether the state is now that after the last finished step; not if the error has interrupted a change of the
+            weights, or `prepare_experience`.
+        """
+        if self._before is not None and not self._torn:
+            self.progress, was_empty = self._before
+            if was_empty:
+                self.store.clear()
+            self._before = None
+        return not self._torn
+
     def collect(self) -> None:
-        """Fill the store with one collection of experience, and call the hook `on_experience`."""
+        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any."""
         started = time.perf_counter()
+        self._mark()
         self.fill_store()
         self._tell_repeated()
+        self._before = None
         self._time("time/collect", started)
-        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+        if len(self.store):
+            self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
@@ -226,8 +265,35 @@ class AcceleratedLoop(TrainerInputs[M]):
         with self.inference():
             self.collect_experience()
             at.taken, at.prompts = self._collection.taken, self._collection.prompts
-            self._prepare_store()
+            drops = self.config.reward.on_nonfinite == "drop_row"
+            if len(self.store) or not drops:
+                self._torn = True
+                self._prepare_store()
+                self._torn = False
+        if drops:
+            self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
+
+    def _count_unusable(self) -> None:
+        """Count collections in a row that leave nothing to train on.
+
+        Raises:
+            RewardError: it is the third one, so the run learns nothing.
+        """
+        at = self.progress
+        if len(self.store):
+            at.unusable = 0
+            return
+        if at.unusable + 1 == MOST_UNUSABLE:
+            source = "" if self.reward_fn is None else f"{name_of(self.reward_fn)}: "
+            error = RewardError(
+                f"after step {at.step}: {source}{MOST_UNUSABLE} collections in a row have no response with a usable "
+                f"score; of the last one, {at.taken * self.samples_per_prompt} responses are dropped "
+                "(reward.on_nonfinite 'drop_row'). Look at what the reward function returns"
+            )
+            error.everywhere = True
+            raise error
+        at.unusable += 1
 
     def collect_experience(self) -> None:
         """Push the experience of one collection to the store."""
@@ -256,6 +322,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()
         self.record(self.update(batch))
+        self._before = None
         self._time("time/update", started)
         self._log()
         self.hooks.hook.on_step(trainer=self, step=self.progress.step)
@@ -286,6 +353,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         if verdict is Verdict.STEP and not self._overflowed and self._acts_after_steps:
             with self.sharding.whole(write=True):
                 self.after_step()
+        self._torn = False
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
 
     @property
@@ -353,6 +421,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
         norm = self.sharding.clip(self.config.train.max_grad_norm)
         self._refuse_non_finite(found, norm)
+        self._torn = True
         self.optimizer.step()
         made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
         if self._judges or self.accelerator.scaler is not None:

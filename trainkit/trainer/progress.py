@@ -36,6 +36,8 @@ class Progress:
     """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, over all processes."""
     seconds: float = 0.0
     """Wall time of the run, including the parts before it was resumed."""
+    unusable: int = 0
+    """Collections in a row, up to now, of which no response has a usable score."""
     best: float = -math.inf
     """Highest mean reward of an evaluation."""
     evaluated: int | None = None

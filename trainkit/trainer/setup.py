@@ -142,6 +142,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        self._before: tuple[Progress, bool] | None = None
+        """The progress before the minibatch or collection at hand, and whether the store was empty; None if none is."""
+        self._torn = False
+        """Whether the state is being changed, so that it is that of no step until this has ended."""
         self.unit = "tokens"
         """The unit that ``progress.tokens`` counts: that of the last step's batch."""
         self.pipeline: Pipeline | Stream | None = None
@@ -356,6 +360,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @abstractmethod
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
+
+    @abstractmethod
+    def back_to_last_step(self) -> bool:
+        """Return to the state after the last finished step, after an error; return whether that is possible."""
 
     @abstractmethod
     def rows_of_a_prompt(self, rows: int) -> int:

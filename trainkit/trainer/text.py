@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -524,6 +525,7 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return the scores of the reward function [B], or [B, T] if it gives rewards per token.
 
         With an environment, its rewards [B, T], each at the last token of the output that it rewards, plus the scores.
+        Some are infinite or NaN if the function returned them and `reward.on_nonfinite` deals with them.
         An algorithm that learns from prompts alone gets scores of 0.
         """
         device = self.accelerator.device
@@ -532,7 +534,16 @@ class TextTrainer(AcceleratedLoop[M]):
         if self.reward_fn is None:
             assert not self.rewarded, "train() and learn() ensure that there is a reward_fn or an environment"
             return torch.zeros(len(rollouts), device=device)
-        scores = score(self.reward_fn, rollouts, self.tokenizer).to(device)
+        weights, started = self._sampling.weights, time.perf_counter()
+        scores = score(
+            self.reward_fn,
+            replace(rollouts, rows=[self._numbered(row) for row in rollouts.rows]),
+            self.tokenizer,
+            self.config.reward,
+            step=self.progress.step if weights is None else weights.version,
+            alone=weights is None,
+        ).to(device)
+        self._sampling.seconds.append(time.perf_counter() - started)
         if rollouts.rewards is None:
             return scores
         return rollouts.rewards.to(device) + place_scores(scores, rollouts.sequences.response_mask)
@@ -584,6 +595,8 @@ class TextTrainer(AcceleratedLoop[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection; log a warning if all of its episodes failed."""
         super().fill_store()
+        if self.reward_fn is not None:
+            self.record({"time/reward": m.Mean.of(torch.tensor(self._collection.seconds, dtype=torch.float64))})
         if self.environment is None or self.config.environment.on_error == "raise":
             return
         failures = [turns[-1]["error"] for part in self._rollouts for turns in part.turns or [] if "error" in turns[-1]]

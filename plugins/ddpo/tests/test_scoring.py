@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tenacity
 import torch
 from torch import Tensor
 
-from trainkit.errors import RewardError
+from trainkit import RewardFunctionConfig
+from trainkit.errors import ConfigError, RewardError
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ddpo import ImageRollouts
 from trainkit_ddpo.scoring import RewardCaller
@@ -183,3 +187,95 @@ def test_an_error_in_a_thread_ends_the_run_before_a_step(tmp_path: Path) -> None
     with pytest.raises(RewardError, match="the judge is away"):
         trainer.learn()
     assert trainer.progress.step == 0
+
+
+# ------------------------------------------------------------------------------------------- limits and repetitions
+
+
+def stuck(**_: Any) -> Any:
+    return threading.Event().wait()
+
+
+async def stuck_later(**_: Any) -> Any:
+    await asyncio.sleep(1000)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "reward_fn", [stuck, stuck_later, lambda images, **_: Future(), lambda images, **_: [Future() for _ in images]]
+)
+def test_a_call_or_a_promise_that_takes_too_long_is_an_error(reward_fn: Callable[..., Any], workers: int) -> None:
+    caller = RewardCaller(reward_fn, workers, RewardFunctionConfig(timeout=0.2))
+    with pytest.raises(RewardError, match=r"^after step 3: .* took longer than reward.timeout, 0.2 s \(called"):
+        caller.submit(rollouts([0.0, 1.0]), 3)()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [brightness, soon, promised, promised_each])
+def test_calls_and_promises_that_failed_are_repeated(
+    kind: Callable[..., Any], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=waits.append))
+    calls = 0
+
+    def fails_once(images: Tensor) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ConnectionError("the judge is away")
+        return brightness(images)
+
+    def fails_once_each(image: Tensor) -> float:
+        return fails_once(image)[0]
+
+    async def later(images: Tensor, **_: Any) -> list[float]:
+        return fails_once(images)
+
+    kinds: dict[Any, Callable[..., Any]] = {
+        brightness: lambda images, **_: fails_once(images),
+        soon: later,
+        promised: lambda images, **_: POOL.submit(fails_once, images),
+        promised_each: lambda images, **_: [POOL.submit(fails_once_each, image) for image in images.split(1)],
+    }
+    for config in (RewardFunctionConfig(retries=1), RewardFunctionConfig(retries=1, timeout=None)):
+        calls = 0
+        caller = RewardCaller(kinds[kind], workers, config)
+        assert caller.submit(rollouts([0.25, 0.5]))().tolist() == [0.25, 0.5]
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_reward_function_leaves_a_checkpoint_of_the_last_step(workers: int, tmp_path: Path) -> None:
+    settings = {"train__save_interval": 100, "train__total_steps": 4, "method__reward_workers": workers}
+    straight = tiny_trainer("ddpo", tmp_path / "straight", **settings)
+    straight.reward_fn = brightness
+    straight.learn()
+    stopped = tiny_trainer("ddpo", tmp_path / "stopped", **settings)
+
+    def fails(images: Tensor, **_: Any) -> list[float]:
+        if stopped.progress.collection == 1:
+            raise ValueError("not today")
+        return brightness(images)
+
+    stopped.reward_fn = fails
+    with pytest.raises(RewardError, match=r"after step \d: .*fails .* raised ValueError: not today"):
+        stopped.learn()
+    (saved,) = (tmp_path / "stopped" / "checkpoints").iterdir()
+    assert saved.name == f"step_{stopped.progress.step:08d}"
+    again = tiny_trainer("ddpo", tmp_path / "stopped", train__resume="auto", **settings)
+    again.reward_fn = brightness
+    again.learn()
+    for one, other in zip(straight.unwrapped.parameters(), again.unwrapped.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_logs_the_time_of_its_calls_and_refuses_other_scores_than_finite_ones(tmp_path: Path) -> None:
+    tiny_trainer("ddpo", tmp_path, train__total_steps=2).learn()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["time/reward"] > 0 for line in lines if "reward/mean" in line] == [True] * sum(
+        "reward/mean" in line for line in lines
+    )
+    with pytest.raises(ConfigError, match=r"reward.on_nonfinite is set, but does not apply to images"):
+        tiny_trainer("ddpo", tmp_path / "x", reward__on_nonfinite="drop_row")
+    tiny_trainer("ddpo", tmp_path / "y", reward__timeout=5.0, reward__retries=2, reward__retry_on=["OSError"])

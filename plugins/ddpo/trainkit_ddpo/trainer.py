@@ -37,6 +37,7 @@ USED = {
     "rollout": ("num_rollouts", "batch_size", "overlong_prompts"),
     "model": ("model_path", "dtype", "peft_config", "disable_dropout", "kwargs"),
     "tokenizer": (),
+    "reward": ("timeout", "retries", "retry_on"),
 }
 """Settings of the shared sections that DDPO uses; the other settings of these sections must have their defaults."""
 
@@ -263,13 +264,21 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
 
     def fill_store(self) -> None:
         """Fill the store with one collection of experience."""
-        self._promised = []
+        self._promised, self.reward_caller.seconds = [], []
         super().fill_store()
+
+    def collect_experience(self) -> None:
+        """Push the trajectories of one collection to the store, and wait for their rewards.
+
+        An error of the reward function is then one of collecting, before anything is computed from the collection.
+        """
+        super().collect_experience()
+        self._promised = [promised().clone for promised in self._promised]
 
     def make_experience(self, rows: list[Row]) -> Trajectories:
         """Return the trajectories of images for ``rows``, and start scoring them. [B, S + 1, C, h, w]."""
         rollouts, trajectories = self.draw(rows, self._seeds(rows, "train", self._seen))
-        self._promised.append(self.reward_caller.submit(rollouts))
+        self._promised.append(self.reward_caller.submit(rollouts, self.progress.step))
         self._rollouts.append(replace(rollouts, images=rollouts.images.cpu()))
         return trajectories
 
@@ -277,7 +286,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
     def reward_caller(self) -> RewardCaller:
         """The caller of the reward function."""
         assert self.reward_fn is not None, "train() and learn() ensure that an online trainer has a reward_fn"
-        return RewardCaller(self.reward_fn, self.method.reward_workers)
+        return RewardCaller(self.reward_fn, self.method.reward_workers, self.config.reward)
 
     def _seeds(self, rows: list[Row], purpose: str, seen: Seen | None = None) -> list[int]:
         return response_seeds(self.config.train.seed, purpose, rows, as_ids(rows), seen)
@@ -305,6 +314,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
         """Wait for the rewards, compute advantages, and return the images as (image, step) rows."""
         scores = [promised() for promised in self._promised]
         self._promised = []
+        self.record({"time/reward": Mean.of(torch.tensor(self.reward_caller.seconds, dtype=torch.float64))})
         self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
         rewards = torch.cat(scores)
         self.record({"reward/mean": Mean.of(rewards), "reward/std": Std.of(rewards)})

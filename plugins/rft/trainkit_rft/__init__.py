@@ -110,8 +110,9 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
         if new:
             parts.append(self.sample(new))
             scores.insert(0, per_response(self.score(parts[0])))
-            self._sampling.scores.append(scores[0])  # the loop tells if all are equal
-        found = scores[0] if new else scores[0][:0]
+        found = scores[0][scores[0].isfinite()] if new else scores[0][:0]
+        if new:
+            self._sampling.scores.append(found)  # the loop tells if all are equal
         self.record({"reward/mean": Mean.of(found), "reward/std": Std.of(found)})
         if rest:
             parts.append(self.unsampled(rest))
@@ -145,9 +146,10 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
             if response != "[]":
                 others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
                 self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
-        kept = self.improve(list(dict.fromkeys(query for _, query, *_ in found)))
+        pooled = [query for query in dict.fromkeys(query for _, query, *_ in found) if query in self.pools]
+        kept = self.improve(pooled) if pooled else []  # a prompt of which every response was dropped has no pool
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = share(kept, rank, world, self.config.train.batch_size)
+        mine = share(kept, rank, world, self.config.train.batch_size) if kept else []
         queries, responses = [json.loads(query) for query, _ in mine], [json.loads(response) for _, response in mine]
         return Sequences.from_rows(
             [query + [max(i, ~i) for i in response] for query, response in zip(queries, responses, strict=True)],
