@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -111,7 +112,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_an_episode_resumes_exactly(name:
             if Stops.left is not None:
                 Stops.left -= 1
                 if Stops.left == 0:
-                    Stops.trainer._stop.asked = True
+                    Stops.trainer._stop.asked = signal.SIGTERM
             return super().step(output)
 
     changes: dict[str, Any] = {"train__save_interval": 2, "rollout__batch_size": 4, "environment__workers": 1}

@@ -661,6 +661,190 @@ def test_sigterm_while_sampling_saves_what_was_before_the_collection(name: str, 
     assert_same(state(resumed), state(straight))
 
 
+class Sends:
+    """Sends its own process signals at a step."""
+
+    def __init__(self, at: int, *signals: signal.Signals) -> None:
+        self.at, self.signals = at, signals
+
+    @trainkit.hookimpl
+    def on_step(self, step: int) -> None:
+        if step == self.at:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGHUP, signal.SIGTERM], 129),
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGHUP], 143),
+    ],
+)
+def test_signals_save_and_end_with_their_code(
+    sent: list[signal.Signals], code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first decides; a second one is ignored unless it is SIGINT."""
+    before = {number: signal.getsignal(number) for number in sent}
+    stopped = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, *sent)])
+    with caplog.at_level("WARNING", logger="trainkit"), pytest.raises(SystemExit) as caught:
+        stopped.learn()
+    assert caught.value.code == code
+    assert f"stopped by {sent[0].name} after step 4; saved" in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]
+    assert {number: signal.getsignal(number) for number in sent} == before
+
+
+@pytest.mark.parametrize("sent", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+def test_a_second_interrupt_ends_at_once(sent: list[signal.Signals], tmp_path: Path) -> None:
+    stopped = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, *sent)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.learn()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_interrupt_while_saving_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = full("sft", tmp_path / "straight")
+    straight.learn()
+    written = checkpoint.write_state
+
+    def interrupted(directory: Path, name: str, state: Any) -> None:
+        written(directory, name, state)
+        if name == "loop" and ".tmp-6" in directory.name:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = full("sft", tmp_path / "run", train__save_interval=3)
+    monkeypatch.setattr(checkpoint, "write_state", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.learn()
+    monkeypatch.undo()
+    found = checkpoint.newest_whole(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    assert found.name == "step_00000003"
+    resumed = full("sft", tmp_path / "run", train__save_interval=3, train__resume="auto")
+    resumed.learn()
+    assert_same(state(resumed), state(straight))
+
+
+@pytest.mark.parametrize("where", ["step", "sampling", "evaluating"])
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_sigusr1_saves_and_the_run_goes_on(name: str, where: str, tmp_path: Path) -> None:
+    """Also before a collection that is being made, which is made again if the run resumes from there."""
+    straight = full(name, tmp_path / "straight", train__save_interval=0)
+    straight.learn()
+    calls: list[int] = []
+    noted: Any
+
+    def judge(**given: Any) -> list[float]:
+        calls.append(len(calls))
+        if where == "sampling" and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return count_first_letters(**given)
+
+    def measure(outputs: list[str], **_: Any) -> dict[str, list[float]]:
+        if where == "evaluating" and noted.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return {"letters": [float(len(output)) for output in outputs]}
+
+    changes: dict[str, Any] = {"train__save_interval": 1000, "train__keep_checkpoints": 9, "train__eval_interval": 3}
+    changes["arguments"] = {"metric_fn": measure}
+    noted = full(name, tmp_path / "run", **changes, callbacks=[Sends(4, signal.SIGUSR1)] if where == "step" else [])
+    noted.reward_fn = judge
+    noted.learn()
+    assert_same(state(noted), state(straight))
+    first, last = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert first == {"step": "step_00000004", "sampling": "step_00000000", "evaluating": "step_00000003"}[where]
+    assert last == "step_00000012"
+    resumed = full(name, tmp_path / "again", **changes)
+    resumed.load(tmp_path / "run" / "checkpoints" / first)
+    resumed.learn()
+    assert_same(state(resumed), state(straight))
+
+
+TASK = """
+from trainkit.testing import character_tokenizer
+
+
+def task():
+    return {"samples": [("ab", "cd"), ("ef", "gh")] * 8, "tokenizer": character_tokenizer("abcdefgh")}
+"""
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_that_is_ended_is_queued_again_until_the_run_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, does in (("srun", 'exec "$@"'), ("scontrol", 'echo "$@" >> queued')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "task.py").write_text(TASK)
+    train = {"total_steps": 400, "batch_size": 4, "save_interval": 1000, "trackers": []}
+    config = {"method": "sft", "model": {"model_path": tiny_gpt2(11)}, "train": train}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    paths = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {"CONFIG": "config.yaml", "TASK": "task.py:task", "RUN": "run", "SLURM_JOB_ID": "7", "PATH": paths}
+    given |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).parents[1] / "docs" / "requeue.sh"
+
+    def started() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(script)], cwd=tmp_path, env={**os.environ, **given}, text=True, stderr=subprocess.PIPE
+        )
+
+    with started() as job:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert job.poll() is None
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=120)
+    assert job.returncode != 0, errors
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    assert checkpoint.newest_whole(tmp_path / "run" / "checkpoints") is not None
+    with started() as job:
+        _, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    assert steps_logged(tmp_path / "run") == [*range(1, 401)]
+
+
+class Ends:
+    """Ends the run while the model runs, at the n-th forward pass of a kind."""
+
+    def __init__(self, trainer: Any, at: int) -> None:
+        self.passes, self.at = 0, at
+        trainer.unwrapped.model.base_model.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.passes += 1
+        if self.passes == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("at", [2, 9, 40])
+def test_a_run_ends_within_one_forward_pass_and_resumes_to_the_same_bits(at: int, tmp_path: Path) -> None:
+    """While it evaluates before the first step, in a turn of an episode, and while responses are sampled."""
+    given: dict[str, Any] = {"arguments": {"reward_fn": None, "environment": Letters}, "rollout__max_new_tokens": 4}
+    straight = full("ppo", tmp_path / "straight", **given)
+    straight.learn()
+    stopped = full("ppo", tmp_path / "run", **given, train__save_interval=1000)
+    ends = Ends(stopped, at)
+    with pytest.raises(SystemExit) as caught:
+        stopped.learn()
+    assert caught.value.code == 143
+    assert ends.passes <= at + 1
+    resumed = full("ppo", tmp_path / "run", **given, train__save_interval=1000, train__resume="auto")
+    resumed.learn()
+    assert_same(state(resumed), state(straight))
+    assert resumed.progress.samples == straight.progress.samples
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+
+
 def test_without_checkpoints_sigterm_does_what_it_did_before(tmp_path: Path) -> None:
     """It ends the process at once: there is nothing to wait for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from pathlib import Path
@@ -163,7 +164,7 @@ class StopAt:
 
     @trainkit.hookimpl
     def on_step(self, trainer: Any, step: int) -> None:
-        trainer._stop.asked |= step == self.step
+        trainer._stop.asked = signal.SIGTERM if step == self.step else trainer._stop.asked
 
 
 @pytest.mark.parametrize("engine", ["local", "_test_copy"])
@@ -201,7 +202,7 @@ def test_a_run_stopped_while_it_samples_ahead_resumes_with_the_same_bits(tmp_pat
         nonlocal calls
         calls += 1
         if calls == stop_at:
-            trainer._stop.asked = True
+            trainer._stop.asked = signal.SIGTERM
         return count_first_letters(outputs)
 
     settings: dict[str, Any] = {

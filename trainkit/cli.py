@@ -1,7 +1,7 @@
 """The command line, a thin layer over `trainkit.train`. Heavy modules are imported inside the commands that need them.
 
 Exit codes: 0 success; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
-line itself; 130 interrupted; 143 ended by SIGTERM, after saving if the run saves checkpoints.
+line itself; 130 interrupted, 143 ended by SIGTERM and 129 by SIGHUP, after saving if the run saves checkpoints.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _lines(text: object) -> str:
 app = typer.Typer(
     cls=_ExplainedErrors,
     help="RLHF and post-training with algorithms as plugins.",
-    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM.",
+    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM, "
+    "129 by SIGHUP.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from trainkit.errors import TrainkitError
+from trainkit.runs.stopping import Interrupted
 
 if TYPE_CHECKING:
     from trainkit.trainer.setup import PreparedTrainer
@@ -21,11 +22,11 @@ T = TypeVar("T")
 
 def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
     """Call ``function`` on every process and return its value. An error on one is raised on all, so that none waits."""
-    error: Exception | None = None
+    error: BaseException | None = None
     value: Any = None
     try:
         value = function()
-    except (OSError, SafetensorError, TrainkitError) as caught:
+    except (OSError, SafetensorError, TrainkitError, Interrupted) as caught:
         error = caught
     if trainer.accelerator.num_processes > 1:
         found = trainer.gather([error])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,7 @@ from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import PARTS, identity, trained
-from trainkit.runs.stopping import EXIT_CODE, lost, sigterm_noted, watched
+from trainkit.runs.stopping import lost, signals_noted, watched
 from trainkit.runs.trackers import default_trackers, without_progress_bars
 from trainkit.security import file_name
 
@@ -91,7 +92,7 @@ def trackers(names: list[str], accelerator: Accelerator) -> list[object]:
 def running(trainer: Trainer) -> Iterator[None]:
     """Begin a run, and end it on exit: lock its directory, call the hooks `on_train_begin` and `on_train_end`.
 
-    A run that saves checkpoints records SIGTERM for `asked_to_stop`; SIGTERM ends any other run at once.
+    A run that saves checkpoints records signals for `requests`; they end any other run at once.
 
     Raises:
         HookError: an observer failed in `on_train_end`; all others were called. If the run itself ends with an error,
@@ -105,13 +106,15 @@ def running(trainer: Trainer) -> Iterator[None]:
     stop, config = trainer._stop, trainer.config.train
     limit = config.timeout if trainer.accelerator.num_processes > 1 else None
     try:
-        with without_progress_bars(), sigterm_noted(stop, bool(config.save_interval)), watched(stop, limit):
+        with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
             yield
     except BaseException as error:
         backend.release()
         saving.save_after_error(trainer, error)
         if trainer.ahead is not None:
             trainer.ahead.cancel()
+        if isinstance(error, KeyboardInterrupt):
+            saving.abandon(trainer)
         saving.finish_after_error(trainer)
         _log_errors(_end(trainer))
         if limit is not None and lost(error):
@@ -145,9 +148,19 @@ def _log_errors(failures: list[HookError]) -> None:
         log.error("%s", failure, exc_info=failure.__cause__)
 
 
-def asked_to_stop(trainer: Trainer) -> bool:
-    """Return whether any of the processes has received SIGTERM."""
-    return anywhere(trainer, trainer._stop.asked)
+def requests(trainer: Trainer) -> tuple[int, bool]:
+    """Return the signal by which any of the processes was asked to end, 0 if none was, and whether one should save.
+
+    All processes call it. A request to save is returned once.
+    """
+    stop = trainer._stop
+    stop.progressed()
+    asked, saves = stop.asked, stop.saves
+    if trainer.accelerator.num_processes > 1:
+        found = trainer.max(torch.tensor([float(asked), float(saves)]))
+        asked, saves = int(found[0]), bool(found[1])
+    stop.saves = False
+    return asked, saves
 
 
 def ends_early(trainer: Trainer) -> bool:
@@ -164,15 +177,16 @@ def ends_early(trainer: Trainer) -> bool:
     return True
 
 
-def stop(trainer: Trainer) -> NoReturn:
+def stop(trainer: Trainer, signum: int) -> NoReturn:
     """Save a checkpoint and end the process.
 
     Raises:
-        SystemExit: with code 143, after the checkpoint is written.
+        SystemExit: with 128 and the number of the signal, after the checkpoint is written.
     """
     path = saving.save(trainer)
-    log.warning("stopped by SIGTERM after step %d; saved %s", trainer.progress.step, path)
-    raise SystemExit(EXIT_CODE)
+    name = signal.Signals(signum).name
+    log.warning("stopped by %s after step %d; saved %s", name, trainer.progress.step, path)
+    raise SystemExit(128 + signum)
 
 
 def begin(trainer: Trainer) -> None:

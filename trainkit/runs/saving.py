@@ -63,10 +63,13 @@ class Saving:
         self._thread.shutdown(wait=False)
 
 
-def save_if_due(trainer: Trainer, done: bool) -> None:
-    """Save a checkpoint at the config's interval, and when the run is ``done``; finish one that has been written."""
+def save_if_due(trainer: Trainer, done: bool, *, asked: bool = False) -> None:
+    """Save a checkpoint at the config's interval, when the run is ``done``, and when it was ``asked`` to.
+
+    Otherwise finish one that has been written.
+    """
     every = trainer.config.train.save_interval
-    if not every or not (done or trainer.progress.step % every == 0):
+    if not every or not (done or asked or trainer.progress.step % every == 0):
         finish(trainer, wait=False)
     elif done or not trainer.config.train.save_async:
         save(trainer)

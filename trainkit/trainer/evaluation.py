@@ -38,7 +38,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
     found: dict[str, float] = {}
     samples: list[Record] = []
-    with trainer._discarding_records():
+    with trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
         if trainer.eval_rows:
             with trainer._sampling_model():
                 found, samples = trainer.evaluation()
@@ -111,8 +111,9 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
         for start in range(0, len(mine), size):
             trainer._stop.progressed()
             part = slice(start, start + size)
-            rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
-            whole, each = _measure(trainer, rollouts, mine[part])
+            with trainer._stop.interruptible(trainer._samples_alone):
+                rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
+                whole, each = _measure(trainer, rollouts, mine[part])
             records.extend(each)
             aggregates.append((len(rollouts), whole))
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
-from trainkit.data import Batch, Pipeline, shuffled
+from trainkit.data import Batch, Pipeline, RolloutStore, shuffled
 from trainkit.errors import DataError, NonFiniteError, PluginError, RewardError
 from trainkit.functional import exact
 from trainkit.rollouts import name_of
 from trainkit.runs import run, saving
+from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
 from trainkit.trainer import optim
 from trainkit.trainer.base import BaseRLTrainer, Verdict
@@ -87,7 +88,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             NonFiniteError: a loss or gradient is not finite; the weights have not moved.
             RewardError: the reward function failed.
             CheckpointError: a checkpoint cannot be written, or cannot be resumed from with this config.
-            SystemExit: 143, after SIGTERM and a checkpoint.
+            SystemExit: 143, 130 or 129, after SIGTERM, SIGINT or SIGHUP and a checkpoint.
         """
         missing = [] if self.pipeline is not None else ["prompts" if self.online else "samples"]
         missing += self.missing_rewards
@@ -96,26 +97,35 @@ class AcceleratedLoop(TrainerInputs[M]):
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
         with run.running(self):
-            if run.finished(self):
-                return
-            if self.progress.step == 0 and not self.total_steps and self.accelerator.is_main_process:
-                log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
-            evaluate_if(self, self._evaluation_missing)
-            for batch in self._minibatches():
-                self._train_on(batch)
-                evaluate_if(self, self._evaluation_due)
-                if run.ends_early(self):
-                    evaluate_if(self, self.progress.evaluated != self.progress.step)
+            try:
+                self._learn()
+            except Interrupted:
+                self.back_to_last_step()
+                run.stop(self, run.requests(self)[0])
+
+    def _learn(self) -> None:
+        """Train and export, unless the run is finished."""
+        if run.finished(self):
+            return
+        if self.progress.step == 0 and not self.total_steps and self.accelerator.is_main_process:
+            log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
+        evaluate_if(self, self._evaluation_missing)
+        for batch in self._minibatches():
+            self._train_on(batch)
+            evaluate_if(self, self._evaluation_due)
+            if run.ends_early(self):
+                evaluate_if(self, self.progress.evaluated != self.progress.step)
+            signum, saves = run.requests(self)
+            saving.save_if_due(self, self.done, asked=saves)
+            if self.done:
+                break
+            if signum:
+                run.stop(self, signum)
+        else:
+            if self.progress.unusable:  # the last collections had no step, at whose end this would be done
+                evaluate_if(self, self._evaluation_missing)
                 saving.save_if_due(self, self.done)
-                if self.done:
-                    break
-                if run.asked_to_stop(self):
-                    run.stop(self)
-            else:
-                if self.progress.unusable:  # the last collections had no step, at whose end this would be done
-                    evaluate_if(self, self._evaluation_missing)
-                    saving.save_if_due(self, self.done)
-            run.export(self)
+        run.export(self)
 
     @property
     def _evaluation_due(self) -> bool:
@@ -250,7 +260,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Fill the store with one collection of experience, and call the hook `on_experience` if there is any."""
         started = time.perf_counter()
         self._mark()
-        self.fill_store()
+        with self._stop.interruptible(self._runs_alone):
+            self.fill_store()
         self._tell_repeated()
         self._before = None
         self._time("time/collect", started)
@@ -268,7 +279,8 @@ class AcceleratedLoop(TrainerInputs[M]):
             drops = self.config.reward.on_nonfinite == "drop_row"
             if len(self.store) or not drops:
                 self._torn = True
-                self._prepare_store()
+                with self._stop.interruptible(False):
+                    self._prepare_store()
                 self._torn = False
         if drops:
             self._count_unusable()
@@ -311,9 +323,36 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _stop_if_asked(self) -> None:
         """End the process if it is asked to, within a collection, which is sampled again when the run is resumed."""
         beside_training = self._sampling.weights is not None  # the loop then stops between two steps
-        if not beside_training and run.asked_to_stop(self):
+        if beside_training:
+            return
+        signum, saves = run.requests(self)
+        if saves:
+            self._save_before_collection()
+        if signum:
             self.store.clear()
-            run.stop(self)
+            run.stop(self, signum)
+
+    def _save_before_collection(self) -> None:
+        """Save the state before the collection that is being made; it is made again if the run resumes from there."""
+        if self._before is None:  # the collection is made because a run resumes
+            self._stop.saves = True
+            return
+        progress, store = self.progress, self.store
+        self.progress, self.store = replace(self._before[0]), RolloutStore()
+        try:
+            saving.save(self)
+        finally:
+            self.progress, self.store = progress, store
+
+    @property
+    def _runs_alone(self) -> bool:
+        """Whether what this process makes now can be ended at any time, because no other one takes part in it."""
+        return self.accelerator.num_processes == 1 and self.ahead is None
+
+    @property
+    def _samples_alone(self) -> bool:
+        """Whether sampling and scoring can be ended at any time: no other process takes part in it."""
+        return self.ahead is None and not self.stays_divided
 
     def _prepare_store(self) -> None:
         prepared = self.prepare_experience(self.store.experience)

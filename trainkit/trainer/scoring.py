@@ -34,9 +34,15 @@ def scored(trainer: Trainer, parts: list[list[Row]]) -> Iterator[Scored]:
     trainer._begin_sampling([rows for rows in parts if rows])
     for rows in parts:
         trainer._stop_if_asked()
-        found = everywhere(trainer, lambda: trainer.sample_and_score(rows) if rows else None)  # noqa: B023
+        found = everywhere(trainer, lambda: _scored_here(trainer, rows))  # noqa: B023
         if found is not None:
             yield found
+
+
+def _scored_here(trainer: Trainer, rows: list[Row]) -> Scored | None:
+    """Sample and score rows, if there are any, unless the run is asked to end."""
+    with trainer._stop.interruptible(trainer._samples_alone):
+        return trainer.sample_and_score(rows) if rows else None
 
 
 def usable(scores: Tensor, k: int) -> Tensor:

@@ -110,9 +110,8 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
         if new:
             parts.append(self.sample(new))
             scores.insert(0, per_response(self.score(parts[0])))
+            self._sampling.scores.append(scores[0])  # the loop tells if all are equal
         found = scores[0][scores[0].isfinite()] if new else scores[0][:0]
-        if new:
-            self._sampling.scores.append(found)  # the loop tells if all are equal
         self.record({"reward/mean": Mean.of(found), "reward/std": Std.of(found)})
         if rest:
             parts.append(self.unsampled(rest))
