@@ -908,9 +908,11 @@ def test_a_place_that_cannot_be_made_is_an_error_that_names_it(a_run: Path, tmp_
     trainer = resumed(a_run)
     trainer.load(a_run)
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file" / "a" / "b", Path("/proc/checkpoints")):
-        with pytest.raises(CheckpointError, match=f"cannot save a checkpoint under {place}: "):
+    for place in (tmp_path / "file", tmp_path / "file" / "a" / "b", Path("/proc/checkpoints"), tmp_path / ("x" * 300)):
+        with pytest.raises(CheckpointError, match=rf"cannot save a checkpoint under {place}: .*MB needed, \d+ MB free"):
             trainer.save(place)
+    with pytest.raises(CheckpointError, match=r"cannot save a checkpoint under .*null byte"):
+        trainer.save(tmp_path / "a\0b")
 
 
 def test_training_that_could_not_save_resumes_from_what_was_saved_before(
@@ -932,6 +934,33 @@ def test_training_that_could_not_save_resumes_from_what_was_saved_before(
     again = resumed(tmp_path / "stopped")
     again.learn()
     assert_same_weights(weights(again), weights(straight))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails:
+        @trainkit.hookimpl
+        def on_step(self, step: int) -> None:
+            if step == 2:
+                monkeypatch.setattr(checkpoint, "save_file", full_disk)
+            if step == 4:
+                monkeypatch.undo()
+
+    settings: dict[str, Any] = {"train__save_interval": 1, "train__total_steps": 6, "train__keep_checkpoints": 9}
+    settings |= {"train__on_save_error": "continue", "train__save_async": asynchronous}
+    trainer = tiny_trainer("sft", tmp_path, callbacks=[Fails()], **settings)
+    with caplog.at_level("ERROR", logger="trainkit"):
+        trainer.learn()
+    assert trainer.progress.step == 6
+    saved = set(saved_steps(tmp_path))
+    assert saved <= {f"step_{step:08d}" for step in (1, 4, 5, 6)}
+    assert {"step_00000001", "step_00000006"} <= saved
+    told = [message for message in caplog.messages if "No space left on device" in message]
+    assert told
+    assert all("The run goes on (train.on_save_error)" in message for message in told)
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
 
 
 # -------------------------------------------------------------------------------------- reward functions that fail

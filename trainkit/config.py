@@ -491,6 +491,9 @@ class TrainConfig(Section):
     save_async: bool = False
     """Write checkpoints in a thread while the training goes on, from a copy of weights, optimizer and collection in the
     memory of the CPU. The last checkpoint is complete when the run ends."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """Whether the run ends if a checkpoint cannot be written, or goes on and tries again at the next interval. It ends
+    in any case if it was asked to save by a signal and to end."""
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest checkpoints are kept on disk."""
     save_best: bool = False

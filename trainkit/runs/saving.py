@@ -67,7 +67,20 @@ def save_if_due(trainer: Trainer, done: bool, *, asked: bool = False) -> None:
     """Save a checkpoint at the config's interval, when the run is ``done``, and when it was ``asked`` to.
 
     Otherwise finish one that has been written.
+
+    Raises:
+        CheckpointError: writing failed, and `train.on_save_error` is ``stop``.
     """
+    try:
+        _save_if_due(trainer, done, asked)
+    except CheckpointError as error:
+        if trainer.config.train.on_save_error == "stop":
+            raise
+        if trainer.accelerator.is_main_process:
+            log.error("step %d: %s. The run goes on (train.on_save_error)", trainer.progress.step, error)
+
+
+def _save_if_due(trainer: Trainer, done: bool, asked: bool) -> None:
     every = trainer.config.train.save_interval
     if not every or not (done or asked or trainer.progress.step % every == 0):
         finish(trainer, wait=False)
@@ -127,7 +140,7 @@ def finish(trainer: Trainer, *, wait: bool = True) -> None:
     if saving is None or (not wait and anywhere(trainer, not saving.job.done())):
         return
     try:
-        with _explained(saving.building):
+        with _explained(trainer, saving.building):
             if not saving.committing:
                 everywhere(trainer, saving.job.result)
                 saving.commit(trainer.config.train.keep_checkpoints if trainer.accelerator.is_main_process else None)
@@ -188,24 +201,41 @@ def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
     """Make a directory in which a checkpoint is built inside the block."""
     assert trainer.run_dir is not None
     root, step = root or trainer.run_dir / "checkpoints", trainer.progress.step
-    with _explained(root / "new"):
+    with _explained(trainer, root / "new"):
         building = Path(on_main(trainer, lambda: str(checkpoint.building_directory(root, step))))
-    with _explained(building):
+    with _explained(trainer, building):
         yield building
 
 
 @contextmanager
-def _explained(building: Path) -> Iterator[None]:
+def _explained(trainer: Trainer, building: Path) -> Iterator[None]:
     """Remove the directory after an error inside the block; raise errors of writing as a CheckpointError."""
     try:
         yield
-    except (OSError, SafetensorError, TrainkitError) as error:  # safetensors raises its own error if the disk is full
+    except (OSError, ValueError, SafetensorError, TrainkitError) as error:
+        # safetensors raises an error of its own if the disk is full, and a path with a NUL is a ValueError
         shutil.rmtree(building, ignore_errors=True)
         if isinstance(error, TrainkitError):
             raise
         root = building.parent
-        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
-        raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({free / 1e6:.0f} MB free)") from error
+        free = shutil.disk_usage(next(place for place in (root, *root.parents) if _exists(place))).free
+        room = f"about {_bytes(trainer) / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
+        raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({room})") from error
+
+
+def _exists(place: Path) -> bool:
+    try:
+        return place.exists()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return False
+
+
+def _bytes(trainer: Trainer) -> int:
+    """Return about how many bytes a checkpoint has: the trained weights and the optimizer's state, of all processes."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    own = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
+    return own * (trainer.accelerator.num_processes if trainer.sharding.divides else 1)
 
 
 def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> None:
