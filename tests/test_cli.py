@@ -175,6 +175,19 @@ def test_plugins_says_in_a_line_why_one_cannot_be_used(
     )
 
 
+def test_strict_plugins_end_with_an_error_if_one_is_broken(install: Callable[..., Path], work: Path) -> None:
+    """E1: they are listed all the same; without the option nothing is the matter."""
+    assert call("plugins", "list", "--strict-plugins").exit_code == 0
+    install("fake-broken", {"fake-bad": "fake_bad"}, "def broken(:", version="0.7")
+    result = call("plugins", "list", "--strict-plugins")
+    assert result.exit_code == 1
+    assert "fake-bad" in result.stdout
+    told = "fake-bad: fake-broken 0.7: fake_bad does not parse: invalid syntax (line 1)"
+    assert f"PluginError: --strict-plugins, and not all plugins can be used: {told}" in result.stderr
+    assert told in fails("train", "run.yaml", "--task", "task_for_cli.py:task", "--strict-plugins")
+    assert not (work / "runs").exists()
+
+
 def test_plugins_imports_each_in_a_process_of_its_own_when_asked(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

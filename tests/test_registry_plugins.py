@@ -632,6 +632,38 @@ def test_a_name_that_disables_nothing_is_told_with_the_nearest(install, monkeypa
     ]
 
 
+def test_all_names_what_is_not_of_trainkit(install, monkeypatch):
+    """E4, also where one cannot be imported."""
+    install("fake-house", {"fake-off": "fake_off"}, "1 / 0")
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "all")
+    states = {plugin.name: plugin.state for plugin in discover()}
+    assert states["fake-off"] == "blocked"
+    assert {states[name] for name in ("ppo", "sft", "early_stop")} == {"ok"}
+    with pytest.raises(PluginError, match=r"fake-house 1\.0: disabled by TRAINKIT_DISABLE_PLUGINS"):
+        get_trainer("fake-off")
+    assert plugins.without_disabled(["sft", "fake-off"]) == (
+        ["sft"], ["the plugin 'fake-off' is disabled by TRAINKIT_DISABLE_PLUGINS; the run goes on without it"],
+    )  # fmt: skip
+    register_trainer("fake-here")(trainer_named("fake-here"))
+    assert get_trainer("fake-here") is not None, "what a script registers is no installed plugin"
+
+
+@pytest.mark.parametrize(("given", "used"), [("", set()), ("fake-a", {"fake-a"}), ("Fake_Two, gone", {"fake-b"})])
+def test_only_what_is_named_is_loaded_besides_trainkits_own(install, monkeypatch, given, used):
+    install("fake-one", {"fake-a": "fake_a"}, OBSERVES)
+    install("fake-two", {"fake-b": "fake_b"}, OBSERVES)
+    monkeypatch.setenv("TRAINKIT_LOAD_PLUGINS", given)
+    states = {plugin.name: plugin.state for plugin in discover()}
+    assert {name for name in ("fake-a", "fake-b") if states[name] == "ok"} == used
+    assert states["ppo"] == "ok"
+    for name in {"fake-a", "fake-b"} - used:
+        with pytest.raises(PluginError, match="disabled by TRAINKIT_LOAD_PLUGINS"):
+            find_plugin(name)
+    usable, told = plugins.without_disabled(["fake-a", "fake-b", "sft"])
+    assert {*usable} == {*used, "sft"}
+    assert any("TRAINKIT_LOAD_PLUGINS names 'gone'" in line for line in told) == ("gone" in given)
+
+
 # ---------------------------------------------------------------------------------------------------------- hooks
 
 
@@ -696,7 +728,8 @@ def test_a_plugin_that_is_a_trainer_alone_may_stand_among_the_plugins_of_a_run(t
 def test_a_misspelt_hook_of_a_plugin_is_an_error_that_names_both(install):
     install("fake-typo", {"fake-typo": "fake_typo"}, HOOK_SOURCE.replace("def on_step", "def on_stepp"), "0.3")
     told = r"plugin fake-typo \(fake-typo 0\.3, module fake_typo\)"
-    with pytest.raises(PluginError, match=rf"hooks of {told} do not fit: unknown hook 'on_stepp'"):
+    near = "unknown hook 'on_stepp'; did you mean 'on_step'"
+    with pytest.raises(PluginError, match=rf"hooks of {told} do not fit: {near}"):
         hook_manager(["fake-typo"], [])
 
 
@@ -716,14 +749,14 @@ def test_a_hook_that_asks_for_what_it_is_not_told_is_an_error():
         def on_step(self, step, loss):
             raise AssertionError("never called")
 
-    with pytest.raises(PluginError, match=r"(?s)hooks of Curious do not fit: .*on_step.*loss"):
+    with pytest.raises(PluginError, match="hooks of Curious do not fit: on_step takes 'loss'; it may take trainer, st"):
         hook_manager([], [Curious()])
 
 
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
-        ("def on_step(step, loss): ...", "Argument(s) {'loss'} are declared in the hookimpl"),
+        ("def on_step(step, loss): ...", "on_step takes 'loss'; it may take trainer, step"),
         ("def on_step(step=None): ...", "on_step takes 'step' with a default or as keyword-only, and would not be"),
         ("def on_step(*, step): ...", "on_step takes 'step' with a default or as keyword-only, and would not be"),
         ("def on_step(*, loss): ...", "on_step takes 'loss' with a default or as keyword-only, and would not be"),
@@ -811,7 +844,7 @@ def test_the_first_sampler_offered_is_taken():
             "it registers no trainer 'fake-probe' and has no hooks; it needs @register_trainer(\"fake-probe\"), @reg",
         ),
         (OBSERVES.replace("on_step", "on_stepp"), "unknown hook 'on_stepp'"),
-        (OBSERVES.replace("step):", "loss):"), "Argument(s) {'loss'} are declared"),
+        (OBSERVES.replace("step):", "loss):"), "on_step takes 'loss'; it may take trainer, step"),
         (OBSERVES.replace("step):", "**all):"), "on_step takes **all, and would be given nothing"),
         (
             trainer_source("fake-probe").replace("def loss", "def lost"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainkit.data import Rollouts, Sequences
-from trainkit.errors import RewardError
+from trainkit.errors import DataError, RewardError
 from trainkit.rollouts import check_scores, metrics, score
 from trainkit.testing.trainers import tiny_trainer
 
@@ -534,3 +534,11 @@ def test_scores_that_differ_between_processes_are_not_all_equal(
     assert not caplog.records
     trainer._tell_equal_scores(torch.ones(4))
     assert len(caplog.records) == 1
+
+
+def test_a_loop_of_the_users_own_without_a_reward_function_is_told_what_is_missing(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, arguments={"reward_fn": None})
+    with pytest.raises(DataError, match="'ppo' learns from reward_fn and prompts; give reward_fn"):
+        trainer.collect()
+    with pytest.raises(DataError, match="give reward_fn"):
+        trainer.score(trainer.generate(["a"]))

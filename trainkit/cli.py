@@ -13,20 +13,21 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from trainkit.errors import ConfigError, DataError, TrainkitError, describe, printable, suggest
+from trainkit.errors import ConfigError, DataError, PluginError, TrainkitError, describe, printable, suggest
 from trainkit.examples import find_examples
 from trainkit.plugins import load_file, load_function
 from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig, TRLConfig
+    from trainkit.plugins import PluginInfo
     from trainkit.testing.conformance import Result
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
@@ -105,6 +106,9 @@ RemoteCode = Annotated[
         help="Let code that comes with the model run. Read it first.",
     ),
 ]
+StrictPlugins = Annotated[
+    bool, typer.Option("--strict-plugins", help="End with an error if an installed plugin is broken or shadowed.")
+]
 
 # --------------------------------------------------------------------------------------------------------- train
 
@@ -139,6 +143,7 @@ def train(
             help="Disable this plugin or distribution; repeatable. Same as TRAINKIT_DISABLE_PLUGINS=NAME,NAME.",
         ),
     ] = None,
+    strict_plugins: StrictPlugins = False,
 ) -> None:
     """Train with a configuration.
 
@@ -147,7 +152,7 @@ def train(
     """
     from trainkit.api import train as run
     from trainkit.config import TRLConfig
-    from trainkit.plugins import disabled
+    from trainkit.plugins import disabled, discover
     from trainkit.plugins.discovery import unknown_disabled
     from trainkit.plugins.hooks import name_of
 
@@ -156,6 +161,8 @@ def train(
         for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
             if by == NO_PLUGIN:
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
+        if strict_plugins:
+            _require_sound(discover())
         arguments = {} if task is None else _task_arguments(task, settled)
         files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
         arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
@@ -322,13 +329,16 @@ def _plugins(ctx: typer.Context) -> None:
 
 
 @plugins_app.command(
-    "list", epilog="Exit code: 0, whatever the plugins' state; scripts can read the state from --json."
+    "list",
+    epilog="Exit code: 0, whatever the plugins' state, unless --strict-plugins is given; scripts can read the state "
+    "from --json.",
 )
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     try_imports: Annotated[
         bool, typer.Option("--probe", help="Import each in a process of its own, for at most two minutes.")
     ] = False,
+    strict_plugins: StrictPlugins = False,
 ) -> None:
     """List the installed plugins and their states; none is imported in this process.
 
@@ -349,10 +359,15 @@ def list_plugins(
 
         found = probe(found)
     rows = [{key: printable(value) for key, value in asdict(plugin).items()} for plugin in found]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    typer.echo(plugins_table(rows))
+    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(rows))
+    if strict_plugins:
+        _require_sound(found)
+
+
+def _require_sound(plugins: Iterable[PluginInfo]) -> None:
+    """Raise a `PluginError` if a plugin is broken, or two have one name."""
+    if faults := [f"{plugin.name}: {plugin.why}" for plugin in plugins if plugin.state in ("broken", "shadowed")]:
+        raise PluginError(f"--strict-plugins, and not all plugins can be used: {'; '.join(faults)}")
 
 
 def plugins_table(rows: list[dict[str, str]]) -> str:

@@ -50,7 +50,11 @@ ACCELERATE_TRACKERS = frozenset(
 )
 """Names of accelerate's trackers. No plugin may use them, because `train.trackers` names both kinds of trackers."""
 DISABLE = "TRAINKIT_DISABLE_PLUGINS"
-"""The environment variable that names plugins or distributions to disable, separated by commas."""
+"""The environment variable that names plugins or distributions to disable, separated by commas; `ALL` names those that
+are not trainkit's own."""
+LOAD = "TRAINKIT_LOAD_PLUGINS"
+"""The environment variable that names the plugins or distributions that may be used besides trainkit's own."""
+ALL = "all"
 
 OK, BROKEN, BLOCKED, SHADOWED = "ok", "broken", "blocked", "shadowed"
 
@@ -338,29 +342,39 @@ def disabled(names: Iterable[str], by: str) -> Iterator[None]:
 
 
 def disabled_by(name: str, distribution: str | None = None) -> str:
-    """Return what disables the plugin, the environment variable or an option; empty if nothing does."""
+    """Return what disables the plugin, an environment variable or an option; empty if nothing does."""
+    foreign = distribution is not None and canonical(distribution) not in BUILT_IN.values()
+
+    def is_meant(given: str) -> bool:
+        return given == name.lower() or (distribution is not None and canonical(given) == canonical(distribution))
+
     for given, by in _disabling():
-        if given == name.lower() or (distribution and canonical(given) == canonical(distribution)):
+        if is_meant(given) or (given == ALL and foreign):
             return by
-    return ""
+    return LOAD if LOAD in os.environ and foreign and not any(map(is_meant, _names(LOAD))) else ""
+
+
+def _names(variable: str) -> list[str]:
+    """Return the names in an environment variable."""
+    return [name for given in os.environ.get(variable, "").split(",") if (name := given.strip().lower())]
 
 
 def _disabling() -> list[tuple[str, str]]:
-    variable = [name.strip().lower() for name in os.environ.get(DISABLE, "").split(",")]
-    return [*_disabled, *((name, DISABLE) for name in variable if name)]
+    return [*_disabled, *((name, DISABLE) for name in _names(DISABLE))]
 
 
 def unknown_disabled(known: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """Return (by, message) for every disabled name that is neither installed nor in ``known``."""
-    if not _disabling():
+    """Return (by, message) for every name to disable or to load that is neither installed nor in ``known``."""
+    named = [*_disabling(), *((name, LOAD) for name in _names(LOAD))]
+    if not named:
         return []
     claims = _claims()
     names = {plugin.name for plugin in claims} | {name.lower() for name in known}
     homes = {canonical(plugin.distribution) for plugin in claims}
     return [
         (by, f"{by} names {name!r}, which is not an installed plugin or distribution{suggest(name, names | homes)}")
-        for name, by in _disabling()
-        if name not in names and canonical(name) not in homes
+        for name, by in named
+        if name not in names and canonical(name) not in homes and name != ALL
     ]
 
 
@@ -374,7 +388,7 @@ def without_disabled(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def why_disabled(name: str, module: str = "") -> str:
     """Return what disables every plugin called ``name`` (or those in ``module``); empty if one is not disabled."""
-    if not _disabling():
+    if not _disabling() and LOAD not in os.environ:
         return ""
     claims = [plugin for plugin in _claims() if plugin.name == name.lower() and _is_of(plugin, module)]
     reasons = [disabled_by(plugin.name, plugin.distribution) for plugin in claims] or [disabled_by(name)]

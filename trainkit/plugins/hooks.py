@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from trainkit.errors import PluginError, TrainkitError
+from trainkit.errors import PluginError, TrainkitError, suggest
 from trainkit.plugins import hookspecs
 from trainkit.plugins.discovery import PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
@@ -152,6 +152,7 @@ def _add(manager: HookManager, plugin: object, label: str, name: str | None = No
 
 def _register(manager: pluggy.PluginManager, plugin: object, label: str, name: str | None = None) -> None:
     try:
+        _check_names(manager, plugin)
         manager.register(plugin, name)
         manager.check_pending()
         for caller in manager.get_hookcallers(plugin) or ():
@@ -159,6 +160,31 @@ def _register(manager: pluggy.PluginManager, plugin: object, label: str, name: s
             _check_called(caller, own)
     except (pluggy.PluginValidationError, ValueError) as error:
         raise PluginError(f"the hooks of {label} do not fit: {one_line(error)}") from error
+
+
+def _check_names(manager: pluggy.PluginManager, plugin: object) -> None:
+    """Check the names of hooks and of their arguments, as pluggy does, whose messages do not say what was meant.
+
+    Raises:
+        ValueError: there is no such hook, or it is given no such argument; suggests the nearest.
+    """
+    for name in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, name)
+        if options is None:
+            continue
+        hook = options.get("specname") or name
+        caller = getattr(manager.hook, hook, None)
+        if caller is None or caller.spec is None:
+            if not options.get("optionalhook"):
+                known = [each for each, found in vars(manager.hook).items() if getattr(found, "spec", None)]
+                raise ValueError(f"unknown hook {hook!r}{suggest(hook, known)}")
+            continue
+        told = caller.spec.argnames
+        for argument, parameter in inspect.signature(getattr(plugin, name)).parameters.items():
+            plain = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if plain and parameter.default is parameter.empty and argument not in told:
+                near = suggest(argument, told)
+                raise ValueError(f"{name} takes {argument!r}{near}; it may take {', '.join(told)}")
 
 
 def _check_called(caller: pluggy.HookCaller, hook: pluggy.HookImpl) -> None:

@@ -532,7 +532,9 @@ class TextTrainer(AcceleratedLoop[M]):
         if self.reward_fn is None and rollouts.rewards is not None:
             return rollouts.rewards.to(device)
         if self.reward_fn is None:
-            assert not self.rewarded, "train() and learn() ensure that there is a reward_fn or an environment"
+            if self.rewarded:  # a loop of the caller's own, which `learn` has not checked
+                name = self.config.method.name
+                raise DataError(f"{name!r} learns from {' and '.join(self.inputs)}; give {self.missing_rewards[0]}")
             return torch.zeros(len(rollouts), device=device)
         weights, started = self._sampling.weights, time.perf_counter()
         scores = score(
