@@ -188,6 +188,31 @@ def test_strict_plugins_end_with_an_error_if_one_is_broken(install: Callable[...
     assert not (work / "runs").exists()
 
 
+def test_a_plugin_that_imports_what_is_not_installed_is_shown_as_broken(install: Callable[..., Path]) -> None:
+    source = "try:\n    import gone\nexcept ImportError:\n    gone = None\n"
+    install("fake-tries", {"fake-tries": "fake_tries"}, source + OBSERVES)
+    install("fake-needs", {"fake-needs": "fake_needs"}, f"import torch\nfrom gone.far import away\n{OBSERVES}")
+    rows = listed()
+    assert rows["fake-tries"]["state"] == "ok"
+    assert rows["fake-needs"]["why"] == "fake-needs 1.0: fake_needs imports gone.far, which is not installed"
+
+
+def test_what_a_probe_has_found_is_shown_until_something_changes(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    place = install("fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7")
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
+    assert listed()["fake-bad"]["state"] == "ok"
+    assert listed("--probe")["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
+    assert listed()["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
+    (place / "fake_bad.py").write_text(OBSERVES)
+    assert listed()["fake-bad"]["state"] == "ok"
+    assert listed("--probe")["fake-bad"]["state"] == "ok"
+    (tmp_path / "cache" / "trainkit" / "plugins.json").write_text("[")
+    assert listed()["fake-bad"]["state"] == "ok"
+
+
 def test_plugins_imports_each_in_a_process_of_its_own_when_asked(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 
 TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS = "trainer", "engine", "sharding", "sampler", "tracker", "hooks"
 KINDS = (TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS)
@@ -36,7 +37,7 @@ def read_module(module: str, name: str) -> Reading:
     Of the package, the modules that ``module`` imports are read. Their source shows decorators and calls of
     ``register_trainer``, classes decorated by ``register_engine``, ``register_sharding``, ``register_hooks`` or
     ``register_tracker``, and functions marked ``hookimpl``, which count if no class is registered. A module that does
-    not exist or parse is a fault.
+    not exist or parse is a fault, and so is an import of one that is not installed.
     """
     found: set[str] = set()
     registered: set[str] = set()
@@ -53,6 +54,8 @@ def read_module(module: str, name: str) -> Reading:
             where = f" (line {error.lineno})" if error.lineno else ""
             return Reading(fault=f"{current} does not parse: {error.msg}{where}")
         if tree is not None:
+            if absent := _absent(tree):
+                return Reading(fault=f"{current} imports {absent}, which is not installed")
             kinds, classes = _shown(tree, name)
             found |= kinds
             registered |= classes
@@ -78,6 +81,21 @@ def _parse(module: str) -> ast.Module | None:
             raise SyntaxError(f"{type(error).__name__}: {error}") from error
 
 
+def _absent(tree: ast.Module) -> str:
+    """Return the first module that an import outside of any block names and that is not there; empty if all are."""
+    for node in tree.body:
+        named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            named = [node.module]
+        for module in named:
+            try:
+                if find_spec(module.partition(".")[0]) is None:
+                    return module
+            except ValueError:  # a module without a spec, made by hand
+                continue
+    return ""
+
+
 @lru_cache(maxsize=256)
 def _tree(source: str) -> ast.Module:
     return ast.parse(source)
@@ -88,6 +106,18 @@ def _shown(tree: ast.Module, name: str) -> tuple[frozenset[str], frozenset[str]]
     """Return the kinds that the tree shows of the plugin called ``name``, and those of its registered classes."""
     marks = _marks(tree)
     return frozenset(_kinds(tree, name, marks)), frozenset(_registered(tree, name, marks))
+
+
+def files_of(module: str) -> list[Path]:
+    """Return the Python files of the package that ``module`` is in, or the file of the module."""
+    try:
+        spec = _find(module.partition(".")[0])
+    except ModuleNotFoundError:
+        return []
+    if spec is None or not spec.origin:
+        return []
+    file = Path(spec.origin)
+    return [file] if spec.submodule_search_locations is None else sorted(file.parent.rglob("*.py"))
 
 
 def _find(module: str) -> ModuleSpec | None:
