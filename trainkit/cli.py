@@ -22,12 +22,11 @@ from typer.core import TyperGroup
 
 from trainkit.errors import ConfigError, DataError, PluginError, TrainkitError, describe, printable, suggest
 from trainkit.examples import find_examples
-from trainkit.plugins import load_file, load_function
+from trainkit.plugins import PluginInfo, load_file, load_function
 from trainkit.plugins.templates import Kind
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig, TRLConfig
-    from trainkit.plugins import PluginInfo
     from trainkit.testing.conformance import Result
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
