@@ -22,9 +22,6 @@ T = TypeVar("T")
 class TrainerInputs(PreparedTrainer[M]):
     """The data for training and evaluation, prompts and samples, checked when they are given."""
 
-    _data_seen: tuple[Pipeline, Fingerprints] | None = None
-    """The data whose fingerprints are known."""
-
     def add_prompt_pipeline(self, prompts: Pipeline | Prompts) -> None:
         """Set the prompts to train on: a pipeline, or what `trainkit.train` takes. All are checked now."""
         if not isinstance(prompts, Pipeline):
@@ -105,11 +102,9 @@ class TrainerInputs(PreparedTrainer[M]):
         """Fingerprints of the data, by column; none of a stream, which is read as it is trained on."""
         if not isinstance(self.pipeline, Pipeline):
             return {}
-        known, found = self._data_seen or (None, {})
-        if known is not self.pipeline:
-            found = of_rows(self.pipeline.rows)
-            self._data_seen = self.pipeline, found
-        return found
+        if self._data_seen is None or self._data_seen[0] is not self.pipeline:
+            self._data_seen = self.pipeline, of_rows(self.pipeline.rows)
+        return self._data_seen[1]
 
     # ------------------------------------------------------------------------------------------------- how much that is
 

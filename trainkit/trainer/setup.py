@@ -149,6 +149,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.unit = "tokens"
         """The unit that ``progress.tokens`` counts: that of the last step's batch."""
         self.pipeline: Pipeline | Stream | None = None
+        self._data_seen: tuple[Pipeline, Fingerprints] | None = None
+        """The data whose fingerprints are known."""
         self.eval_rows: list[Row] = []
         self.eval_samples: list[Row] = []
         self.held_out: Batch | None = None

@@ -94,6 +94,11 @@ class Declared:
         }
 
     @classmethod
+    def tiny_contexts(cls) -> dict[str, dict[str, Any]]:
+        """Return that without a time limit, which needs a thread, functions are called in the main one by default."""
+        return {"reward_workers": {"reward.timeout": None}}
+
+    @classmethod
     def tiny_effects(cls) -> dict[str, Any]:
         """Return what each setting does."""
         return EFFECTS
