@@ -25,6 +25,7 @@ SCRIPT = Path(__file__).parent / "sharded.py"
 LORA = {"r": 4, "target_modules": "all-linear"}
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter": ("ppo", {"model__peft_config": LORA}),
+    "adapter and images": ("ddpo", {"model__peft_config": {"r": 2, "target_modules": ["to_q", "to_v"]}}),
     "adapter and pairs": ("dpo", {"model__peft_config": LORA}),
     "adapter and no reference": ("sft", {"model__peft_config": LORA}),
     "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1}),
