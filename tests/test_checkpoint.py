@@ -915,6 +915,16 @@ def test_a_place_that_cannot_be_made_is_an_error_that_names_it(a_run: Path, tmp_
         trainer.save(tmp_path / "a\0b")
 
 
+def test_an_export_that_cannot_be_written_is_an_error_that_says_how_much_room_it_needs(
+    a_run: Path, tmp_path: Path
+) -> None:
+    trainer = resumed(a_run)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "a", Path("/proc/model")):
+        with pytest.raises(CheckpointError, match=rf"cannot export the model to {place}: .*MB needed, \d+ MB free"):
+            trainer.save_pretrained(place)
+
+
 def test_training_that_could_not_save_resumes_from_what_was_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

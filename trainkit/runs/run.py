@@ -496,7 +496,9 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
             checkpoint.move_in(building, target, last=MARK)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
-            raise CheckpointError(f"cannot export the model to {target}: {error}") from error
+            needed = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters())
+            told = f"cannot export the model to {target}: {error} ({saving.room(target, needed)})"
+            raise CheckpointError(told) from error
 
     with trainer.sharding.collected():
         on_main(trainer, build)

@@ -218,9 +218,14 @@ def _explained(trainer: Trainer, building: Path) -> Iterator[None]:
         if isinstance(error, TrainkitError):
             raise
         root = building.parent
-        free = shutil.disk_usage(next(place for place in (root, *root.parents) if _exists(place))).free
-        room = f"about {_bytes(trainer) / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
-        raise CheckpointError(f"cannot save a checkpoint under {root}: {error} ({room})") from error
+        told = f"cannot save a checkpoint under {root}: {error} ({room(root, _bytes(trainer))})"
+        raise CheckpointError(told) from error
+
+
+def room(place: Path, needed: int) -> str:
+    """Return how many bytes are needed, about, and how many are free where ``place`` is or would be, in words."""
+    free = shutil.disk_usage(next(there for there in (place, *place.parents) if _exists(there))).free
+    return f"about {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
 
 
 def _exists(place: Path) -> bool:
