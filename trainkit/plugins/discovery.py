@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import UNKNOWN, read_module
+from trainkit.plugins.inspection import UNKNOWN, absent_import, read_module
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -100,7 +100,7 @@ def discover() -> list[PluginInfo]:
 
     The same name may appear twice.
     """
-    return [_examined(plugin) for plugin in _claims()]
+    return [_with_imports(_examined(plugin)) for plugin in _claims()]
 
 
 def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
@@ -324,6 +324,12 @@ def _examined(plugin: PluginInfo) -> PluginInfo:
         known = plugin
         fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module, without a class"
     return known.refused(BROKEN, fault) if fault and known.state == OK else known
+
+
+def _with_imports(plugin: PluginInfo) -> PluginInfo:
+    """Return ``plugin``, in the state ``broken`` if it imports what is not installed; a run gets the import's error."""
+    absent = absent_import(plugin.module) if plugin.state == OK else ""
+    return plugin.refused(BROKEN, f"{plugin.module} imports {absent}, which is not installed") if absent else plugin
 
 
 # ----------------------------------------------------------------------------------------------------- disabled

@@ -37,7 +37,7 @@ def read_module(module: str, name: str) -> Reading:
     Of the package, the modules that ``module`` imports are read. Their source shows decorators and calls of
     ``register_trainer``, classes decorated by ``register_engine``, ``register_sharding``, ``register_hooks`` or
     ``register_tracker``, and functions marked ``hookimpl``, which count if no class is registered. A module that does
-    not exist or parse is a fault, and so is an import of one that is not installed.
+    not exist or parse is a fault.
     """
     found: set[str] = set()
     registered: set[str] = set()
@@ -54,8 +54,6 @@ def read_module(module: str, name: str) -> Reading:
             where = f" (line {error.lineno})" if error.lineno else ""
             return Reading(fault=f"{current} does not parse: {error.msg}{where}")
         if tree is not None:
-            if absent := _absent(tree):
-                return Reading(fault=f"{current} imports {absent}, which is not installed")
             kinds, classes = _shown(tree, name)
             found |= kinds
             registered |= classes
@@ -81,16 +79,20 @@ def _parse(module: str) -> ast.Module | None:
             raise SyntaxError(f"{type(error).__name__}: {error}") from error
 
 
-def _absent(tree: ast.Module) -> str:
-    """Return the first module that an import outside of any block names and that is not there; empty if all are."""
-    for node in tree.body:
+def absent_import(module: str) -> str:
+    """Return the first module that ``module`` imports outside of any block and that is not there; empty if all are."""
+    try:
+        tree = _parse(module)
+    except (ModuleNotFoundError, SyntaxError):
+        return ""
+    for node in tree.body if tree else ():
         named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             named = [node.module]
-        for module in named:
+        for other in named:
             try:
-                if find_spec(module.partition(".")[0]) is None:
-                    return module
+                if find_spec(other.partition(".")[0]) is None:
+                    return other
             except ValueError:  # a module without a spec, made by hand
                 continue
     return ""
