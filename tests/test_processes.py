@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 import trainkit
+from trainkit.errors import RewardError
 from trainkit.runs import newest_whole
+from trainkit.runs.processes import everywhere
+from trainkit.runs.stopping import Interrupted
 from trainkit.testing.trainers import language_trainers
 
 TRAINERS, LANGUAGE = trainkit.available_trainers(), language_trainers()
@@ -593,3 +597,24 @@ def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(resumed: list
     first, second = resumed
     assert first["packed straight"] == second["packed straight"] == first["packed resumed"] == second["packed resumed"]
     assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]
+
+
+@pytest.mark.parametrize("own", ["interrupted", "failed", "nothing"])
+@pytest.mark.parametrize("others", ["interrupted", "failed", "nothing"])
+def test_processes_leave_in_the_same_way(own: str, others: str) -> None:
+    """An error of one comes before the request to end that another has received: both would wait for each other."""
+    made = {"interrupted": Interrupted(), "failed": RewardError("away"), "nothing": None}
+
+    def here() -> None:
+        if made[own] is not None:
+            raise made[own]
+
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=2), gather=lambda items: [*items, made[others]]
+    )
+    kind = next((type(made[name]) for name in ("failed", "interrupted") if name in (own, others)), None)
+    if kind is None:
+        everywhere(trainer, here)
+        return
+    with pytest.raises(kind):
+        everywhere(trainer, here)

@@ -697,6 +697,18 @@ def test_signals_save_and_end_with_their_code(
     assert {number: signal.getsignal(number) for number in sent} == before
 
 
+def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    """As SIGHUP after `nohup`, where nobody is to end the run by closing a terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trainer = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, signal.SIGHUP)])
+        trainer.learn()
+        assert trainer.progress.step == 12
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("sent", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
 def test_a_second_interrupt_ends_at_once(sent: list[signal.Signals], tmp_path: Path) -> None:
     stopped = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, *sent)])
@@ -764,6 +776,30 @@ def test_sigusr1_saves_and_the_run_goes_on(name: str, where: str, tmp_path: Path
     resumed.load(tmp_path / "run" / "checkpoints" / first)
     resumed.learn()
     assert_same(state(resumed), state(straight))
+
+
+def test_a_checkpoint_that_sigusr1_asks_for_and_that_cannot_be_written_need_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def judge(**given: Any) -> list[float]:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return count_first_letters(**given)
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    trainer = full("ppo", tmp_path, train__save_interval=1000, train__on_save_error="continue", train__eval_interval=0)
+    trainer.reward_fn = judge
+    with caplog.at_level("ERROR", logger="trainkit"):
+        trainer.learn()
+    assert trainer.progress.step == 12
+    told = [message for message in caplog.messages if "The run goes on (train.on_save_error)" in message]
+    assert [message[:7] for message in told] == ["step 0:", "step 12"], "in the first collection, and at the end"
 
 
 TASK = """

@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
-    """Call ``function`` on every process and return its value. An error on one is raised on all, so that none waits."""
+    """Call ``function`` on every process and return its value. An error on one is raised on all, so that none waits.
+
+    If one has failed and another was interrupted, all raise the error: they have to leave in the same way.
+    """
     error: BaseException | None = None
     value: Any = None
     try:
@@ -29,8 +32,10 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
     except (OSError, SafetensorError, TrainkitError, Interrupted) as caught:
         error = caught
     if trainer.accelerator.num_processes > 1:
-        found = trainer.gather([error])
-        error = error or next((other for other in found if other is not None), None)
+        found = [other for other in trainer.gather([error]) if other is not None]
+        failures = [other for other in found if not isinstance(other, Interrupted)]
+        if error is None or isinstance(error, Interrupted):
+            error = next(iter([*failures, *found]), None)
     if isinstance(error, TrainkitError):
         error.everywhere = True
     if error is not None:

@@ -71,8 +71,15 @@ def save_if_due(trainer: Trainer, done: bool, *, asked: bool = False) -> None:
     Raises:
         CheckpointError: writing failed, and `train.on_save_error` is ``stop``.
     """
-    try:
+    with unless_it_goes_on(trainer):
         _save_if_due(trainer, done, asked)
+
+
+@contextmanager
+def unless_it_goes_on(trainer: Trainer) -> Iterator[None]:
+    """Log an error of saving inside the block instead of raising it, if `train.on_save_error` is ``continue``."""
+    try:
+        yield
     except CheckpointError as error:
         if trainer.config.train.on_save_error == "stop":
             raise

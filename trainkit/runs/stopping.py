@@ -105,13 +105,17 @@ def lost(error: BaseException) -> bool:
 
 @contextmanager
 def signals_noted(stop: Stop, wanted: bool) -> Iterator[None]:
-    """Record signals in ``stop`` instead of ending the process, if ``wanted`` and in the main thread."""
+    """Record signals in ``stop`` instead of ending the process, if ``wanted`` and in the main thread.
+
+    Those that the process was started to ignore stay ignored, as SIGHUP after ``nohup``.
+    """
     stop.asked, stop.saves = 0, False
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
     noted = [*ENDING, *([] if SAVING is None else [SAVING])]
-    before = {number: signal.signal(number, stop._ask) for number in noted if signal.getsignal(number) is not None}
+    ignored = (None, signal.SIG_IGN)
+    before = {number: signal.signal(number, stop._ask) for number in noted if signal.getsignal(number) not in ignored}
     try:
         yield
     finally:

@@ -340,7 +340,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         progress, store = self.progress, self.store
         self.progress, self.store = replace(self._before[0]), RolloutStore()
         try:
-            saving.save(self)
+            with saving.unless_it_goes_on(self):
+                saving.save(self)
         finally:
             self.progress, self.store = progress, store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -346,3 +347,40 @@ def test_a_server_that_dies_too_often_is_an_error(home: Any, monkeypatch: pytest
 
 def test_nothing_is_left_of_a_server_that_was_closed() -> None:
     CHECKS["engine_closes"].run(KIT)
+
+
+DIVIDED = """
+import json
+from pathlib import Path
+import torch
+from trainkit.testing.engines import MODEL
+from trainkit.testing.trainers import tiny_trainer
+
+def refused():
+    raise AssertionError("the model is gathered")
+
+trainer = tiny_trainer(
+    "rloo", Path("run"), model=MODEL, train__total_steps=3, train__sharding="fsdp2", rollout__engine="vllm"
+)
+trainer.sharding._gather = refused
+trainer.learn()
+trainer.engine.close()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_that_divide_the_model_send_its_weights_to_servers_of_their_own(tmp_path: Path) -> None:
+    """No process has the whole model; the servers compute the log-probabilities of the policy all the same."""
+    (tmp_path / "script.py").write_text(DIVIDED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    off = [line["policy/sampler_kl"] for line in lines if "policy/sampler_kl" in line]
+    assert len(off) >= 2, "after the first weights, and after later ones"
+    assert max(map(abs, off)) < 1e-5
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
