@@ -3,6 +3,8 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
+#   make battery   the 50 checks of tests/reliability, with a table; those that take long on a sample drawn afresh
+#   make battery-full the same, the whole rule of each
 #   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
 #   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
@@ -26,7 +28,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all test-gpu engines shards reasoning coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -42,6 +44,12 @@ test: $(VENV)/made
 test-all: $(VENV)/made
 	$(PYTEST) -m "slow and not parity and not engines and not gpu" $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines shards)
+
+battery: $(VENV)/made
+	$(PYTEST) -m slow $(or $(ARGS),-n auto --dist worksteal tests/reliability)
+
+battery-full: $(VENV)/made
+	$(PYTEST) -m slow --full $(or $(ARGS),-n auto --dist worksteal tests/reliability)
 
 # those with real servers and actors in two processes, a file in each: every test starts further ones
 WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)

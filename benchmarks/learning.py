@@ -15,6 +15,7 @@ import importlib.util
 import math
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
@@ -48,12 +49,15 @@ class Curve:
     """A callback that keeps the mean optimality and the samples of each evaluation."""
 
     points: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """CPU time of the process at each evaluation."""
     samples: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @trainkit.hookimpl
     def on_evaluate(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Keep one evaluation."""
         self.points.append((step, metrics["eval/optimality"]))
+        self.seconds.append(time.process_time())
         self.samples.append(samples)
 
     def settled(self) -> float:
@@ -188,14 +192,14 @@ def bandit(name: str, seeds: list[int], out: Path) -> bool:
     return passed == len(rows)
 
 
-def reach_for_optimum(name: str, problem: Bandit, seed: int, out: Path) -> Any:
-    """Run the method on a bandit, and return its trainer."""
+def reach_for_optimum(name: str, problem: Bandit, seed: int, out: Path, steps: int = 400) -> Any:
+    """Run the method on a bandit for ``steps`` optimizer steps, and return its trainer."""
     config = {
         "method": BANDIT[name],
         "optimizer": {"lr": 1e-3},
         "scheduler": {"name": "linear"},  # so that the noise of sampling decays
         "rollout": {"max_new_tokens": problem.length, "num_rollouts": 512, "batch_size": 512},
-        "train": {"batch_size": 512, "total_steps": 400, "eval_interval": 0, "save_interval": 0, "seed": seed},
+        "train": {"batch_size": 512, "total_steps": steps, "eval_interval": 0, "save_interval": 0, "seed": seed},
     }
     run_dir = str(out / f"bandit-{name}-{problem.length}-{seed}")
     changes = {"train.run_dir": run_dir, "train.trackers": []}

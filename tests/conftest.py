@@ -30,6 +30,11 @@ settings.load_profile("trainkit")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of the battery; this file is read before options are, those of folders below are not."""
+    parser.addoption("--full", action="store_true", help="the battery: all of each check, not a sample")
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name.

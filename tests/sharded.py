@@ -78,7 +78,7 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
         assert exports[0].keys() == exports[1].keys() != set()
         ends = [{**end, **export} for end, export in zip(ends, exports, strict=True)]
         found[case] = max(float((ends[0][key].float() - ends[1][key].float()).abs().max()) for key in ends[0])
-        if os.environ["RANK"] == "0":
+        if os.environ.get("RANK", "0") == "0":
             (root / "equal.json").write_text(json.dumps(found))
 
 
@@ -101,8 +101,8 @@ def run(root: Path, name: str, settings: dict[str, Any]) -> None:
     trainer = made(name, root / place, settings, callbacks=[beginning])
     trainer.learn()
     kept = {"begin": beginning.state, "end": state(trainer), "resumed": trainer.resumed}
-    if os.environ["RANK"] == "0":
-        torch.save(kept, root / f"{name}-{os.environ['WORLD_SIZE']}.pt")
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(kept, root / f"{name}-{os.environ.get('WORLD_SIZE', 1)}.pt")
 
 
 def main(what: str, root: str, *arguments: str) -> None:
@@ -111,7 +111,8 @@ def main(what: str, root: str, *arguments: str) -> None:
         equal(Path(root), json.loads(arguments[0]))
     else:
         run(Path(root), arguments[0], json.loads(arguments[1]))
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

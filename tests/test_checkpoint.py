@@ -13,7 +13,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def test_only_batches_can_be_named_as_classes(tmp_path: Path) -> None:
 def test_a_batch_class_with_other_fields_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_state(tmp_path, "state", {"experience": experience()})
     monkeypatch.setitem(BATCH_CLASSES, f"{__name__}.Experience", Pair)
-    with pytest.raises(CheckpointError, match=r"state\.\*: .*unexpected keyword argument"):
+    with pytest.raises(CheckpointError, match=r"state\.\*: Pair has no column 'scores'; its columns are left, right"):
         read_state(tmp_path, "state")
 
 
@@ -655,6 +655,10 @@ def without_a_state(state: Any) -> None:
     state["optimizer"]["state"].pop(3)
 
 
+def with_a_further_state(state: Any) -> None:
+    state["optimizer"]["state"][99] = state["optimizer"]["state"][0]
+
+
 def of_another_shape(state: Any) -> None:
     values = state["optimizer"]["state"][0]
     values["exp_avg"] = values["exp_avg"][:-1].clone()
@@ -676,6 +680,7 @@ def with_one_more(part: str) -> Callable[[Any], None]:
     ("change", "said"),
     [
         (without_a_state, "the optimizer's states of parameters differ in model.transformer"),
+        (with_a_further_state, "the optimizer's states of parameters differ in 99, which is no parameter"),
         (of_another_shape, r"the optimizer's exp_avg of .*wte.weight is \(9, 32\), and the parameter \(10, 32\)"),
         (of_another_order, "the trained parameters differ in their order"),
         (without("progress", "cursor"), "cursor of its progress is missing"),
@@ -698,6 +703,61 @@ def test_a_checkpoint_that_lacks_a_part_of_the_loop_is_refused_before_anything_c
         trainer.load(path)
     assert_same_weights(weights(trainer), before)
     assert trainer.progress.step == 0
+
+
+def moved(store: Any, **columns: Any) -> None:
+    """Columns that another file has."""
+    found = {name: column for name, column in {**store.parts(), **columns}.items() if column is not None}
+    object.__setattr__(store, "parts", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda store: moved(store, advantages=None), "the column 'advantages' of PPOBatch is missing"),
+        (lambda store: moved(store, surprise=store.returns), "PPOBatch has no column 'surprise'"),
+        (
+            lambda store: moved(store, returns=store.returns[:-1]),
+            r"the column 'returns' .* is a tensor of shape \(15, \d+\); expected 16 rows",
+        ),
+        (
+            lambda store: moved(store, returns=store.returns[:, 1:]),
+            r"the column 'returns' .* is a tensor of shape \(16, \d+\); expected \[B, T, ...\] like its sequences",
+        ),
+        (
+            lambda store: moved(store, sequences=replace(store.sequences, input_ids=store.returns)),
+            "the column 'sequences.input_ids' .* expected token ids, which are integers",
+        ),
+        (
+            lambda store: moved(store.sequences, response_mask=store.sequences.input_ids),
+            "masks are boolean, True = counts",
+        ),
+    ],
+    ids=["missing", "unknown", "rows", "columns", "ids", "mask"],
+)
+def test_a_checkpoint_whose_store_has_other_columns_is_set_aside(
+    change: Callable[[Any], None], said: str, a_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = a_run / "checkpoints" / "step_00000004"
+    store = read_state(path, "store-00000")["experience"]
+    change(store)
+    write_state(path, "store-00000", {"experience": store})
+    sealed(path)
+    with caplog.at_level("WARNING", logger="trainkit"):
+        trainer = resumed(a_run)
+        trainer.begin()
+    assert trainer.progress.step == 3
+    assert re.search(f"step_00000004 is not intact .*{said}", caplog.text)
+    assert not path.exists()
+
+
+def test_a_checkpoint_of_a_plugin_that_is_not_loaded_is_not_set_aside(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(BATCH_CLASSES, "trainkit_ppo.PPOBatch")
+    with pytest.raises(CheckpointError, match=r"no loaded plugin defines trainkit_ppo\.PPOBatch"):
+        resumed(a_run).begin()
+    assert (a_run / "checkpoints" / "step_00000004").exists()
 
 
 def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from trainkit.config import (
     DataConfig,
@@ -504,7 +504,7 @@ def test_a_whole_config_is_read_back_without_the_methods_own_defaults_coming_in(
 
 @pytest.mark.parametrize("section", [*TRLConfig.model_fields])
 def test_no_section_can_be_assigned(section):
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match=rf"frozen.* config = config\.evolve\({section}=None\)"):
         setattr(toy(), section, None)
 
 
@@ -512,8 +512,25 @@ def test_no_section_can_be_assigned(section):
 def test_no_field_of_a_section_can_be_assigned(name):
     section = getattr(toy(), name)
     for field in type(section).model_fields:
-        with pytest.raises(ValidationError, match="frozen"):
+        with pytest.raises(ConfigError, match=rf"frozen.* config = config\.evolve\({name}=dict\({field}=None\)"):
             setattr(section, field, None)
+        with pytest.raises(ConfigError, match="frozen"):
+            delattr(section, field)
+
+
+def test_what_to_write_instead_of_an_assignment_is_told():
+    config = toy()
+    with pytest.raises(ConfigError) as raised:
+        config.train.seed = 3  # type: ignore[misc]
+    assert str(raised.value) == (
+        "TrainConfig is frozen, and 'seed' cannot be assigned. Make a changed copy: "
+        "config = config.evolve(train=dict(seed=3))"
+    )
+    assert eval("config.evolve(train=dict(seed=3))").train.seed == 3
+    with pytest.raises(ConfigError, match=r"TRLConfig.* is frozen.*evolve\(train=\.\.\.\)$"):
+        config.train = TRLConfig(method="config-other").train  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"evolve\(model=dict\(kwargs=\{'token': '\*+'\}\)\)"):
+        config.model.kwargs = {"token": "hf_secret"}  # type: ignore[misc]
 
 
 def test_evaluation_knows_the_sampling_settings_of_its_method_and_no_others():

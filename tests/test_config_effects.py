@@ -51,6 +51,7 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.skip_special_tokens": (False, {}),
     "rollout.eval_kwargs": ({"temperature": [0, 1]}, {}),
     "train.seed": (7, {}),
+    "train.health": ("stop", {"model.model_path": DROPOUT, "model.disable_dropout": False}),  # the first ratio is not 1
     "train.total_steps": (3, {}),
     "train.epochs": (1, {"train.total_steps": 100, "train.epochs": 4}),
     "train.batch_size": (4, {}),
@@ -85,7 +86,7 @@ ELSEWHERE = {
         "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_turns_and_its_algorithm_hears_it",
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
-    "train.timeout": "test_processes.py::test_a_process_that_hangs_ends_all_and_the_stacks_of_all_are_written",
+    "train.timeout": "reliability/test_distributed.py::test_g2_one_process_that_hangs_ends_both",
     "train.on_save_error": "test_checkpoint.py::test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written",
     "train.save_async": "test_saving.py::test_the_training_goes_on_while_a_checkpoint_is_written",
     "train.sharding": "test_sharding.py::test_sharded_runs_equal_replicated_ones",

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+import trainkit
+from trainkit.errors import NonFiniteError
 from trainkit.models.loading import merge_export
 from trainkit.testing.trainers import tiny_trainer
 
@@ -70,3 +72,21 @@ def test_an_adapter_whose_base_is_elsewhere_says_that_the_base_names_another_eos
     assert "does not name the tokenizer's EOS" in caplog.text
     merge_export(tmp_path / "adapter", tmp_path / "whole")
     assert named(tmp_path / "whole") == (trainer.tokenizer.eos_token_id, [OLD, trainer.tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("save_interval", [0, 10])
+def test_weights_that_are_not_finite_are_not_exported(save_interval: int, tmp_path: Path) -> None:
+    """With and without checkpoints: the last step was too long, and no loss follows that would say so."""
+
+    class Breaks:
+        @trainkit.hookimpl
+        def on_step(self, trainer: Any, step: int) -> None:
+            if step == trainer.total_steps:
+                next(trainer.unwrapped.parameters()).data[0].fill_(torch.nan)
+
+    trainer = tiny_trainer("sft", tmp_path, train__save_interval=save_interval, train__eval_interval=0)
+    trainer.hooks.register(Breaks())
+    with pytest.raises(NonFiniteError, match=r"the weights are not finite in model\..*nothing was saved or exported"):
+        trainer.learn()
+    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.glob(".tmp-*"))

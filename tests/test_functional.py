@@ -17,6 +17,7 @@ from trainkit.functional import (
     clipped_surrogate,
     clipped_value_loss,
     entropy_from_logits,
+    explained_variance,
     gae,
     jensen_shannon,
     kl_exact,
@@ -35,6 +36,7 @@ from trainkit.functional import (
     per_response,
     place_scores,
     preference_accuracy,
+    repetition,
     token_logprobs,
     truncate_logits,
     whiten,
@@ -724,3 +726,45 @@ def test_of_a_pair_with_equal_rewards_half_is_right() -> None:
 def test_leave_one_out_of_groups_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="2 or more"):
         leave_one_out(torch.tensor([1.0, 2.0]), 1)
+
+
+# ------------------------------------------------------------------------------------------------ what is monitored
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=2, max_size=8))
+def test_explained_variance_is_one_minus_the_share_of_the_variance_that_is_left(rows):
+    values, returns, counts = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    mask = counts.astype(bool)
+    assume(mask.sum() > 1 and np.ptp(returns[mask]) > 1e-3)
+    explained, total = explained_variance(torch.tensor(values), torch.tensor(returns), torch.tensor(mask))
+    close(explained / total, 1 - np.var((returns - values)[mask]) / np.var(returns[mask]), rtol=1e-8, atol=1e-8)
+
+
+def test_explained_variance_of_perfect_constant_and_opposite_values():
+    returns, mask = torch.tensor([1.0, 2.0, 4.0, 9e9]), torch.tensor([True, True, True, False])
+    for values, share in ((returns, 1.0), (torch.full((4,), 7.0), 0.0), (-returns, -3.0)):
+        explained, total = explained_variance(values, returns, mask)
+        close(explained / total, share)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(1, 4))
+def test_repetition_is_the_largest_share_of_tokens_that_equal_an_earlier_one(rows, periods):
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
+    shares = [
+        max(
+            (
+                np.mean([row[t] == row[t - p] for t in range(p, len(row))])
+                for p in range(1, min(periods, len(row) - 1) + 1)
+            ),
+            default=0.0,
+        )
+        for row in rows
+    ]
+    close(repetition(tokens, mask, periods=periods), shares, **FLOAT32)
+
+
+def test_a_row_that_repeats_a_part_has_repetition_one_and_one_without_equal_tokens_zero():
+    tokens = torch.tensor([[5, 6, 7] * 4, list(range(12))])
+    exactly(repetition(tokens, torch.ones_like(tokens).bool()), torch.tensor([1.0, 0.0]))

@@ -15,9 +15,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainkit.config import ModelConfig
+from trainkit.config import ModelConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models import AutoModelForCausalLMWithValueHead, CausalPolicy, RewardModel, load_heads, load_model
+from trainkit.models.loading import load_frozen, load_tokenizer
 from trainkit.testing import tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
@@ -129,3 +130,32 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_whose_revision_is_its_own
         torch.testing.assert_close(logits(wrapper.pretrained_model), expected, rtol=0, atol=1e-5)
     local = ModelConfig(model_path=str(tmp_path), kwargs={**where, "subfolder": "adapter"})
     torch.testing.assert_close(logits(load_model(local)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["model.model_path", "tokenizer.tokenizer_path", "model.reference_path"])
+def test_a_directory_that_is_not_there_is_said_to_be_not_there(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also relative ones; the nearest name is suggested. What can be an id of the Hub is none of them."""
+    good = tmp_path / "runs" / "sft" / "model"
+    good.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    def said(path: str) -> str:
+        config = TRLConfig(method="dpo").update({"model.model_path": "some/model", key: path})
+        frozen = key == "model.reference_path"
+        with pytest.raises(ConfigError) as raised:
+            load_frozen(config.model, path, key) if frozen else load_tokenizer(config)
+        return str(raised.value)
+
+    place = str(good.parent / "modle")
+    assert said(place).startswith(
+        f"{key} is {place!r}, and there is no {place!r}; did you mean {str(good)!r}? Give a hub"
+    )
+    assert "and there is no 'runs/sft/modle'; did you mean 'runs/sft/model'?" in said("runs/sft/modle")
+    assert "and there is no 'run'; did you mean 'runs'?" in said("run/sft/model")
+    assert "and there is no 'runs/stf'; did you mean 'runs/sft'?" in said("runs/stf")
+    assert "and there is no '../nothing'." in said("../nothing")
+    assert f"{key} is '/{'x' * 300}', and there is no " in said(f"/{'x' * 300}")
+    for hub_id in ("gpt2-nope", "somebody/gpt2-nope"):
+        assert f"{hub_id!r} ({key}) cannot be loaded" in said(hub_id)

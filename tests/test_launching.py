@@ -1,4 +1,7 @@
-"""The two processes of the kit: they find what this process finds, say why they failed, and never stay."""
+"""The two processes of the kit: they find what this process finds, say why they failed, and never stay.
+
+And launches by accelerate that are refused.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.errors import ConfigError
 from trainkit.plugins import registry
 from trainkit.testing.conformance import Case, CheckError, Subject, all_checks
 from trainkit.testing.launching import launch
+from trainkit.testing.trainers import tiny_trainer
 
 ALONE = """
 from trainkit import AccelerateRLTrainer, MethodConfig, register_trainer
@@ -54,3 +59,21 @@ def test_what_a_process_fails_by_is_told(tmp_path: Path) -> None:
 def test_processes_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=r"(?s)within 0 s:\nprocess 0 did not end: .*process 1 did not end"):
         launch("sft", tmp_path / "job", {}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "configured to use FSDP, which would divide the model"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured to use DeepSpeed"),
+        ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, "starts one process, however many"),
+        ({"WORLD_SIZE": "2"}, "2 processes were launched"),
+    ],
+)
+def test_a_launch_that_would_not_train_as_it_says_is_refused(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("sft", tmp_path)

@@ -119,20 +119,6 @@ def test_gradient_is_the_same_for_every_microbatch_size(name: str, model: Any, s
 # ------------------------------------------------------------------------------- law 5 and 6: on policy
 
 
-@pytest.mark.slow
-@all_trainers
-def test_a_run_ends_with_the_same_weights_for_every_microbatch_size(name: str, tmp_path: Path) -> None:
-    """A6. With Adam's usual eps, weights that cannot change the loss (biases of keys) move by the rounding of 0 / 0."""
-    ends = []
-    for size in (1, 3, 8):
-        trainer = tiny_trainer(name, tmp_path / str(size), train__microbatch_size=size, optimizer__kwargs={"eps": 1e-4})
-        trainer.learn()
-        ends.append(weights(trainer))
-    for end in ends[:-1]:
-        for key, tensor in end.items():
-            torch.testing.assert_close(tensor, ends[-1][key], rtol=0, atol=1e-5)
-
-
 @on_models(SAMPLING, tiny_llama, tiny_bart)
 def test_before_the_first_update_kl_is_exactly_zero_and_the_ratio_one(name: str, model: Any, tmp_path: Path) -> None:
     """Also with dropout configured, and at a temperature other than 1 (S-08, S-17)."""

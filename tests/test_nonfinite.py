@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from researchers.copying import Copying
 from researchers.dapo import DapoTrainer
@@ -18,7 +17,6 @@ from researchers.remax import ReMaxTrainer
 from test_dynamic import picky
 from test_laws import assert_same_weights, weights
 from test_processes import succeed
-from trainkit.cli import app
 from trainkit.errors import ConfigError, RewardError
 from trainkit.functional import per_response
 from trainkit.testing.trainers import count_first_letters, tiny_trainer
@@ -305,26 +303,6 @@ def test_three_collections_in_a_row_without_a_usable_score_end_the_run(staleness
         trainer.learn()
     assert trainer.progress.collection == 9
     assert trainer.progress.step == 3 * 2
-
-
-NAN = """
-from pathlib import Path
-from trainkit.testing.trainers import tiny_trainer
-
-def nothing(outputs, **_):
-    return [float("nan")] * len(outputs)
-
-def task():
-    return {"reward_fn": nothing, "prompts": ["a", "b"], "tokenizer": tiny_trainer("ppo", Path(PLACE)).tokenizer}
-"""
-
-
-def test_the_command_line_says_so_and_ends_with_an_error(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(NAN.replace("PLACE", repr(str(tmp_path / "x"))), encoding="utf-8")
-    trainer_at(tmp_path / "run").config.update({"train.total_steps": 50}).save_yaml(tmp_path / "config.yaml")
-    done = CliRunner().invoke(app, ["train", str(tmp_path / "config.yaml"), "--task", f"{tmp_path / 'task.py'}:task"])
-    assert done.exit_code == 1
-    assert "3 collections in a row have no response with a usable" in " ".join((done.stderr + done.stdout).split())
 
 
 def test_a_run_whose_last_collections_are_of_no_use_ends_as_any_other(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import threading
 from contextvars import ContextVar
 from pathlib import Path
@@ -200,55 +198,6 @@ def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
         score(hangs, rollouts(), None, RewardFunctionConfig(timeout=0.2))
     assert cancelled.wait(20)
     assert score(judge_that_returns([1, 2, 3]), rollouts(), None, LIMITED).tolist() == [1, 2, 3]
-
-
-HANGS = """
-import asyncio, sys, threading
-from pathlib import Path
-from trainkit.testing.trainers import tiny_trainer
-
-def function(**_):
-    threading.Event().wait()
-
-async def coroutine(**_):
-    await asyncio.sleep(1000)
-
-async def blocks_its_loop(**_):
-    threading.Event().wait()
-
-async def waits_for_a_thread(**_):
-    await asyncio.to_thread(threading.Event().wait)
-
-class Environment:
-    def __init__(self, row): ...
-    async def step(self, output):
-        await asyncio.to_thread(threading.Event().wait)
-
-which, place = sys.argv[1], Path(sys.argv[2])
-if which == "Environment":
-    arguments, limit = {"environment": Environment, "reward_fn": None}, "environment__timeout"
-else:
-    arguments, limit = {"reward_fn": globals()[which]}, "reward__timeout"
-tiny_trainer("ppo", place, arguments=arguments, **{limit: 0.3}).learn()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("which", "said"),
-    [
-        ("function", "RewardError: after step 0: function (__main__) took longer than reward.timeout, 0.3 s"),
-        ("coroutine", "RewardError: after step 0: coroutine (__main__) took longer"),
-        ("blocks_its_loop", "RewardError: after step 0: blocks_its_loop (__main__) took longer"),
-        ("waits_for_a_thread", "RewardError: after step 0: waits_for_a_thread (__main__) took longer"),
-        ("Environment", "EpisodeError: Environment, prompt"),
-    ],
-)
-def test_what_never_returns_keeps_no_run_and_no_process_from_ending(which: str, said: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HANGS, which, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert said in done.stderr, done.stderr[-2000:]
 
 
 def test_prompts_are_not_numbered_in_errors_if_some_were_dropped(tmp_path: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import forking
 from trainkit import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
@@ -59,23 +56,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
 """Runs in which no process ever has the whole model; the kit trains every algorithm so."""
 
 
-def launched(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    port = random.Random(f"{os.getpid()} {arguments}").randrange(20000, 30000)
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return done
-
-
 def require_equal(cases: dict[str, tuple[str, dict[str, Any]]], root: Path) -> None:
-    launched(2, "equal", str(root), json.dumps(cases))
+    forking.run(SCRIPT, 2, "equal", str(root), json.dumps(cases), limit=400)
     off = json.loads((root / "equal.json").read_text())
     assert off.keys() == cases.keys()
     assert {case: by for case, by in off.items() if by > 1e-5} == {}
@@ -131,14 +113,14 @@ def test_checkpoints_of_two_processes_are_read_by_one_and_four(
 ) -> None:
     """The same bits of weights and optimizer after reading; the same weights, up to rounding, three steps later."""
     usual = {"train__save_interval": 3, "rollout__num_rollouts": 16, **settings}
-    launched(2, "run", str(tmp_path), name, json.dumps({**usual, "train__total_steps": 5}))
+    forking.run(SCRIPT, 2, "run", str(tmp_path), name, json.dumps({**usual, "train__total_steps": 5}))
     before = torch.load(tmp_path / f"{name}-2.pt")
     ends = {}
     for processes in (4, 1, 2):
         place = f"by-{processes}"
         shutil.copytree(tmp_path / "run", tmp_path / place)
         longer = {**usual, "place": place, "train__total_steps": 8, "train__resume": "auto"}
-        launched(processes, "run", str(tmp_path), name, json.dumps(longer))
+        forking.run(SCRIPT, processes, "run", str(tmp_path), name, json.dumps(longer))
         there = torch.load(tmp_path / f"{name}-{processes}.pt")
         require_same(before["end"], there["begin"])
         assert any("processes: 2 there" in line for line in there["resumed"]) == (processes != 2)

@@ -149,8 +149,8 @@ def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: 
     assert trainer.progress.step == 3
     assert files(tmp_path / "run") == before
     assert trainer.resumed[1:] == [
-        "the run was ended after step 3: enough. It continues only if train.total_steps, train.epochs or plugins is "
-        "changed"
+        "the run was ended after step 3: enough. It continues only if train.total_steps, train.epochs, train.health or "
+        "plugins is changed"
     ]
 
 

@@ -34,7 +34,10 @@ NO_PLUGIN = "--no-plugin"
 
 
 class _ExplainedErrors(TyperGroup):
-    """A command group that prints the message of a `TrainkitError` instead of its traceback."""
+    """A command group that prints the message of a `TrainkitError` instead of its traceback.
+
+    An error of another process is printed by that process.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -42,7 +45,8 @@ class _ExplainedErrors(TyperGroup):
         except TrainkitError as error:
             if ctx.params.get("traceback"):
                 raise
-            typer.echo(_message(error), err=True)
+            if not error.elsewhere:
+                typer.echo(_message(error), err=True)
             raise typer.Exit(1) from error
 
 

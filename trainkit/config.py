@@ -39,13 +39,32 @@ from trainkit.security import HUB_TOKENS, MASK, TRUST, code_settings, filled, gu
 
 Plain = dict[str, Any]
 
-SHOWN, WIDTH = 20, 2000
-"""How many faults an error message has, and how long each may be; a configuration may be somebody else's."""
+SHOWN, WIDTH, SHORT = 20, 2000, 80
+"""How many faults an error message has, how long each may be, and how long a value that is quoted; a configuration may
+be somebody else's."""
 MOST = 32
 """How many plugins a run may name; finding one takes milliseconds."""
 
 
-class Section(BaseModel):
+class Frozen(BaseModel):
+    """A part of the configuration, which cannot be changed in place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise a ConfigError that says how to make a changed copy, if ``name`` is a field."""
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            raise ConfigError(_frozen(self, name, value)) from None
+
+    def __delattr__(self, name: str) -> None:
+        """Raise a ConfigError, as `__setattr__`."""
+        try:
+            super().__delattr__(name)
+        except ValidationError:
+            raise ConfigError(_frozen(self, name, None)) from None
+
+
+class Section(Frozen):
     """Base class of all sections: frozen, no unknown fields, docstrings as descriptions."""
 
     model_config = ConfigDict(
@@ -507,10 +526,15 @@ class TrainConfig(Section):
     """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, another accelerate tracker, or
     a plugin that is a tracker, by its name or by a mapping with its `name` and settings."""
 
-    @field_validator("mixed_precision", mode="before")
+    health: Literal["warn", "stop", "off"] = "warn"
+    """What to do when the metrics show that training goes wrong: log it once, with what to do about it; also end the
+    run after the step, as at a regular end; or nothing."""
+
+    @field_validator("mixed_precision", "health", mode="before")
     @classmethod
-    def _yaml_no(cls, value: Any) -> Any:
-        return "no" if value is False else value  # YAML 1.1 reads an unquoted no as false
+    def _yaml_no(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML 1.1 reads an unquoted no or off as false
+        return {"mixed_precision": "no", "health": "off"}[str(info.field_name)] if value is False else value
 
     @model_validator(mode="after")
     def _resumable(self) -> Self:
@@ -522,7 +546,7 @@ class TrainConfig(Section):
 M = TypeVar("M", bound=MethodConfig)
 
 
-class TRLConfig(BaseModel, Generic[M]):
+class TRLConfig(Frozen, Generic[M]):
     """The whole configuration of a run.
 
     ``method`` may be a `MethodConfig`, a dict with its ``name``, or the name alone. Where other sections set
@@ -698,6 +722,19 @@ def _peft_fields(config: Any) -> Plain:
 def _name_of(method: Any) -> str | None:
     name = method.get("name") if isinstance(method, Mapping) else getattr(method, "name", method)
     return name.lower() if isinstance(name, str) else None
+
+
+def _frozen(part: Frozen, name: str, value: Any) -> str:
+    """Return what to write instead of assigning ``value`` to a field."""
+    sections = {field.annotation: key for key, field in TRLConfig.model_fields.items()}
+    key = "method" if isinstance(part, MethodConfig) else sections.get(type(part))
+    text = repr(hidden({name: value})[name])
+    given = text if len(text) <= SHORT else "..."
+    change = f"{name}={given}" if isinstance(part, TRLConfig) else f"{key}=dict({name}={given})" if key else "..."
+    return (
+        f"{type(part).__name__} is frozen, and {name!r} cannot be assigned. Make a changed copy: "
+        f"config = config.evolve({change})"
+    )
 
 
 def _method_class(method: Any) -> type[MethodConfig] | None:

@@ -10,6 +10,8 @@ class TrainkitError(Exception):
 
     everywhere = False
     """Whether all processes of the run raise it at the same time, and so can still act together."""
+    elsewhere = False
+    """Whether it is the error of another process, which reports it."""
 
 
 class ConfigError(TrainkitError, ValueError):

@@ -279,6 +279,39 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how much of the variance of ``returns`` the ``values`` explain, and that variance, as sums. [*] -> [], [].
+
+    The first divided by the second is 1 − Var(returns − values) / Var(returns): 1 for perfect values, 0 for a constant,
+    less for values that are worse than one.
+    """
+
+    def squares(x: Tensor) -> Tensor:
+        wide = exact(x)
+        return masked_sum((wide - masked_mean(wide, mask)) ** 2, mask)
+
+    total = squares(returns)
+    return total - squares(returns - values), total
+
+
+def repetition(tokens: Tensor, mask: Tensor, *, periods: int = 8) -> Tensor:
+    """Return to what extent each row repeats itself: the largest share of tokens that equal the one p before. -> [B].
+
+    It is 1 for a row that repeats a part of up to ``periods`` tokens over and over.
+
+    Args:
+        tokens: token ids [B, T].
+        mask: which tokens count [B, T].
+        periods: the largest p.
+    """
+    shares = []
+    for period in range(1, min(periods, tokens.shape[1] - 1) + 1):
+        both = mask[:, period:] & mask[:, :-period]
+        equal = both & (tokens[:, period:] == tokens[:, :-period])
+        shares.append(equal.sum(1) / both.sum(1).clamp(min=1))
+    return torch.stack(shares).amax(0) if shares else torch.zeros(len(tokens), device=tokens.device)
+
+
 def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Return 1 where chosen > rejected, 0 where chosen < rejected, ½ for a tie. [B], [B] -> [B]."""
     return (chosen > rejected).float() + 0.5 * (chosen == rejected)

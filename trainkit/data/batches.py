@@ -9,12 +9,13 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit.errors import describe
 from trainkit.seeding import PLACE
 
 Row = dict[str, Any]
@@ -445,3 +446,60 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Return the columns of rows except the prompt, each as a list; None where a row has no such column."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", PLACE))
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def check_fields(
+    batch: Batch, refuse: Callable[[str, Any, str], NoReturn], prefix: str = ""
+) -> list[tuple[str, Tensor]]:
+    """Check that the fields have the same first dimension, and return all tensors, also of batches within the batch.
+
+    It calls ``refuse(field, value, expected)`` with what does not fit, which raises an error.
+
+    A class that overrides `take` selects its rows itself, so its fields may have any; the same holds for `trim` and
+    columns.
+    """
+    cls, first, rows = type(batch), "", 0
+    tensors: list[tuple[str, Tensor]] = []
+    for name, part in batch.parts().items():
+        field = prefix + name
+        if isinstance(part, Batch):
+            tensors += check_fields(part, refuse, f"{field}.")
+            own = len(part)
+        elif isinstance(part, Tensor) and part.dim():
+            tensors.append((field, part))
+            own = part.size(0)
+        else:
+            refuse(field, part, "a tensor [B, ...] or a batch")
+        if not first:
+            first, rows = field, own
+        elif own != rows and cls.take is Batch.take:
+            refuse(field, part, f"{rows} rows, the first dimension of {first!r}")
+    if cls.trim is TokenBatch.trim or cls.trim is Sequences.trim:
+        _check_columns(batch, tensors, refuse)
+    return tensors
+
+
+def _check_columns(batch: Any, tensors: list[tuple[str, Tensor]], refuse: Callable[[str, Any, str], NoReturn]) -> None:
+    """Check that tensors with two or more dimensions are [B, T, ...] like the sequences."""
+    alone = isinstance(batch, Sequences)
+    sequences = batch if alone else batch.sequences
+    if not isinstance(sequences, Sequences):
+        refuse("sequences", sequences, "Sequences")
+    ids = sequences.input_ids
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        refuse(next(field for field, tensor in tensors if tensor is ids), ids, "token ids, which are integers")
+    for field, tensor in tensors:
+        if (tensor.size(1) != ids.size(-1)) if tensor.dim() > 1 else alone:
+            expected = f"[B, T, ...] like its sequences, {tuple(ids.shape)}: column t belongs to token t"
+            refuse(field, tensor, f"{expected}, and nothing is shifted by one")
+
+
+def shown(value: object) -> str:
+    """Return how messages name ``value``: tensors and batches by their shape."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Batch):
+        return f"a {type(value).__name__} of {len(value)} rows"
+    if isinstance(value, tuple) and value:
+        return f"a tuple of {' and '.join(shown(part) for part in value)}"
+    return describe(value)

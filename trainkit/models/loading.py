@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from trainkit.config import ModelConfig, TRLConfig
-from trainkit.errors import ConfigError, DataError, describe
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
     HEADS,
@@ -388,7 +389,8 @@ def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | 
                 path, **{**config.tokenizer.kwargs, **trust(config.tokenizer.kwargs)}
             )
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(_cannot_load("tokenizer", "tokenizer.tokenizer_path", path, error)) from error
+            key = "model.model_path" if config.tokenizer.tokenizer_path is None else "tokenizer.tokenizer_path"
+            raise ConfigError(_cannot_load("tokenizer", key, path, error)) from error
         _forget_secrets(tokenizer)
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -441,8 +443,22 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
+    if isinstance(path, str) and (missing := _missing(Path(path))):
+        return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
     advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
     return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {advice}"
+
+
+def _missing(path: Path) -> str:
+    """Return which directory is not there, if ``path`` can only be a local one, as hub ids have one slash at most."""
+    local = path.is_absolute() or path.parts[:1] in (("..",), ("~",)) or len(path.parts) > 2
+    if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):
+        return ""
+    first = next(part for part in [*reversed(path.parents), path] if not os.path.exists(part))
+    around: list[str] = []
+    with suppress(OSError):  # it is no directory, or cannot be read
+        around = [str(other) for other in first.parent.iterdir()]
+    return f"there is no {str(first)!r}{suggest(str(first), around) or '.'}"
 
 
 def _code_advice(error: Exception) -> str:

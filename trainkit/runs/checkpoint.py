@@ -11,25 +11,27 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Size, Tensor, cat, dtype
 
 from trainkit.data import Batch
-from trainkit.data.batches import BATCH_CLASSES
+from trainkit.data.batches import BATCH_CLASSES, check_fields, shown
 from trainkit.errors import CheckpointError, describe
 from trainkit.security import hidden, is_secret
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 OLD = ".old"
 DEEPEST = 200
@@ -133,8 +135,18 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "batch" in value:
         if value["batch"] not in BATCH_CLASSES:
             raise CheckpointError(f"no loaded plugin defines {value['batch']}; add its plugin to plugins")
-        return BATCH_CLASSES[value["batch"]](**unpack(value["fields"], tensors))
+        return _batch(BATCH_CLASSES[value["batch"]], unpack(value["fields"], tensors))
     return {key: unpack(item, tensors) for key, item in value["dict"]}
+
+
+def _batch(cls: type[Batch], columns: State) -> Batch:
+    """Return the batch with these columns; raise a CheckpointError if ``cls`` has others."""
+    known = {each.name: each.default is MISSING for each in fields(cls)}
+    if unknown := sorted(columns.keys() - known):
+        raise CheckpointError(f"{cls.__name__} has no column {unknown[0]!r}; its columns are {', '.join(known)}")
+    if missing := [name for name, required in known.items() if required and name not in columns]:
+        raise CheckpointError(f"the column {missing[0]!r} of {cls.__name__} is missing")
+    return cls(**columns)
 
 
 def _as_json(packer: Packer, state: State) -> str:
@@ -321,7 +333,10 @@ def newest_whole(root: Path) -> Path | None:
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if it is intact: every file matches the manifest."""
+    """Return what is wrong with a checkpoint, or None if it is intact.
+
+    It is if every file matches the manifest, and the experience in it has the columns of its class, which fit together.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
@@ -335,9 +350,34 @@ def find_fault(path: Path) -> str | None:
                 return f"{name} has changed since it was written"
             if name.endswith(".json"):
                 _check_depth(json.loads((path / name).read_text(encoding="utf-8")))
+        for stem in (
+            name.removesuffix(".json") for name in manifest["files"] if re.fullmatch(r"store-\d+\.json", name)
+        ):
+            _check_store(path, stem)
+    except CheckpointError as error:
+        return str(error)
     except UNREADABLE as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _check_store(path: Path, stem: str) -> None:
+    """Raise a CheckpointError if the experience in a file has other columns than its class, or they do not fit.
+
+    A class that no loaded plugin defines is no damage; the error of loading it names the class.
+    """
+    text = (path / f"{stem}.json").read_text(encoding="utf-8")
+    if set(re.findall(r'"batch": "([^"]*)"', text)) - BATCH_CLASSES.keys():
+        return
+    batch = read_state(path, stem).get("experience")
+    if not isinstance(batch, Batch):
+        raise CheckpointError(f"{stem}.json holds {describe(batch)} as experience, which is no batch")
+
+    def refuse(field: str, value: Any, expected: str) -> NoReturn:
+        kind = type(batch).__name__
+        raise CheckpointError(f"the column {field!r} of {kind} in {stem} is {shown(value)}; expected {expected}")
+
+    check_fields(batch, refuse)
 
 
 def _check_depth(value: Any, left: int = DEEPEST) -> None:

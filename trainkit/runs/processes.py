@@ -36,6 +36,8 @@ def everywhere(trainer: Trainer, function: Callable[[], T]) -> T:
         failures = [other for other in found if not isinstance(other, Interrupted)]
         if error is None or isinstance(error, Interrupted):
             error = next(iter([*failures, *found]), None)
+            if isinstance(error, TrainkitError):
+                error.elsewhere = True
     if isinstance(error, TrainkitError):
         error.everywhere = True
     if error is not None:

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -43,7 +44,8 @@ from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
-from trainkit.runs.trackers import default_trackers, without_progress_bars
+from trainkit.runs.symptoms import Verdict
+from trainkit.runs.trackers import append, default_trackers, without_progress_bars
 from trainkit.security import file_name
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ MUST_NOT_CHANGE = (
 """Settings among these that change how training proceeds, and so may not differ when resuming."""
 CANNOT_CHANGE = ("method.name", "optimizer.name")
 """Settings that may not differ even with ``allow_drift``: the state in a checkpoint depends on them."""
-LENGTH = ("train.total_steps", "train.epochs", "plugins")
+LENGTH = ("train.total_steps", "train.epochs", "train.health", "plugins")
 """Settings that decide how long a run is. If one is changed, a run that `trainer.stop` ended continues."""
 
 T = TypeVar("T")
@@ -175,6 +177,23 @@ def ends_early(trainer: Trainer) -> bool:
     if trainer.accelerator.is_main_process:
         log.warning("the run ends after step %d: %s", at.step, printable(at.stop_reason))
     return True
+
+
+def heed(trainer: Trainer, verdicts: list[Verdict]) -> None:
+    """Log what the health monitor has found, append it to ``health.jsonl``, and end the run if `train.health` says so.
+
+    All processes have found the same.
+    """
+    mode, at = trainer.config.train.health, trainer.progress
+    for verdict in verdicts if mode != "off" else ():
+        if trainer.accelerator.is_main_process:
+            log.warning("health (step %d): %s", at.step, printable(verdict.message))
+            try:
+                append(trainer.run_dir, "health.jsonl", [{"step": at.step, **asdict(verdict)}])
+            except OSError as error:  # it is logged; other processes go on
+                log.warning("cannot append to %s/health.jsonl: %s", trainer.run_dir, error.strerror)
+        if mode == "stop":
+            trainer.stop(f"health: {verdict.message}")
 
 
 def stop(trainer: Trainer, signum: int) -> NoReturn:

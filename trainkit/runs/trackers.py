@@ -76,21 +76,22 @@ class JsonLines:
     def on_train_begin(self, trainer: Trainer) -> None:
         """Remove the lines written after the checkpoint that this run resumes from: they will be written again."""
         at = trainer.progress.step or -1  # the evaluation before the first step is made again
-        _keep_lines(trainer.run_dir, "metrics.jsonl", lambda line: line["step"] <= at)
+        for name in ("metrics.jsonl", "health.jsonl"):
+            _keep_lines(trainer.run_dir, name, lambda line: line["step"] <= at)
         # rollouts are collected after the checkpoint of their step, evaluations before
         _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
 
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Append a line of metrics."""
-        _append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
+        append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
         """Append a line per evaluated sample, without its tensors."""
         plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
         records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
-        _append(trainer.run_dir, "samples.jsonl", records)
+        append(trainer.run_dir, "samples.jsonl", records)
 
     @hookimpl
     def on_experience(self, trainer: Trainer, rollouts: list[Rollouts]) -> None:
@@ -103,10 +104,11 @@ class JsonLines:
         episodes = chain.from_iterable(getattr(part, "turns", None) or [] for part in rollouts)
         for record, turns in zip(records, episodes, strict=False):
             record["episode"] = turns
-        _append(trainer.run_dir, "samples.jsonl", records)
+        append(trainer.run_dir, "samples.jsonl", records)
 
 
-def _append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> None:
+def append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> None:
+    """Append records to a file of the run's directory, a line each; do nothing without a directory."""
     if run_dir is None:
         return
     with (run_dir / name).open("a", encoding="utf-8") as file:

@@ -28,6 +28,7 @@ from trainkit.functional import (
     masked_ratios,
     masked_sum,
     per_response,
+    repetition,
     truncated_ratios,
 )
 from trainkit.models import (
@@ -49,6 +50,7 @@ from trainkit.models.loading import (
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
+from trainkit.runs.health import Health
 from trainkit.seeding import global_rng
 from trainkit.trainer import collecting, generation
 from trainkit.trainer.evaluation import on_prompts
@@ -282,16 +284,23 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
         super().fill_store()
-        if self.rewarded and not self._equal_scores_told:
-            self._tell_equal_scores(
-                torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collection.scores])
-            )
+        if not self.rewarded:
+            return
+        scores = torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collection.scores])
+        if self.samples_per_prompt > 1:
+            self.record({"reward/equal_in_group": m.Mean.of(~self._differ(scores))})
+        if not self._equal_scores_told:
+            self._tell_equal_scores(scores)
+
+    def _differ(self, scores: Tensor) -> Tensor:
+        """Return for each prompt whether the scores of its responses differ. [B] -> bool [prompts]."""
+        groups = scores.view(len(scores) // self.samples_per_prompt, self.samples_per_prompt)
+        return (groups != groups[:, :1]).any(1)
 
     def _tell_equal_scores(self, scores: Tensor) -> None:
         """Log that the scores of all groups, or of all responses, of a collection are equal, if they are. [B]."""
         k, none = self.samples_per_prompt, scores.new_full((), -torch.inf)
-        groups = scores.view(len(scores) // k, k)
-        differ = (groups != groups[:, :1]).any().float()
+        differ = self._differ(scores).any().float()
         ends = (scores.max(), -scores.min()) if len(scores) else (none, none)
         # every process takes part, also one without scores
         found = self.max(torch.stack([differ, differ.new_tensor(len(scores)), *ends]).double())
@@ -309,9 +318,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
         )
 
     def _record_scored(self, rollouts: Rollouts, scores: Tensor) -> None:
+        mask = rollouts.sequences.response_mask
         found: m.Metrics = {
-            "rollout/length": m.Mean.of(rollouts.sequences.response_mask.sum(1)),
+            "rollout/length": m.Mean.of(mask.sum(1)),
             "rollout/terminated": m.Mean.of(rollouts.terminated),
+            "rollout/repetition": m.Mean.of(repetition(rollouts.sequences.input_ids, mask)),
         }
         if self.rewarded:
             whole = per_response(scores)
@@ -427,6 +438,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
     @property
     def _weighs(self) -> bool:
         return self.correction in ("decoupled", "masked")
+
+    def _make_health(self) -> Health:
+        """Return what watches the metrics; it knows what is usual with this configuration."""
+        rollout, precision = self.config.rollout, self.config.train.mixed_precision
+        uncorrected = rollout.staleness > 0 and not self.corrections
+        return Health(
+            starts_on_policy=self.correction != "sampler" and not uncorrected, half_precision=precision != "no"
+        )
 
     def _check_collecting(self) -> None:
         """Raise a `ConfigError` if settings of engine, staleness and correction do not suit the algorithm."""

@@ -49,6 +49,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     at.evaluated, at.evaluation = at.step, dict(found)
     if trainer.accelerator.is_main_process:
         hook.log_metrics(trainer=trainer, step=at.step, metrics=dict(found))
+    run.heed(trainer, trainer.health.evaluated(found))
     hook.on_evaluate(trainer=trainer, step=at.step, metrics=dict(found), samples=samples)
     return found
 

@@ -112,6 +112,8 @@ def check_state(state: Mapping[str, Any], told: Mapping[str, list[str]], model: 
         if told[key] != found[key]:
             odd = sorted({*told[key]} ^ {*found[key]})
             raise ValueError(f"the {what} differ {f'in {odd[0]}' if odd else 'in their order'}")
+    if unknown := [index for index in state["state"] if index not in range(len(trained))]:
+        raise ValueError(f"the optimizer's states of parameters differ in {unknown[0]!r}, which is no parameter")
     for index, values in state["state"].items():
         name, parameter = trained[index]
         for key, value in values.items():

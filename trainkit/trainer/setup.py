@@ -32,6 +32,7 @@ from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
 from trainkit.runs import RunLock, provenance, run, saving
 from trainkit.runs.fingerprints import Fingerprints
+from trainkit.runs.health import Health
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -142,6 +143,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        self.health = self._make_health()
+        """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
         """The progress before the minibatch or collection at hand, and whether the store was empty; None if none is."""
         self._torn = False
@@ -198,6 +201,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if type(self)._load_reference is PreparedTrainer._load_reference:
             raise ConfigError(f"{given}, and {name!r} can only compare with the start of its model; remove it")
         return chosen
+
+    def _make_health(self) -> Health:
+        return Health(half_precision=self.config.train.mixed_precision != "no")
 
     def _check_collecting(self) -> None:
         """Raise a `ConfigError` if engine, staleness or correction are set; only language models are sampled so."""
@@ -526,6 +532,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._pending = {}
         if self.accelerator.is_main_process:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
+        run.heed(self, self.health.trained(found))
         return found
 
     def _time(self, name: str, started: float) -> None:
@@ -565,6 +572,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
             "progress": asdict(self.progress),
             "method": self.state_dict(),
             "hooks": self.hooks.state_dict(),
+            "health": self.health.state_dict(),
             "optimizer": optimizer,
             "optimized": optim.described(optimizer, self.unwrapped),
             "scheduler": self.scheduler.state_dict(),
@@ -591,4 +599,5 @@ class PreparedTrainer(BaseRLTrainer[M]):
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])
         self.hooks.load_state_dict(state["hooks"])
+        self.health.load_state_dict(state["health"])
         self.progress = Progress(**state["progress"])

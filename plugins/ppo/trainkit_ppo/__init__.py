@@ -27,6 +27,7 @@ from trainkit import (
 from trainkit.functional import (
     clipped_surrogate,
     clipped_value_loss,
+    explained_variance,
     gae,
     kl_k1,
     kl_k3,
@@ -207,6 +208,7 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
                 "policy/kl_coef": Mean.of(torch.tensor(self.kl.coef, dtype=torch.float64)),
                 "policy/entropy": Mean.of(x.entropy, mask),
                 "values/mean": Mean.of(x.values, mask),
+                "values/explained_variance": Mean(*explained_variance(x.values, returns, mask)),
                 "returns/mean": Mean.of(returns, mask),
             }
         )

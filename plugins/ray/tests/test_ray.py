@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -21,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import faults
 import trainkit
 import trainkit_ray
 from trainkit import TRLConfig
@@ -112,7 +112,6 @@ def test_a_tensor_is_packed_without_a_copy() -> None:
 # ------------------------------------------------------------------------------------------ on a cluster of two actors
 
 TWO = {"name": "ray", "actors": 2}
-KILLED = Path(__file__).parents[3] / "tests" / "killed.py"
 
 
 @pytest.fixture(scope="module")
@@ -310,19 +309,16 @@ def test_a_run_that_is_stopped_while_actors_sample_ahead_goes_on_to_the_bits_of_
 @pytest.mark.engines
 @pytest.mark.parametrize("mode", ["storm", "generators"])
 def test_runs_whose_learner_or_actors_are_killed_again_and_again_end_with_the_bits_of_local(
-    mode: str, cluster: None, tmp_path: Path
+    mode: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B1 and B2, with staleness 1. The runs join the cluster of the test, so that they begin sooner."""
     import ray
 
     engine = {"name": "ray", "cpus": 0, "max_restarts": 9, "address": ray.get_runtime_context().gcs_address}
     settings = {"rollout__staleness": 1, "method__ppo_epochs": 1, "rollout__engine": engine}
-    command = [sys.executable, str(KILLED), mode, "ppo", str(tmp_path), "12", "2", json.dumps(settings)]
-    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"kills"')))
-    assert found["problems"] == []
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    given = {"kills": 2, "settings": settings, **({"seed": 7} if mode == "storm" else {})}
+    found = faults.killed(mode, ["ppo"], tmp_path, timeout=300, **given)["ppo"]
     assert found["kills"] == 2
 
 

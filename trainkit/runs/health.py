@@ -1,0 +1,64 @@
+"""The health of a run: what its metrics show to be wrong is said once, with what to do about it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trainkit.runs import symptoms
+from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict
+
+
+class Health:
+    """Watches the metrics of a run. A check that has found something is not repeated, also not after resuming.
+
+    Args:
+        starts_on_policy: whether the ratio must be 1 at the first update on a collection.
+        half_precision: whether the model runs under mixed precision.
+    """
+
+    def __init__(self, *, starts_on_policy: bool = True, half_precision: bool = False) -> None:
+        self.starts_on_policy, self.half_precision = starts_on_policy, half_precision
+        self.seen = Seen()
+        self.steps: dict[str, list[float]] = {}
+        """The metrics `PER_COLLECTION` of the steps on the collection at hand."""
+        self.told: list[str] = []
+        """The checks that have found something."""
+
+    def trained(self, metrics: Mapping[str, float]) -> list[Verdict]:
+        """Add the metrics of a step, and return what is newly found."""
+        first = "time/collect" in metrics  # the step is the first one on a collection
+        if first:
+            self.seen.add({name: statistics.fmean(values) for name, values in self.steps.items()})
+            self.steps = {}
+        for name in PER_COLLECTION:
+            if name in metrics:
+                self.steps.setdefault(name, []).append(metrics[name])
+        self.seen.add({name: value for name, value in metrics.items() if name not in PER_COLLECTION})
+        found = [check(self.seen) for check in symptoms.OF_TRAINING]
+        if first and self.starts_on_policy:
+            found.append(symptoms.off_policy(metrics, self.half_precision))
+        return self._new(found)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> list[Verdict]:
+        """Add the metrics of an evaluation, and return what is newly found."""
+        self.seen.add(metrics)
+        return self._new([check(self.seen) for check in symptoms.OF_EVALUATION])
+
+    def _new(self, found: Iterable[Verdict | None]) -> list[Verdict]:
+        new = [verdict for verdict in found if verdict is not None and verdict.check not in self.told]
+        self.told += [verdict.check for verdict in new]
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered of the metrics, and the checks that have found something."""
+        series = {name: asdict(series) for name, series in self.seen.items()}
+        return {"series": series, "steps": {k: list(v) for k, v in self.steps.items()}, "told": list(self.told)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.seen = Seen({name: Series(**series) for name, series in state["series"].items()})
+        self.steps = {name: list(values) for name, values in state["steps"].items()}
+        self.told = list(state["told"])
