@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainkit import TRLConfig
 from trainkit.runs.health import Health
@@ -67,6 +70,16 @@ def test_a_check_finds_what_is_beyond_its_limit_and_nothing_else(
 ) -> None:
     assert check in watched(wrong)
     assert watched({"reward/mean": [1.0], **right}) == []
+
+
+NAMES = sorted({name for _, *columns in CASES for column in columns for name in column})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.floats(), min_size=1), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_no_check_fails_whatever_metrics_an_algorithm_records(values: dict[str, float], seed: int) -> None:
+    draw = random.Random(seed)
+    watched({name: [draw.choice([value, -value, 0.0, 1.0]) for _ in range(2 * MANY)] for name, value in values.items()})
 
 
 def test_the_updates_on_three_collections_in_a_row_must_be_large() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from trainkit.runs import symptoms
-from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict
+from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
 
 
 class Health:
@@ -31,7 +30,7 @@ class Health:
         """Add the metrics of a step, and return what is newly found."""
         first = "time/collect" in metrics  # the step is the first one on a collection
         if first:
-            self.seen.add({name: statistics.fmean(values) for name, values in self.steps.items()})
+            self.seen.add({name: mean(values) for name, values in self.steps.items()})
             self.steps = {}
         for name in PER_COLLECTION:
             if name in metrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 FEW, MANY = 3, 10
@@ -48,6 +48,11 @@ OVERFITTED = 0.1
 """Largest rise of the held-out loss above its minimum, as a share."""
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of values, which need not be finite; `statistics.fmean` refuses inf − inf."""
+    return sum(values) / len(values)
+
+
 @dataclass
 class Series:
     """What is remembered of a metric: its first values, its extremes and its latest values, oldest first."""
@@ -71,7 +76,7 @@ class Series:
     @property
     def start(self) -> float:
         """The mean of the first values."""
-        return statistics.fmean(self.first)
+        return mean(self.first)
 
 
 class Seen(dict[str, Series]):
@@ -92,11 +97,15 @@ class Seen(dict[str, Series]):
         """Return the median of the latest values of a metric; None if there are fewer than ``number``."""
         return statistics.median(values) if (values := self.last(name, number)) else None
 
+    def start(self, name: str) -> float | None:
+        """Return the mean of the first values of a metric; None if there are none."""
+        series = self.get(name)
+        return series.start if series is not None and series.count else None
+
     @property
     def improved(self) -> bool:
         """Whether the reward has risen since the beginning, by more than noise."""
-        now = self.now("reward/mean")
-        spread = self["reward/std"].start if "reward/std" in self else 0.0
+        now, spread = self.now("reward/mean"), self.start("reward/std") or 0.0
         return now is not None and now > self["reward/mean"].start + RISEN * spread
 
 
@@ -110,15 +119,16 @@ class Verdict:
 
 def off_policy(metrics: Mapping[str, float], half_precision: bool) -> Verdict | None:
     """Check that the first update on a collection starts from the policy that has sampled it."""
-    ratio, kl = metrics.get("policy/ratio", 1.0), metrics.get("policy/approx_kl", 0.0)
+    ratio, kl = metrics.get("policy/ratio"), metrics.get("policy/approx_kl")
     factor = HALF_PRECISION if half_precision else 1
-    if abs(ratio - 1) <= RATIO * factor and kl <= FIRST_KL * factor:
+    if (ratio is None or abs(ratio - 1) <= RATIO * factor) and (kl is None or kl <= FIRST_KL * factor):
         return None
+    found = [None if ratio is None else f"ratio {ratio:.5g}", None if kl is None else f"KL {kl:.2g}"]
     return Verdict(
         "off_policy",
-        f"at the first update on a collection the ratio is {ratio:.5g} and the KL {kl:.2g}; they should be 1 and 0: "
-        "the log-probabilities of the experience are not those that the loss computes. Look for other masks, positions "
-        "or temperatures, for dropout (model.disable_dropout), and for an engine without the newest weights",
+        f"the first update on a collection has {', '.join(filter(None, found))}, where the ratio should be 1 and the "
+        "KL 0: the log-probabilities of the experience are not those that the loss computes. Look for other masks, "
+        "positions or temperatures, for dropout (model.disable_dropout), and for an engine without the newest weights",
     )
 
 
@@ -153,7 +163,7 @@ def divergence(seen: Seen) -> Verdict | None:
     """Check that the policy does not run away from its reference."""
     kl, length = seen.now("policy/kl"), seen.now("rollout/length")
     limit = FAR if seen.improved or not seen.last("policy/kl", MANY) else FAR_FOR_NOTHING
-    if kl is None or length is None or kl <= length * limit:
+    if kl is None or not length or kl <= length * limit:
         return None
     return Verdict(
         "divergence",
@@ -184,15 +194,15 @@ def signal(seen: Seen) -> Verdict | None:
     whose = "the responses to each prompt" if grouped else "all responses"
     return Verdict(
         "signal",
-        f"in {FEW} collections in a row {whose} had equal rewards (mean {seen['reward/mean'].last[-1]:.3g}): nothing "
-        "can be learnt from them. Look at the reward function; choose prompts that are neither too easy nor too hard",
+        f"in {FEW} collections in a row {whose} had equal rewards: nothing can be learnt from them. Look at the reward "
+        "function; choose prompts that are neither too easy nor too hard",
     )
 
 
 def truncation(seen: Seen) -> Verdict | None:
     """Check that responses end by themselves."""
     share = seen.now("rollout/terminated")
-    if share is None or share > ENDED or seen["rollout/length"].high <= 1:
+    if share is None or share > ENDED or seen.get("rollout/length", Series()).high <= 1:
         return None
     return Verdict(
         "truncation",
@@ -262,7 +272,8 @@ def held_out(seen: Seen) -> Verdict | None:
             continue
         gained, best_now = series.high - series.first[0], max(series.last[-FEW:])
         fell_back = gained > GAINED * abs(series.high) and series.high - best_now > FELL_BACK * gained
-        below = name.startswith("eval/reward") and best_now < series.first[0] - RISEN * seen["reward/std"].start
+        spread = seen.start("reward/std")
+        below = name.startswith("eval/reward") and spread is not None and best_now < series.first[0] - RISEN * spread
         if fell_back or below:
             return Verdict(
                 "held_out",
