@@ -365,7 +365,7 @@ def example(name: str, options: list[str], seed: int, out: Path) -> tuple[int, l
     place = out / "-".join([name, *(option.removeprefix("--") for option in options), str(seed)])
     if not (place / "done").exists():
         command = ["examples", "run", name, *options, "--seed", str(seed), "--run-dir", str(place)]
-        subprocess.run([sys.executable, "-m", "trainkit", *command], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "trainkit.cli", *command], check=True, stdout=subprocess.DEVNULL)
         (place / "done").touch()
     runs = sorted(path.parent for path in place.rglob("metrics.jsonl"))
     found = [f"{run.name}: {v['check']} ({v['step']})" for run in runs for v in verdicts(run)]
