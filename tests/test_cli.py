@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 
 import trainkit
 from trainkit import TRLConfig, available_trainers, cli, default_config, examples
+from trainkit.cli import configs, console, training
+from trainkit.cli import examples as commands
 from trainkit.errors import ConfigError, DataError
 from trainkit.plugins import discovery as plugins
 from trainkit.plugins import load_file, load_function
@@ -282,7 +284,7 @@ def test_plugins_check_refuses_what_does_not_exist() -> None:
 
 def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert [cli._mark(True), cli._mark(False)] == ["+", "-"]
+    assert [console.mark(True), cli._mark(False)] == ["+", "-"]
 
 
 # -------------------------------------------------------------------------------------------------------- config
@@ -312,7 +314,7 @@ def test_config_describes_every_field_above_it() -> None:
 def test_config_keeps_nested_values_as_they_are(tmp_path: Path) -> None:
     kwargs = {"betas": [0.9, 0.95], "name": {"lr": "a: b # c"}, "long": "word " * 40}
     config = default_config("ppo").evolve(optimizer={"kwargs": kwargs}, plugins=["sft"])
-    (tmp_path / "c.yaml").write_text(cli.annotated_yaml(config), encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(configs.annotated_yaml(config), encoding="utf-8")
     assert TRLConfig.load_yaml(tmp_path / "c.yaml") == config
 
 
@@ -554,12 +556,12 @@ def test_files_of_one_name_in_several_folders_are_several_modules(work: Path) ->
 
 def test_data_files_keep_every_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
-    assert cli.read_data(tmp_path / "a.txt") == ["one", "", "two\u2028lines"]
+    assert training.read_data(tmp_path / "a.txt") == ["one", "", "two\u2028lines"]
     (tmp_path / "a.jsonl").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
-    assert cli.read_data(tmp_path / "a.jsonl") == ["one", {"prompt": "p"}]
+    assert training.read_data(tmp_path / "a.jsonl") == ["one", {"prompt": "p"}]
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
-        cli.read_data(tmp_path / "b.txt")
+        training.read_data(tmp_path / "b.txt")
 
 
 # ------------------------------------------------------------------------------------------------------ examples
@@ -584,7 +586,7 @@ def test_examples_are_found_inside_an_installed_package(tmp_path: Path, monkeypa
 
 def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.py").write_text("import no_such_package_at_all", encoding="utf-8")
-    monkeypatch.setattr(cli, "find_examples", lambda: {"one": tmp_path / "run.py"})
+    monkeypatch.setattr(commands, "find_examples", lambda: {"one": tmp_path / "run.py"})
     monkeypatch.setattr(sys, "path", [*sys.path])
     message = fails("examples", "run", "one")
     assert "'no_such_package_at_all'" in message

@@ -38,6 +38,8 @@ NO_GRADIENT, STEPS = 1e-10, 5
 """Gradient norm that counts as zero, and the steps in a row for which it has to be."""
 LEARNING = 100
 """Steps that a value function has to learn from."""
+WORSE = -0.1
+"""Explained variance at which a value function is worse than a constant by more than noise."""
 SAMPLER_KL, SAMPLE_SIZE = 0.2, 0.5
 """Largest KL of the sampler from the policy per token; smallest effective sample size, as a share."""
 GAINED, FELL_BACK = 0.1, 0.5
@@ -238,8 +240,10 @@ def gradient(seen: Seen) -> Verdict | None:
 
 def value_function(seen: Seen) -> Verdict | None:
     """Check that the value function explains some of the variance of returns."""
-    explained = seen.now("values/explained_variance", MANY)
-    if explained is None or explained > 0 or seen.get("train/lr", Series()).count < LEARNING:
+    values, explained = seen.last("values/explained_variance", MANY), seen.now("values/explained_variance", MANY)
+    if explained is None or seen.get("train/lr", Series()).count < LEARNING:
+        return None
+    if explained > WORSE and any(values):  # where little can be explained, it is near 0, but never exactly
         return None
     return Verdict(
         "value_function",

@@ -1,0 +1,71 @@
+"""The command line, a thin layer over `trainkit.train`. Heavy modules are imported inside the commands that need them.
+
+Exit codes: 0 success; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
+line itself; 130 interrupted, 143 ended by SIGTERM and 129 by SIGHUP, after saving if the run saves checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from trainkit.cli import configs, examples, models, plugins, training
+from trainkit.cli.console import TRACEBACK, ExplainedErrors
+
+PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
+
+app = typer.Typer(
+    cls=ExplainedErrors,
+    help="RLHF and post-training with algorithms as plugins.",
+    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM, "
+    "129 by SIGHUP.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    **PLAIN,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from trainkit import __version__
+
+        typer.echo(f"trainkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", envvar=TRACEBACK, help="Show the traceback of errors, not only the message.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(training.train)
+app.command("new-plugin")(plugins.new_plugin)
+app.command()(models.merge)
+app.command("config")(configs.show_config)
+
+of_examples = typer.Typer(help="List and run the examples that come with trainkit.", **PLAIN)
+of_examples.command("list")(examples.list_examples)
+of_examples.command("run", context_settings={"allow_interspersed_args": False})(examples.run_example)
+app.add_typer(of_examples, name="examples")
+
+of_plugins = typer.Typer(
+    help="List the installed plugins (the default), and check them.",
+    callback=plugins.list_by_default,
+    invoke_without_command=True,
+)
+of_plugins.command("list", epilog=plugins.EXIT_OF_LIST)(plugins.list_plugins)
+of_plugins.command("check", epilog="Exit code: 0 if all checks pass, 1 if one fails.")(plugins.check_plugin)
+app.add_typer(of_plugins, name="plugins")
+
+
+def main() -> None:
+    """Run the command line; the console script calls this."""
+    app(prog_name="trainkit")

@@ -1,0 +1,5 @@
+"""Runs the command line: ``accelerate launch -m trainkit.cli train ...``."""
+
+from trainkit.cli import main
+
+main()

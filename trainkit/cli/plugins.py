@@ -1,0 +1,149 @@
+"""Listing, checking and writing plugins."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainkit.cli.console import StrictPlugins, lines, mark
+from trainkit.errors import ConfigError, PluginError, printable
+from trainkit.plugins import PluginInfo
+from trainkit.plugins.templates import Kind
+
+if TYPE_CHECKING:
+    from trainkit.testing.conformance import Result
+
+
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in configurations, e.g. my-algo.")],
+    kind: Annotated[Kind, typer.Option(help="An algorithm, a tracker, or a sampler.")] = Kind.TRAINER,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The new directory; by default ./trainkit-NAME.")
+    ] = None,
+) -> None:
+    """Create a plugin from a template. The directory can be installed, checked and run, for you to change."""
+    from trainkit.plugins import templates
+
+    names, files = templates.new_plugin(name, kind, out)
+    folder = str(out or names.distribution)
+    extra = "" if kind is Kind.TRAINER else "[dev]"  # their example needs an algorithm, another distribution
+    commands = (
+        ["pip", "install", "-e", f"{folder}{extra}"],
+        ["trainkit", "plugins", "check", names.plugin],
+        ["python", f"{folder}/example.py"],
+    )
+    typer.echo("\n".join([*map(str, files), "", "next:", *(f"  {shlex.join(command)}" for command in commands)]))
+
+
+EXIT_OF_LIST = (
+    "Exit code: 0, whatever the plugins' state, unless --strict-plugins is given; scripts can read the state from "
+    "--json."
+)
+
+
+def list_by_default(ctx: typer.Context) -> None:
+    """List the plugins if no command follows."""
+    if ctx.invoked_subcommand is None:
+        list_plugins()
+
+
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    try_imports: Annotated[
+        bool, typer.Option("--probe", help="Import each in a process of its own, for at most two minutes.")
+    ] = False,
+    strict_plugins: StrictPlugins = False,
+) -> None:
+    """List the installed plugins and their states; none is imported in this process.
+
+    ok: can be used. broken: its import fails. blocked: disabled, or made for another version of trainkit. shadowed:
+    its name is also used by trainkit or by another plugin. Without --probe, a plugin is shown as broken if reading its
+    source reveals it, or if the last --probe has found it, and neither its files nor what is installed has changed.
+    """
+    from dataclasses import asdict
+
+    from trainkit.plugins import discover
+    from trainkit.plugins.discovery import unknown_disabled
+    from trainkit.plugins.verdicts import recalled, remember
+
+    for _, message in unknown_disabled():
+        typer.echo(f"warning: {printable(message)}", err=True)
+    found = discover()
+    if try_imports:
+        from trainkit.plugins.probe import probe
+
+        found = probe(found)
+        remember(found)
+    else:
+        found = recalled(found)
+    rows = [{key: printable(value) for key, value in asdict(plugin).items()} for plugin in found]
+    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(rows))
+    if strict_plugins:
+        require_sound(found)
+
+
+def require_sound(plugins: Iterable[PluginInfo]) -> None:
+    """Raise a `PluginError` if a plugin is broken, or two have one name."""
+    if faults := [f"{plugin.name}: {plugin.why}" for plugin in plugins if plugin.state in ("broken", "shadowed")]:
+        raise PluginError(f"--strict-plugins, and not all plugins can be used: {'; '.join(faults)}")
+
+
+def plugins_table(rows: list[dict[str, str]]) -> str:
+    """Return a table with one line per plugin, followed by the reasons why some cannot be used."""
+    columns = ("name", "kind", "distribution", "version", "api", "state", "origin")
+    table = [columns, *(tuple(row[column] or "-" for column in columns) for row in rows)]
+    widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    refused = [f"{row['name']} is {row['state']}: {row['why']}" for row in rows if row["why"]]
+    return "\n".join([*lines, *([""] if refused else []), *refused])
+
+
+def check_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm or another plugin.")],
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the checks that apply, without running them.")] = False,
+    expect_failure: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK=WHY", help="A check that is expected to fail, with the reason; repeatable."),
+    ] = None,
+) -> None:
+    """Check a plugin in short training runs of tiny models: an algorithm, hooks, or a sampler.
+
+    Each check is printed with what it proves. A failed check is followed by what was observed and why it matters.
+    """
+    from trainkit.testing.conformance import ConformanceError, checks_for, subjects_of
+    from trainkit.testing.conformance import check_plugin as run
+
+    checks = [each for subject in subjects_of(name) for each in checks_for(subject)]
+    width = max(len(each.name) for each in checks)
+    if show:
+        for each in checks:
+            typer.echo(f"{each.name:<{width}}  {each.proves}")
+        return
+
+    def tell(result: Result) -> None:
+        sign = mark(result.outcome != "failed")
+        typer.echo(f"{sign} {result.check.name:<{width}}  {result.seconds:5.1f} s  {result.check.proves}")
+
+    try:
+        report = run(name, only=only or None, expected_failures=_expected_failures(expect_failure or []), tell=tell)
+    except ConformanceError as error:
+        typer.echo(f"\n{lines(error)}")
+        raise typer.Exit(1) from None
+    typer.echo(f"\n{lines(report)}")
+
+
+def _expected_failures(given: list[str]) -> dict[str, str]:
+    """Return the checks of ``--expect-failure`` with their reasons."""
+    found = {}
+    for text in given:
+        check, _, why = text.partition("=")
+        if not check or not why.strip():
+            raise ConfigError(f"--expect-failure is {text!r}; give CHECK=WHY, the check's name and why it fails")
+        found[check] = why
+    return found

@@ -1,0 +1,156 @@
+"""Training by a configuration file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainkit.cli.console import RemoteCode, StrictPlugins
+from trainkit.cli.plugins import require_sound
+from trainkit.errors import ConfigError, DataError, describe, suggest
+from trainkit.plugins import load_function
+
+if TYPE_CHECKING:
+    from trainkit.config import TRLConfig
+
+NO_PLUGIN = "--no-plugin"
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The configuration file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.seed=2 optimizer.lr=1e-5.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="A function that returns arguments of trainkit.train; may take `seed`."
+        ),
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, .jsonl or .txt.")] = None,
+    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
+    eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts for evaluations.")] = None,
+    reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
+    environment: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The environment: a class or function of a row.")
+    ] = None,
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Resume even if settings that affect training have changed.")
+    ] = False,
+    trust_remote_code: RemoteCode = False,
+    no_plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Disable this plugin or distribution; repeatable. Same as TRAINKIT_DISABLE_PLUGINS=NAME,NAME.",
+        ),
+    ] = None,
+    strict_plugins: StrictPlugins = False,
+) -> None:
+    """Train with a configuration.
+
+    FILE.py:FUNCTION may also be module:FUNCTION. Code is imported only if an option names it, never from the
+    configuration. The options for data and reward override what the task returns.
+    """
+    from trainkit.api import train as run
+    from trainkit.config import TRLConfig
+    from trainkit.plugins import disabled, discover
+    from trainkit.plugins.discovery import unknown_disabled
+    from trainkit.plugins.hooks import name_of
+
+    with disabled(no_plugin or [], NO_PLUGIN):
+        settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
+        for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
+            if by == NO_PLUGIN:
+                raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
+        if strict_plugins:
+            require_sound(discover())
+        arguments = {} if task is None else _task_arguments(task, settled)
+        files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
+        arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
+        if reward_fn is not None:
+            arguments["reward_fn"] = load_function(reward_fn)
+        if environment is not None:
+            arguments["environment"] = load_function(environment)
+        if allow_drift:
+            arguments["allow_drift"] = True
+        run(config=settled, trust_remote_code=trust_remote_code, **arguments)
+
+
+def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    """Parse overrides such as ``["train.seed=2"]`` into changes by dotted path; values are YAML.
+
+    Raises:
+        ConfigError: an override is not of the form key=value, or its value is not YAML.
+    """
+    from trainkit.plain import parse_yaml
+
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"given {override!r}; an override is section.field=value, e.g. train.seed=2")
+        changes[key] = parse_yaml(value, f"the value of the override {key!r}")
+    return changes
+
+
+def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
+    """Call the task's function and return its result, checked to be arguments of `trainkit.train`."""
+    from trainkit.api import train as run
+
+    function = load_function(reference)
+    arguments = function(**_seed_argument(reference, function, config.train.seed))
+    allowed = [name for name in inspect.signature(run).parameters if name not in ("config", "trust_remote_code")]
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"--task {reference} returned {describe(arguments)}; return a dict of arguments of trainkit.train: "
+            f"{', '.join(allowed)}"
+        )
+    for name in arguments:
+        if name not in allowed:
+            raise ConfigError(
+                f"--task {reference} returned {name!r}, which trainkit.train does not take from a task"
+                f"{suggest(str(name), allowed)}; known: {', '.join(allowed)}"
+            )
+    return dict(arguments)
+
+
+def _seed_argument(reference: str, function: Callable[..., Any], seed: int) -> dict[str, int]:
+    """Return ``{"seed": seed}`` if the function has a parameter ``seed``, else an empty dict."""
+    parameters = inspect.signature(function).parameters
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variadic]
+    if others := [name for name in needed if name != "seed"]:
+        raise ConfigError(
+            f"--task {reference} cannot be called without {', '.join(others)}; only `seed` is passed to a "
+            "task. Give its other parameters defaults"
+        )
+    return {"seed": seed} if "seed" in parameters else {}
+
+
+def read_data(path: Path) -> list[Any]:
+    """Read the rows of a ``.jsonl`` file (one JSON value per line) or of a ``.txt`` file (one text per line).
+
+    Raises:
+        DataError: the file cannot be read, has another suffix, or has a line that is not JSON; names the line.
+    """
+    if path.suffix not in (".jsonl", ".txt"):
+        raise DataError(f"data files are .jsonl (an object or string per line) or .txt (a text per line); given {path}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason} at {error.start})"
+        raise DataError(f"cannot read {path}: {reason}") from error
+    return lines if path.suffix == ".txt" else [_json_line(path, at, line) for at, line in enumerate(lines, start=1)]
+
+
+def _json_line(path: Path, at: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {at}: not JSON ({error}); every line should be an object or a string") from error
