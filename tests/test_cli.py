@@ -284,7 +284,7 @@ def test_plugins_check_refuses_what_does_not_exist() -> None:
 
 def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert [console.mark(True), cli._mark(False)] == ["+", "-"]
+    assert [console.mark(True), console.mark(False)] == ["+", "-"]
 
 
 # -------------------------------------------------------------------------------------------------------- config
