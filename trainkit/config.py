@@ -31,7 +31,7 @@ from pydantic_core import PydanticCustomError
 
 from trainkit.errors import ConfigError, RegistryError, describe, suggest
 from trainkit.plain import DEPTH, read_yaml, to_yaml
-from trainkit.plugins import get_hooks, get_trainer
+from trainkit.plugins import get_hooks, get_method_class
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, why_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import ENGINES, PARTS, SHARDINGS, Part, get_part, is_known
@@ -745,7 +745,7 @@ def _method_class(method: Any) -> type[MethodConfig] | None:
     if name is None:
         return None
     try:
-        return get_trainer(name).method_class
+        return get_method_class(name)
     except RegistryError as error:
         raise PydanticCustomError("unknown_method", "{reason}", {"reason": str(error)}) from error
 

@@ -18,7 +18,9 @@ from trainkit.testing import check_plugin
 from trainkit.testing.conformance import ConformanceError, Result
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*ROOT.glob("plugins/*/trainkit_*/__init__.py"), *ROOT.glob("examples/plugins/*/trainkit_*.py")]
+SOURCES = [*ROOT.glob("plugins/*/trainkit_*/trainer.py"), *ROOT.glob("examples/plugins/*/trainkit_*.py")]
+SETTINGS = re.compile(r"^from trainkit_\w+\.config import .*\n", re.MULTILINE)
+"""The line that imports the settings from their module. A mutant is one module, so it has their source instead."""
 FUTURE = "from __future__ import annotations\n"
 
 
@@ -69,7 +71,9 @@ def _source_of(base: str) -> str:
     registers = f'@register_trainer("{base}")'
     for path in SOURCES:
         if registers in (text := path.read_text(encoding="utf-8")):
-            return text
+            settings = path.with_name("config.py")
+            body = settings.read_text(encoding="utf-8").partition(FUTURE)[2] if settings.exists() else ""
+            return SETTINGS.sub(lambda _: body, text)
     raise PlantingError(f"no plugin here registers {base!r}")
 
 

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from trainkit.plugins.files import load_file, load_function
     from trainkit.plugins.hooks import HookManager, hook_manager
     from trainkit.plugins.hookspecs import hookimpl
+    from trainkit.plugins.lazy import lazy_names
     from trainkit.plugins.registry import (
         available_trainers,
         get_engine,
         get_hooks,
+        get_method_class,
         get_sharding,
         get_trainer,
         is_registered,
@@ -41,11 +43,13 @@ _HOMES = {
     "find_plugin": "discovery",
     "get_engine": "registry",
     "get_hooks": "registry",
+    "get_method_class": "registry",
     "get_sharding": "registry",
     "get_trainer": "registry",
     "hook_manager": "hooks",
     "hookimpl": "hookspecs",
     "is_registered": "registry",
+    "lazy_names": "lazy",
     "load_file": "files",
     "load_function": "files",
     "load_plugin": "discovery",
@@ -66,11 +70,13 @@ __all__ = [
     "find_plugin",
     "get_engine",
     "get_hooks",
+    "get_method_class",
     "get_sharding",
     "get_trainer",
     "hook_manager",
     "hookimpl",
     "is_registered",
+    "lazy_names",
     "load_file",
     "load_function",
     "load_plugin",

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import UNKNOWN, absent_import, read_module
+from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, read_module
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -155,13 +155,35 @@ def load_plugin(name: str, registered: Iterable[str] = ()) -> ModuleType:
 
 
 def import_plugin(plugin: PluginInfo) -> ModuleType:
-    """Import the module of ``plugin``.
+    """Import the module of ``plugin``; if it is a package with a ``__getattr__``, also the names in its ``__all__``.
 
     Raises:
         PluginError: importing it failed; names the distribution and chains the cause.
     """
+    module = _imported(plugin, plugin.module)
+    if "__getattr__" in vars(module):  # it registers nothing before they are imported
+        for name in getattr(module, "__all__", ()):
+            _imported(plugin, plugin.module, name)
+    return module
+
+
+def import_settings(plugin: PluginInfo) -> ModuleType | None:
+    """Import the submodule ``config`` of the plugin's package; None if there is none.
+
+    Raises:
+        PluginError: as `import_plugin`.
+    """
+    module = f"{plugin.module}.config"
+    return _imported(plugin, module) if exists(module) else None
+
+
+def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
+    """Import a module of ``plugin``, and the attribute ``name`` of it."""
     try:
-        return importlib.import_module(plugin.module)
+        found = importlib.import_module(module)
+        if name:
+            getattr(found, name, None)
+        return found
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may even call sys.exit() at import; that must not affect other plugins

@@ -80,12 +80,28 @@ def _parse(module: str) -> ast.Module | None:
 
 
 def absent_import(module: str) -> str:
-    """Return the first module that ``module`` imports outside of any block and that is not there; empty if all are."""
-    try:
-        tree = _parse(module)
-    except (ModuleNotFoundError, SyntaxError):
-        return ""
-    for node in tree.body if tree else ():
+    """Return the first module that ``module`` imports outside of any block and that is not there; empty if all are.
+
+    Of a package, also what those of its modules import that it imports lazily.
+    """
+    waiting, seen = [module], {module}
+    while waiting:
+        current = waiting.pop()
+        try:
+            tree = _parse(current)
+        except (ModuleNotFoundError, SyntaxError):
+            continue
+        if tree is not None:
+            if absent := _absent(tree):
+                return absent
+            inner = {target for target in _imports(tree, current) if target not in seen}
+            waiting += sorted(inner)
+            seen |= inner
+    return ""
+
+
+def _absent(tree: ast.Module) -> str:
+    for node in tree.body:
         named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             named = [node.module]
@@ -199,8 +215,12 @@ def _registers(node: ast.AST, name: str, marks: dict[str, str]) -> bool:
 
 def _mark(node: ast.expr, marks: dict[str, str]) -> str | None:
     """Return which of trainkit's decorators the expression names, or None."""
-    last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return marks.get(last)
+    return marks.get(_last(node))
+
+
+def _last(node: ast.expr) -> str:
+    """Return the last part of a dotted name; empty for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _may_name(call: ast.Call, name: str) -> bool:
@@ -210,10 +230,10 @@ def _may_name(call: ast.Call, name: str) -> bool:
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[str]:
-    """Yield the modules of its own package that ``module`` imports at top level."""
+    """Yield the modules of its own package that ``module`` imports at top level, or exports lazily."""
     top = module.split(".")[0]
     package = module if _is_package(module) else module.rpartition(".")[0]
-    for node in tree.body:
+    for node in _loading(tree.body):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -223,6 +243,32 @@ def _imports(tree: ast.Module, module: str) -> Iterator[str]:
         else:
             continue
         yield from (target for target in targets if target.split(".")[0] == top)
+
+
+def _loading(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module; of a lazy one also those for type checkers, which name what it exports."""
+    lazy = any(isinstance(node, ast.Name) and node.id == "__getattr__" for each in body for node in _bound(each))
+    for node in body:
+        if lazy and isinstance(node, ast.If) and _last(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
+
+
+def _bound(node: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the names that an assignment or the definition of a function binds."""
+    if isinstance(node, ast.FunctionDef):
+        yield ast.Name(node.name)
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        yield from ast.walk(target)
+
+
+def exists(module: str) -> bool:
+    """Return whether there is a module of that name; import nothing."""
+    try:
+        return _find(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_package(module: str) -> bool:

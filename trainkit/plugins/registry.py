@@ -18,6 +18,7 @@ from trainkit.plugins.discovery import (
     BUILT_IN,
     find_installed,
     find_plugin,
+    import_settings,
     is_installed,
     load_plugin,
     of_kind,
@@ -28,7 +29,7 @@ from trainkit.plugins.hookspecs import GROUP
 from trainkit.plugins.inspection import ENGINE, SHARDING, TRAINER
 
 if TYPE_CHECKING:
-    from trainkit.config import PluginConfig
+    from trainkit.config import MethodConfig, PluginConfig
     from trainkit.trainer.accelerate import AccelerateRLTrainer
 
 C = TypeVar("C", bound=type)
@@ -180,6 +181,30 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
                 f'plugin {find_plugin(key)} registers no trainer of that name; it needs @register_trainer("{key}")'
             )
     return cast("type[AccelerateRLTrainer[Any]]", _TRAINERS[key])
+
+
+def get_method_class(name: str) -> type[MethodConfig]:
+    """Return the class of a method's settings (case-insensitive name); import no more than is necessary for it.
+
+    It is read from the submodule ``config`` of the plugin's package, if there is one that has it. Otherwise the plugin
+    is imported.
+
+    Raises:
+        RegistryError, PluginError: as `get_trainer`.
+    """
+    key = name.lower()
+    if key not in _TRAINERS and part_of(key) is None and is_installed(key, ""):
+        module = import_settings(find_plugin(key))
+        for found in vars(module).values() if module else ():
+            if isinstance(found, type) and _method_name(found) == key:
+                return cast("type[MethodConfig]", found)
+    return get_trainer(name).method_class
+
+
+def _method_name(cls: type) -> str | None:
+    """Return the name of the method whose settings the class has; None if it is another class."""
+    fields = getattr(cls, "model_fields", {}) if hasattr(cls, "section_defaults") else {}
+    return str(fields["name"].default).lower() if "name" in fields else None
 
 
 def _load(key: str) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
-from trainkit_ddpo.ddim import Noise, ddim_mean, ddim_sigma, gaussian_logprob
-from trainkit_ddpo.hooks import on_evaluate, on_experience
-from trainkit_ddpo.images import ImageRollouts, save_grid, to_pil
-from trainkit_ddpo.latent import LatentPipeline
-from trainkit_ddpo.pipeline import DiffusionPolicy, ImagePipeline
-from trainkit_ddpo.pixel import PixelConfig, PixelPipeline
-from trainkit_ddpo.trainer import Conditions, DDPOBatch, DDPOConfig, DDPOTrainer, Trajectories
+from typing import TYPE_CHECKING
+
+from trainkit.plugins import lazy_names
+
+if TYPE_CHECKING:
+    from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
+    from trainkit_ddpo.config import DDPOConfig
+    from trainkit_ddpo.ddim import Noise, ddim_mean, ddim_sigma, gaussian_logprob
+    from trainkit_ddpo.hooks import on_evaluate, on_experience
+    from trainkit_ddpo.images import ImageRollouts, save_grid, to_pil
+    from trainkit_ddpo.latent import LatentPipeline
+    from trainkit_ddpo.pipeline import DiffusionPolicy, ImagePipeline
+    from trainkit_ddpo.pixel import PixelConfig, PixelPipeline
+    from trainkit_ddpo.trainer import Conditions, DDPOBatch, DDPOTrainer, Trajectories
 
 __all__ = [
     "Conditions",
@@ -34,3 +40,6 @@ __all__ = [
     "standardise",
     "to_pil",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__, __all__, "config", "advantages", "ddim", "hooks", "images", "latent", "pipeline", "pixel", "trainer"
+)

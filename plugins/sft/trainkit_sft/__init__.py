@@ -5,108 +5,13 @@ Ouyang et al. 2022, the first of its three steps.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from pydantic import Field
-from torch import Tensor, nn
+from trainkit.plugins import lazy_names
 
-from trainkit import AccelerateRLTrainer, MethodConfig, Row, Sequences, TRLConfig, register_trainer
-from trainkit.errors import ConfigError
-from trainkit.functional import nll
-from trainkit.metrics import Mean, Metrics
-from trainkit.models import check_packing, embedding_noise, load_model, make_policy
-from trainkit_sft.kit import Declared
+if TYPE_CHECKING:
+    from trainkit_sft.config import SFTConfig
+    from trainkit_sft.trainer import SFTTrainer, best_fit
 
-AT_ONCE = 1000
-"""Number of samples that are encoded at a time to measure their lengths."""
-
-
-class SFTConfig(MethodConfig):
-    """Settings of supervised fine-tuning."""
-
-    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 2e-5}}
-
-    name: str = "sft"
-    """The registered name."""
-    train_on_prompts: bool = False
-    """Train on prompts too: on all tokens of a sample but the first."""
-    packing: bool = False
-    """Pack several samples into a row of at most `train.seq_length` tokens. Samples in a row do not attend to each
-    other, and `train.batch_size` counts rows."""
-    neftune_alpha: float = Field(0.0, ge=0)
-    """α of NEFTune: noise U(−α, α) / sqrt(tokens · width) is added to the embeddings in training. The paper uses 5 to
-    15; 0 turns it off."""
-
-
-@register_trainer("sft")
-class SFTTrainer(Declared, AccelerateRLTrainer[SFTConfig]):
-    """Trainer of SFT: loss = −mean log π(y_t | prompt, y_<t) over output tokens, EOS included; prompts are context."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("samples",)
-
-    def get_arch(self, config: TRLConfig[SFTConfig]) -> nn.Module:
-        """Return the language model as a policy at temperature 1, which does not depend on the sampling temperature."""
-        model = load_model(config.model, self.live_model)
-        if config.method.packing:
-            check_packing(model)
-        for name in ("neftune_alpha", "train_on_prompts"):
-            if getattr(config.method, name) and model.config.is_encoder_decoder:
-                raise ConfigError(
-                    f"method.{name} is for decoder-only models; {type(model).__name__} is an encoder-decoder. Remove "
-                    f"method.{name}"
-                )
-        return make_policy(model)
-
-    def arrange(self, rows: list[Row]) -> list[Row]:
-        """Pack the samples into rows of at most ``self.limit`` tokens if packing is on; return them unchanged if not.
-
-        Raises:
-            ConfigError: packing is on, and neither `train.seq_length` nor the model limits the length of a row.
-        """
-        if not self.method.packing:
-            return rows
-        if self.limit is None:
-            raise ConfigError("method.packing fills rows of train.seq_length tokens, which is not set; set it")
-        parts = [self.encode_samples(rows[start : start + AT_ONCE]) for start in range(0, len(rows), AT_ONCE)]
-        lengths = [length for part in parts for length in part.lengths.tolist()]
-        return [{"samples": [rows[index] for index in pack]} for pack in best_fit(lengths, self.limit)]
-
-    def make_experience(self, rows: list[Row]) -> Sequences:
-        """Return the samples as token sequences [B, T], one packed row each with packing."""
-        packed = "samples" in rows[0] and "turns" not in rows[0]
-        samples = [sample for row in rows for sample in row["samples"]] if packed else rows
-        sequences = self.encode_samples(samples)
-        if self.method.train_on_prompts:
-            after_first = torch.arange(sequences.input_ids.size(1), device=sequences.input_ids.device) > 0
-            sequences = replace(sequences, response_mask=sequences.attention_mask & after_first)
-        return sequences.packed([len(row["samples"]) for row in rows]) if packed else sequences
-
-    def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
-        """Return the negative log-likelihood, a mean over output tokens. -> []."""
-        with embedding_noise(self.unwrapped.model, self.method.neftune_alpha):
-            logprobs = self.policy(batch).logprobs
-        found: Metrics = {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
-        if self.limit is not None:
-            found["rows/filled"] = Mean.of(batch.lengths / self.limit)
-        return nll(logprobs, batch.response_mask), found
-
-
-def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pack indices of ``lengths`` into bins of at most ``size``, longest first, each into the fullest bin with room.
-
-    Best-fit decreasing needs at most 11/9 · OPT + 4 bins (Johnson et al. 1974).
-    """
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free space, index) of each bin, sorted
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, (lengths[index], 0))
-        room, into = rooms.pop(at) if at < len(rooms) else (size, len(bins))
-        if into == len(bins):
-            bins.append([])
-        bins[into].append(index)
-        insort(rooms, (room - lengths[index], into))
-    return bins
+__all__ = ["SFTConfig", "SFTTrainer", "best_fit"]
+__getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")

@@ -1,0 +1,66 @@
+"""The settings of DPO and its variants."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainkit import (
+    GroupSize,
+    MethodConfig,
+)
+
+
+class DPOConfig(MethodConfig):
+    """Settings of DPO. The defaults are those of Rafailov et al. 2023, appendix B."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}}
+
+    name: str = "dpo"
+    """The registered name."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto_pair"] = "sigmoid"
+    """The loss of a pair; the README of trainkit-dpo has the equations."""
+    beta: float = Field(0.1, gt=0)
+    """β: implicit reward per nat of log-ratio to the reference; for `ipo`, the τ of the paper."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """ε: the assumed share of pairs whose labels are flipped; optional for `sigmoid`, required for `robust`."""
+    ipo_length_normalize: bool = True
+    """For `ipo`: use the mean of a response's log-probabilities over tokens, as its authors do, instead of the sum."""
+    reference_free: bool = False
+    """Train without a reference model; the implicit rewards are β log π."""
+
+    @model_validator(mode="after")
+    def _settings_fit_the_loss(self) -> Self:
+        smoothed = self.loss_type in ("sigmoid", "robust")
+        if self.label_smoothing and not smoothed:
+            raise ValueError(f"label_smoothing is for loss_type 'sigmoid' or 'robust', not {self.loss_type!r}")
+        if self.loss_type == "robust" and not self.label_smoothing:
+            raise ValueError("loss_type 'robust' without label_smoothing is 'sigmoid'; give the share of wrong labels")
+        if self.loss_type != "ipo" and not self.ipo_length_normalize:
+            raise ValueError(f"ipo_length_normalize is for loss_type 'ipo', not {self.loss_type!r}; remove it")
+        if self.loss_type == "kto_pair" and self.reference_free:
+            raise ValueError("loss_type 'kto_pair' needs the KL from a reference; set reference_free to false")
+        return self
+
+
+class OnlineDPOConfig(DPOConfig):
+    """Settings of DPO on responses sampled from the policy. Guo et al. 2024 sample two responses per prompt."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
+
+    name: str = "online_dpo"
+    """The registered name."""
+    k: GroupSize = 2
+    """Responses per prompt; the best and the worst of them are the pair."""
+
+
+class BestOfKConfig(MethodConfig):
+    """Settings of best-of-K fine-tuning."""
+
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}, "train": {"total_steps": 1000}}
+
+    name: str = "best_of_k"
+    """The registered name."""
+    k: GroupSize = 4
+    """Responses per prompt; the best of them is trained on."""

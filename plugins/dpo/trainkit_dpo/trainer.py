@@ -1,0 +1,282 @@
+"""The trainers of DPO and its variants: experience and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainkit import (
+    AccelerateRLTrainer,
+    Preferences,
+    Rollouts,
+    Row,
+    Sequences,
+    TokenBatch,
+    register_trainer,
+)
+from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy, zero_masked
+from trainkit.metrics import Mean, Metrics
+from trainkit.models import TokenOutputs, response_logprobs
+from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
+from trainkit_dpo.kit import Declared
+
+# ------------------------------------------------------------------------------------------------ losses of pairs
+
+
+def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Return the loss of DPO, −(1 − ε) log σ(βx) − ε log σ(−βx). [*] -> [*].
+
+    Source: Rafailov et al. 2023, equation 7; with ε Mitchell 2023, *A note on DPO with noisy preferences*.
+    """
+    x = beta * margins
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
+
+
+def hinge_loss(margins: Tensor, *, beta: float) -> Tensor:
+    """Return the hinge loss, max(0, 1 − βx). [*] -> [*]. Source: Liu et al. 2023 (RSO), the loss hinge-norm."""
+    return F.relu(1 - beta * margins)
+
+
+def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
+    """Return the loss of IPO, (x − 1/2β)². [*] -> [*]. Source: Azar et al. 2023, equation 17, with β as their τ."""
+    return (margins - 1 / (2 * beta)) ** 2
+
+
+def robust_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return the robust loss of DPO, (−(1 − ε) log σ(βx) + ε log σ(−βx)) / (1 − 2ε). [*] -> [*].
+
+    It is an unbiased estimate of the loss with correct labels if a share ε of the labels is flipped.
+    Source: Chowdhury, Kini, Natarajan 2024.
+    """
+    x = beta * margins
+    return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
+
+
+def kto_pair_losses(
+    chosen: Tensor, rejected: Tensor, chosen_kl: Tensor, rejected_kl: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of both sides, 1 − σ(β(r_c − z_r)) and 1 − σ(β(z_c − r_r)). [*] ×4 -> [*] ×2.
+
+    r is log π − log π_ref; z = max(0, mean r) estimates the KL. Each side is compared with the KL of the other, without
+    gradient through z. Source: Ethayarajh et al. 2023 (HALOs), the form of KTO for pairs.
+    """
+    against_chosen, against_rejected = rejected_kl.detach().clamp(min=0), chosen_kl.detach().clamp(min=0)
+    return 1 - F.sigmoid(beta * (chosen - against_chosen)), 1 - F.sigmoid(beta * (against_rejected - rejected))
+
+
+# ----------------------------------------------------------------------------------------------------- experience
+
+
+@dataclass(frozen=True)
+class DPOBatch(Preferences):
+    """Pairs, and log π_ref of each side [B], summed or averaged as for the loss; 0 without a reference."""
+
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    decided: Tensor
+    """Whether a pair has a preference, bool [B]. Pairs without one are excluded from all means."""
+    chosen_kl: Tensor | None = None
+    """For `kto_pair`: mean of log π − log π_ref over the chosen responses of the whole step, repeated [B]."""
+    rejected_kl: Tensor | None = None
+    """For `kto_pair`: the same mean over the rejected responses [B]."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Number of pairs with a preference []."""
+        return self.decided.sum().float()
+
+
+@dataclass(frozen=True)
+class ScoredResponses(TokenBatch):
+    """K adjacent responses to each prompt, with their scores and log π_ref [B]."""
+
+    scores: Tensor
+    ref_logps: Tensor
+
+
+@dataclass(frozen=True)
+class BestResponses(TokenBatch):
+    """The best response to each prompt; ``decided``, bool [B], says whether it is better than another."""
+
+    unit: ClassVar[str] = "responses"
+    decided: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """Number of responses that are better than another []."""
+        return self.decided.sum().float()
+
+
+def best_and_worst(x: ScoredResponses, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows of the best and the worst of k responses, and whether they give a preference. -> [B / k] ×3.
+
+    They are selected by score alone; of equal scores the first is taken. They give a preference (bool) if their scores
+    and their tokens differ.
+    """
+    groups = x.scores.view(-1, k)
+    first = torch.arange(0, len(x), k, device=groups.device)
+    best, worst = first + groups.argmax(1), first + groups.argmin(1)
+    ids = x.sequences.input_ids.masked_fill(~x.sequences.response_mask, -1)  # -1 is not a token id
+    return best, worst, (x.scores[best] > x.scores[worst]) & (ids[best] != ids[worst]).any(1)
+
+
+# ------------------------------------------------------------------------------------------------------- trainers
+
+C = TypeVar("C", bound=DPOConfig)
+
+
+class PairTrainer(Declared, AccelerateRLTrainer[C]):
+    """Base of trainers on pairs: loss = mean f(r_c − r_r), r = log π − log π_ref, with f given by `loss_type`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is needed: unless `reference_free` is set."""
+        return not self.method.reference_free
+
+    def logps(self, logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Return log π of whole responses, EOS included: a sum, or for IPO a mean over tokens. [B, T] ×2 -> [B]."""
+        sums = masked_sum(logprobs, mask, dim=1)
+        return sums / mask.sum(1) if self.method.loss_type == "ipo" and self.method.ipo_length_normalize else sums
+
+    def read(self, policy: Callable[[Sequences], TokenOutputs], batch: Preferences) -> tuple[Tensor, Tensor]:
+        """Return log π of the chosen and of the rejected responses [B] ×2, from one forward pass over both."""
+        both = batch.both
+        chosen, rejected = self.logps(policy(both).logprobs, both.response_mask).chunk(2)
+        return chosen, rejected
+
+    def prepare_step(self, batch: DPOBatch) -> DPOBatch:
+        """Compute the KL estimates of `kto_pair`, which are means over the step and not over a micro-batch (law 3)."""
+        if self.method.loss_type != "kto_pair":
+            return batch
+
+        def read(micro: DPOBatch) -> Tensor:
+            chosen, rejected = self.read(self.unwrapped, micro)
+            ratios = torch.stack([chosen - micro.ref_chosen, rejected - micro.ref_rejected, torch.ones_like(chosen)])
+            return zero_masked(ratios.T, micro.decided.unsqueeze(1))
+
+        total = self.step_mean(batch, read)
+        chosen_kl, rejected_kl = ((part / total[2]).expand(len(batch)) for part in total[:2])
+        return replace(batch, chosen_kl=chosen_kl, rejected_kl=rejected_kl)
+
+    def losses(self, chosen: Tensor, rejected: Tensor, batch: DPOBatch) -> Tensor:
+        """Return the loss of each pair, from log π − log π_ref of its two sides. [B] ×2 -> [B]."""
+        method, margins = self.method, chosen - rejected
+        smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
+        match method.loss_type:
+            case "sigmoid":
+                return sigmoid_loss(margins, **smoothing)
+            case "robust":
+                return robust_loss(margins, **smoothing)
+            case "hinge":
+                return hinge_loss(margins, beta=method.beta)
+            case "ipo":
+                return ipo_loss(margins, beta=method.beta)
+        assert batch.chosen_kl is not None, "prepare_step has seen the whole step"
+        assert batch.rejected_kl is not None, "prepare_step has seen the whole step"
+        sides = kto_pair_losses(chosen, rejected, batch.chosen_kl, batch.rejected_kl, beta=method.beta)
+        return (sides[0] + sides[1]) / 2
+
+    def loss(self, batch: DPOBatch) -> tuple[Tensor, Metrics]:
+        """Return the mean loss over the pairs with a preference. -> []."""
+        logps, decided = self.read(self.policy, batch), batch.decided
+        ratios = logps[0] - batch.ref_chosen, logps[1] - batch.ref_rejected
+        margins = self.method.beta * (ratios[0] - ratios[1])
+        return masked_mean(self.losses(*ratios, batch), decided), {
+            "rewards/chosen": Mean.of(self.method.beta * ratios[0], decided),
+            "rewards/rejected": Mean.of(self.method.beta * ratios[1], decided),
+            "rewards/margins": Mean.of(margins, decided),
+            "rewards/accuracies": Mean.of(preference_accuracy(*ratios), decided),
+            "logps/chosen": Mean.of(logps[0], decided),
+            "logps/rejected": Mean.of(logps[1], decided),
+        }
+
+
+@register_trainer("dpo")
+class DPOTrainer(PairTrainer[DPOConfig]):
+    """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
+
+    def make_experience(self, rows: list[Row]) -> DPOBatch:
+        """Return the pairs as token sequences [B, T], with log π_ref of both sides [B]."""
+        pairs = self.encode_preferences(rows)
+        ref = torch.zeros(len(rows), 2, device=pairs.chosen.input_ids.device)
+        if self.needs_reference:
+            ref = self.in_micro_batches(pairs, lambda micro: torch.stack(self.read(self.reference, micro), dim=1))
+        decided = torch.ones(len(rows), dtype=torch.bool, device=ref.device)
+        return DPOBatch(pairs.chosen, pairs.rejected, ref[:, 0], ref[:, 1], decided)
+
+
+@register_trainer("online_dpo")
+class OnlineDPOTrainer(PairTrainer[OnlineDPOConfig]):
+    """Trainer of DPO on the best and the worst of k responses sampled from the policy, by score (Guo et al. 2024)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    group = "k"
+
+    @property
+    def experience_rows(self) -> int:
+        """Rows of a collection: one pair for each prompt."""
+        return self.collection_rows
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
+        """Return the scored responses with log π_ref [B], and record the policy's KL from the reference."""
+        sequences, mask = rollouts.sequences, rollouts.sequences.response_mask
+        totals = per_response(scores)
+        if not self.needs_reference:
+            return ScoredResponses(sequences, totals, torch.zeros_like(totals))
+        logprobs, ref_logprobs = self.behaviour(rollouts).logprobs, self.reference(sequences).logprobs
+        self.record(
+            {
+                "policy/kl": Mean.of(masked_sum(kl_k1(logprobs, ref_logprobs), mask, dim=1)),
+                "policy/kl_per_token": Mean.of(kl_k3(logprobs, ref_logprobs), mask),
+            }
+        )
+        return ScoredResponses(sequences, totals, self.logps(ref_logprobs, mask))
+
+    def prepare_experience(self, experience: ScoredResponses) -> DPOBatch:
+        """Return the best and the worst response to each prompt as a pair, [B] responses as [B / k] pairs."""
+        x, (best, worst, decided) = experience, best_and_worst(experience, self.method.k)
+        self.record(
+            {
+                "reward/best": Mean.of(x.scores[best]),
+                "reward/worst": Mean.of(x.scores[worst]),
+                "rollout/ties": Mean.of(~decided),
+            }
+        )
+        chosen, rejected = x.sequences.select(best), x.sequences.select(worst)
+        return DPOBatch(chosen, rejected, x.ref_logps[best], x.ref_logps[worst], decided)
+
+
+@register_trainer("best_of_k")
+class BestOfKTrainer(Declared, AccelerateRLTrainer[BestOfKConfig]):
+    """Trainer of best-of-K fine-tuning (expert iteration): loss = −mean log π(best of k responses), EOS included."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    group = "k"
+
+    @property
+    def experience_rows(self) -> int:
+        """Rows of a collection: one response for each prompt."""
+        return self.collection_rows
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> ScoredResponses:
+        """Return the responses with their scores [B]; log π_ref is 0, because no reference is needed."""
+        totals = per_response(scores)
+        return ScoredResponses(rollouts.sequences, totals, torch.zeros_like(totals))
+
+    def prepare_experience(self, experience: ScoredResponses) -> BestResponses:
+        """Return the best response to each prompt, [B] responses as [B / k]."""
+        best, _, decided = best_and_worst(experience, self.method.k)
+        self.record({"reward/best": Mean.of(experience.scores[best]), "rollout/ties": Mean.of(~decided)})
+        return BestResponses(experience.sequences.select(best), decided)
+
+    def loss(self, batch: BestResponses) -> tuple[Tensor, Metrics]:
+        """Return the mean negative log-likelihood of the best responses that are better than another. -> []."""
+        logps = response_logprobs(self.policy, batch.sequences)
+        return -masked_mean(logps, batch.decided), {"logps/best": Mean.of(logps, batch.decided)}

@@ -1,0 +1,113 @@
+"""The trainer of GRPO: experience and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, Rollouts, TokenBatch, register_trainer
+from trainkit.functional import clipped_surrogate, exact, kl_k3, masked_mean, masked_sum, per_response, zero_masked
+from trainkit.metrics import Mean, Metrics, RunningMoments
+from trainkit_grpo.config import GRPOConfig
+from trainkit_grpo.kit import Declared
+
+
+@dataclass(frozen=True)
+class GRPOBatch(TokenBatch):
+    """Experience for a mean over tokens: log-probabilities [B, T], and advantages [B], which at first are scores."""
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor  # without a reference, the old ones
+    advantages: Tensor
+    weights: Tensor  # of the correction for older weights of the sampler, [B, T]
+
+
+class GRPORows(GRPOBatch):
+    """Experience for a mean over responses."""
+
+    unit: ClassVar[str] = "responses"
+
+    @property
+    def weight(self) -> Tensor:
+        """Number of responses []."""
+        return self.advantages.new_tensor(len(self))
+
+
+@register_trainer("grpo")
+class GRPOTrainer(Declared, AccelerateRLTrainer[GRPOConfig]):
+    """Trainer of GRPO: A = (r − mean r) / std r over the group, then clipped surrogate + β·k3, both with gradient."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    corrections: ClassVar[tuple[str, ...]] = ("sampler", "decoupled", "masked")
+    group = "group_size"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.method.kl_coef > 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether groups of equal rewards are replaced: `dynamic_sampling`."""
+        return self.method.dynamic_sampling
+
+    @property
+    def passes(self) -> int:
+        """Passes over each collection: `grpo_epochs`."""
+        return self.method.grpo_epochs
+
+    def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
+        """Return True for responses whose group has different rewards; other groups have no gradient. -> [B]."""
+        groups = per_response(scores).view(-1, self.method.group_size)
+        return (groups != groups[:, :1]).any(1).repeat_interleave(self.method.group_size)
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> GRPOBatch:
+        """Return scored rollouts with log-probabilities of policy and reference [B, T], before any update."""
+        sequences, policy = rollouts.sequences, self.behaviour(rollouts)
+        reference, mask = policy.logprobs, sequences.response_mask
+        self.record({"policy/entropy": Mean.of(policy.entropy, mask)})
+        if self.needs_reference:
+            reference = self.reference(sequences).logprobs
+            self.record({"policy/kl": Mean.of(masked_sum(policy.logprobs - reference, mask, dim=1))})
+        batch = GRPOBatch if self.method.average == "tokens" else GRPORows
+        weights = self.importance_weights(rollouts, policy)
+        return batch(sequences, policy.logprobs, reference, per_response(scores), weights)
+
+    def prepare_experience(self, experience: GRPOBatch) -> GRPOBatch:
+        """Return advantages, (r − mean of the group) / (std + 1e-6) [B]; exactly 0 if a group's rewards are equal."""
+        rewards, moments = exact(experience.advantages), RunningMoments()
+        groups = rewards.view(-1, self.method.group_size)
+        advantages = groups - groups.mean(1, keepdim=True)
+        if self.method.scale == "group":
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
+        elif self.method.scale == "batch":
+            moments.update(rewards, self.reduce)
+            advantages = advantages / (moments.std + 1e-6)
+        return replace(experience, advantages=advantages.flatten().to(experience.advantages.dtype))
+
+    def loss(self, batch: GRPOBatch) -> tuple[Tensor, Metrics]:
+        """Return surrogate + β·k3, averaged over tokens or responses. -> []."""
+        method, mask, advantages = self.method, batch.sequences.response_mask, batch.advantages.unsqueeze(1)
+        advantages = advantages * batch.weights
+        logprobs, lengths = self.policy(batch.sequences).logprobs, mask.sum(1).clamp(min=1)
+        log_ratio = zero_masked(logprobs - batch.old_logprobs, mask)
+        if method.ratio_level == "sequence":
+            log_ratio = zero_masked((log_ratio.sum(1) / lengths).unsqueeze(1).expand_as(mask), mask)
+        ratio, low, high = log_ratio.exp(), method.cliprange, method.cliprange_high or method.cliprange
+        if method.surrogate == "cispo":
+            weight = ratio.detach().clamp(1 - low, 1 + high)
+            losses, clipped = -weight * advantages * logprobs, weight != ratio
+        else:
+            losses = clipped_surrogate(ratio, advantages, cliprange=low, cliprange_high=high)
+            clipped = losses > -advantages * ratio
+        found: Metrics = {"policy/ratio": Mean.of(ratio, mask), "policy/clipfrac": Mean.of(clipped, mask)}
+        found["policy/approx_kl"] = Mean.of(ratio - 1 - log_ratio, mask)
+        if self.needs_reference:
+            k3 = kl_k3(logprobs, zero_masked(batch.ref_logprobs, mask))  # of the current policy: it has a gradient
+            losses, found["policy/kl_per_token"] = losses + method.kl_coef * k3, Mean.of(k3, mask)
+        if method.average == "tokens":
+            return masked_mean(losses, mask), found
+        length = lengths if method.average == "responses" else self.config.rollout.max_new_tokens
+        return (masked_sum(losses, mask, dim=1) / length).mean(), found

@@ -1,0 +1,152 @@
+"""The trainer of RFT: experience and loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainkit import AccelerateRLTrainer, Rollouts, Row, Sequences, TokenBatch, register_trainer
+from trainkit.functional import nll, per_response
+from trainkit.metrics import Mean, Metrics, Std
+from trainkit.rollouts import assemble
+from trainkit.seeding import PLACE
+from trainkit_rft.config import RFTConfig
+from trainkit_rft.kit import Declared
+
+
+@dataclass(frozen=True)
+class RFTRows(TokenBatch):
+    """Responses with their scores [B]; prompts without sampled responses have an empty response."""
+
+    scores: Tensor
+    positions: Tensor
+    """Positions [B] of the prompts in the stream of prompts."""
+
+
+def select(scores: list[list[float]], percentiles: list[float]) -> list[list[bool]]:
+    """Return which scores s of each prompt are kept: s ≥ quantile(s, p) and s > min s, p its percentile (F-19).
+
+    If all responses to a prompt have the same score, they are kept if it is at least the median of all scores (S-28).
+    """
+    median = torch.tensor([score for row in scores for score in row]).quantile(0.5)
+    rows = [(torch.tensor(row), p) for row, p in zip(scores, percentiles, strict=True)]
+    kept = [(s >= s.quantile(p)) & (s > s.min()) if s.min() < s.max() else s >= median for s, p in rows]
+    return [keep.tolist() for keep in kept]
+
+
+def share(kept: list[tuple[str, str]], rank: int, world: int, batch_size: int) -> list[tuple[str, str]]:
+    """Return every ``world``-th of the (prompt, response) pairs, from ``rank`` on; equally many in every process.
+
+    Before, they are filled up to a multiple of ``batch_size`` with a prompt without a response, which has no weight in
+    the loss. Minibatches are then the same for every number of processes that divides ``batch_size``.
+    """
+    filled = [*kept, *[(kept[0][0], "[]")] * (-len(kept) % batch_size)]
+    return filled[rank::world]
+
+
+def written(sequences: Sequences) -> list[list[int]]:
+    """Return the ids after each prompt; those of an environment, which are not trained on, as the negative ~id."""
+    after = sequences.attention_mask & ~sequences.prompt_mask
+    signed = torch.where(sequences.response_mask, sequences.input_ids, ~sequences.input_ids)
+    return [ids[keep].tolist() for ids, keep in zip(signed, after, strict=True)]
+
+
+def place(row: Row) -> int:
+    """Return a row's position in the stream of prompts; 0 for one that is not of the stream."""
+    return row[PLACE].position if PLACE in row else 0
+
+
+def epoch(row: Row) -> int:
+    """Return how often the stream has passed all prompts before a row; 0 for one that is not of the stream."""
+    return row[PLACE].epoch if PLACE in row else 0
+
+
+@register_trainer("rft")
+class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
+    """Trainer of RFT: loss = −mean log π(y_t | prompt, y_<t) over the responses that reach their prompt's threshold."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("reward_fn", "prompts")
+    group = "rft_k"
+    rows_vary = True
+    remembers: ClassVar[dict[str, Any]] = {"visits": dict, "pools": dict}
+    visits: dict[str, int]  # by prompt (its token ids as text); a visit is a step of the prompt's schedule
+    pools: dict[str, dict[str, float]]  # scores by response, latest last; the same on all processes
+
+    @property
+    def experience_rows(self) -> int:
+        """Rows of a collection, an upper bound: whole pools. A schedule over the run needs ``train.total_steps``."""
+        return self.collection_rows * max(self.method.rft_k, self.method.pool_size)
+
+    def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
+        """Return scored responses to prompts at a growth step, then the other prompts, with an empty response."""
+        grow = [epoch(row) % self.method.n_improve_steps == 0 for row in rows]
+        new, rest = ([row for row, now in zip(rows, grow, strict=True) if now is wanted] for wanted in (True, False))
+        parts, scores = [], [torch.zeros(len(rest), device=self.accelerator.device)]
+        if new:
+            parts.append(self.sample(new))
+            scores.insert(0, per_response(self.score(parts[0])))
+            self._sampling.scores.append(scores[0])  # the loop tells if all are equal
+        found = scores[0][scores[0].isfinite()] if new else scores[0][:0]
+        self.record({"reward/mean": Mean.of(found), "reward/std": Std.of(found)})
+        if rest:
+            parts.append(self.unsampled(rest))
+        return Rollouts.cat(parts), torch.cat(scores)
+
+    def unsampled(self, rows: list[Row]) -> Rollouts:
+        """Return rows with empty responses."""
+        return assemble(
+            self.tokenizer,
+            rows,
+            [self.encode(row["prompt"]) for row in rows],
+            [[] for _ in rows],
+            terminated=torch.zeros(len(rows), dtype=torch.bool, device=self.accelerator.device),
+            logprobs=None,
+            stops=[],
+            skip_special_tokens=True,
+        )
+
+    def experience(self, rollouts: Rollouts, scores: Tensor) -> RFTRows:
+        """Return rollouts with their scores [B]; rewards per token are summed."""
+        positions = torch.tensor([place(row) for row in rollouts.rows], device=scores.device)
+        return RFTRows(rollouts.sequences, per_response(scores), positions)
+
+    def prepare_experience(self, experience: RFTRows) -> Sequences:
+        """Add new responses to the pools, and return this process's share of those that reach the thresholds [B, T]."""
+        x = experience
+        ids = [str(query.tolist()) for query in x.sequences.queries], [str(part) for part in written(x.sequences)]
+        found = self.gather(list(zip(x.positions.tolist(), *ids, x.scores.tolist(), strict=True)))
+        found.sort(key=lambda item: item[0])  # an order that does not depend on the number of processes
+        for _, query, response, score in found:
+            if response != "[]":
+                others = [item for item in self.pools.get(query, {}).items() if item[0] != response]
+                self.pools[query] = dict([*others, (response, score)][-self.method.pool_size :])
+        pooled = [query for query in dict.fromkeys(query for _, query, *_ in found) if query in self.pools]
+        kept = self.improve(pooled) if pooled else []  # a prompt of which every response was dropped has no pool
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = share(kept, rank, world, self.config.train.batch_size) if kept else []
+        queries, responses = [json.loads(query) for query, _ in mine], [json.loads(response) for _, response in mine]
+        return Sequences.from_rows(
+            [query + [max(i, ~i) for i in response] for query, response in zip(queries, responses, strict=True)],
+            [[False] * len(q) + [i >= 0 for i in response] for q, response in zip(queries, responses, strict=True)],
+        )
+
+    def improve(self, queries: list[str]) -> list[tuple[str, str]]:
+        """Visit the prompts, and return the (prompt, response) pairs of their pools that reach the thresholds."""
+        method, pools = self.method, [self.pools[query] for query in queries]
+        schedule = torch.linspace(method.start_percentile, method.end_percentile, method.n_improve_steps).tolist()
+        percentiles = [schedule[self.visits.get(query, 0) % method.n_improve_steps] for query in queries]
+        kept = [keep for row in select([list(pool.values()) for pool in pools], percentiles) for keep in row]
+        self.visits |= {query: self.visits.get(query, 0) + 1 for query in queries}
+        pooled = [(query, *item) for query, pool in zip(queries, pools, strict=True) for item in pool.items()]
+        good, scores = torch.tensor(kept), torch.tensor([score for *_, score in pooled])
+        self.record({"pool/kept": Mean.of(good), "pool/kept_reward": Mean.of(scores, good)})
+        return [(query, response) for (query, response, _), keep in zip(pooled, kept, strict=True) if keep]
+
+    def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
+        """Return the negative log-likelihood of the responses, a mean over their tokens (S-29). -> []."""
+        logprobs = self.policy(batch).logprobs
+        return nll(logprobs, batch.response_mask), {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
