@@ -312,7 +312,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TrainkitError], str]] = {
     "greedy": ({"config": {"rollout": {"temperature": 0}}}, ConfigError, "rollout.temperature is 0"),
     "greedy by top_k": ({"config": {"rollout": {"top_k": 1}}}, ConfigError, "rollout.top_k is 1: .* are the same"),
     "optimizer": ({"config": {"optimizer": {"kwargs": {"beta": 1}}}}, ConfigError, "optimizer.kwargs"),
-    "constant": ({"config": {"scheduler": {"kwargs": {"x": 1}}}}, ConfigError, "'constant' takes no arguments"),
+    "constant": ({"config": {"scheduler": {"kwargs": {"x": 1}}}}, ConfigError, "argument of the schedule 'constant'"),
     "scheduler": ({"config": {"scheduler": {"name": "linear", "kwargs": {"x": 1}}}}, ConfigError, "scheduler.kwargs"),
     "callback": ({"callbacks": [object()]}, PluginError, "implements no hook"),
     "small vocabulary": ({"model_path": tiny_gpt2(9)}, ConfigError, "10 tokens and the model 9"),

@@ -21,6 +21,7 @@ import typer.main
 
 import trainkit
 from trainkit.cli import app
+from trainkit.cli.configs import ShowByDefault
 from trainkit.config import TRLConfig
 from trainkit.plain import parse_yaml
 from trainkit.plugins import discover, hookspecs, registry
@@ -259,6 +260,8 @@ def test_commands_exist_with_their_options(document: Path) -> None:
         command: Any = typer.main.get_command(app)
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
+        if isinstance(command, ShowByDefault) and words and not words[0].startswith("-"):
+            command = command.commands["show"]
         known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
         own = words if command.name != "run" else []  # what follows an example's name is the example's
         assert {word for word in own if word.startswith("--")} <= known, line

@@ -247,7 +247,7 @@ def test_errors_of_overrides_name_the_setting_and_not_its_value(tmp_path: Path) 
     (tmp_path / "config.yaml").write_text("method: sft\n")
     for override in (f"model.kwargs.token=[{CANARY}", f"model.token={CANARY}", f"model.kwargs={{token: {CANARY}"):
         found = cli("train", str(tmp_path / "config.yaml"), override)
-        assert found.exit_code == 1
+        assert found.exit_code == 2
         assert "model." in found.stderr
         assert CANARY not in found.output
 
@@ -419,7 +419,7 @@ def test_the_command_line_and_its_tasks_need_the_flag_too(far: tuple[str, Path],
     train = ("train", str(tmp_path / "far.yaml"), "--task", f"{tmp_path / 'task.py'}:sft")
     for arguments in (train, (*train, "model.kwargs.trust_remote_code=true"), (*train, "model.kwargs.trust=1")):
         found = cli(*arguments)
-        assert found.exit_code == 1
+        assert found.exit_code == 2
         assert "--trust-remote-code" in found.stderr
     assert "which trainkit.train does not take from a task" in cli(*train[:-1], f"{train[-1][:-3]}trusts").stderr
     assert not ran.exists()
@@ -439,7 +439,7 @@ def test_no_other_way_of_loading_a_model_runs_its_code(far: tuple[str, Path], tm
         with pytest.raises(ValueError, match="contains custom code"):
             loads()
     found = cli("merge", str(tmp_path / "adapter"), str(tmp_path / "out"))
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "allow it with --trust-remote-code" in found.stderr
     assert not ran.exists()
     AutoModelForCausalLMWithValueHead.from_pretrained(model, trust_remote_code=True)
@@ -572,7 +572,7 @@ def test_overrides_have_the_same_bounds(tmp_path: Path) -> None:
         (f"{'a.' * 5_000}b=1", "a setting has at most 32 parts"),
     ):
         found = cli("train", str(tmp_path / "config.yaml"), override)
-        assert found.exit_code == 1
+        assert found.exit_code == 2
         assert says in found.stderr
         assert len(found.stderr) < 1000
 
@@ -609,7 +609,7 @@ def test_a_plugin_cannot_be_called_what_is_no_name_of_a_file(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for arguments in (["../x"], ["/abs"], ["a\0b"], ["x" * 300], ["a", "--out", "x" * 300]):
         found = cli("new-plugin", *arguments)
-        assert found.exit_code == 1, found.output
+        assert found.exit_code == 2, found.output
         assert "ConfigError" in found.stderr
     assert list(tmp_path.iterdir()) == []
 

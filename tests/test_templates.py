@@ -39,7 +39,7 @@ def call(*arguments: str) -> Result:
 
 def refused(*arguments: str) -> str:
     result = call(*arguments)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == (2 if "ConfigError" in result.stderr else 1), result.output
     return " ".join(result.stderr.split())
 
 

@@ -117,7 +117,7 @@ def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fa
     seen: list[Any] = []
 
     class Recorder(GeneralTracker):
-        name = "recorder"
+        name = "clearml"
         requires_logging_directory = True
         tracker = None
 
@@ -134,14 +134,14 @@ def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fa
         def finish(self) -> None:
             seen.append(("close",))
 
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "clearml", Recorder)
     run_dir = tmp_path / "run"
-    trainer = tiny_trainer("sft", run_dir, callbacks=[FailsAt(2)], train__trackers=["recorder", "recorder"])
+    trainer = tiny_trainer("sft", run_dir, callbacks=[FailsAt(2)], train__trackers=["clearml", "clearml"])
     with pytest.raises(HookError, match=r"callback FailsAt .*: the end"):
         trainer.learn()
     trainer.evaluate()  # the run is over: its tracker stays closed
     assert [entry[0] for entry in seen] == ["open", "config", "log", "log", "close"]
-    assert seen[0] == ("open", "recorder", run_dir)
+    assert seen[0] == ("open", "clearml", run_dir)
     assert seen[2:4] == [("log", 1, True), ("log", 2, True)]
     assert seen[1][1]["train.batch_size"] == 8
     assert {type(value) for value in seen[1][1].values()} <= {bool, int, float, str}

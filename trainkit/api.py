@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import TRLConfig
+from trainkit.config.places import PYTHON, Places
 from trainkit.errors import ConfigError, TrainkitError, describe
-from trainkit.plain import read_yaml
-from trainkit.plugins import BUILT_IN, available_trainers, get_trainer, is_registered
+from trainkit.plain import read_yaml, read_yaml_lines
+from trainkit.plugins import BUILT_IN, available_trainers, get_method_class, get_trainer, is_registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,10 +229,10 @@ def _settle_config(
 
     ``models`` holds what is given for ``model.model_path`` and ``model.reference_path``.
     """
-    fields = _config_sections(config)
+    fields, places = _config_sections(config), _config_places(config)
     section = fields.get("method")
     name = _named_method(config, method) or usual()
-    get_trainer(name)  # raises at once if the algorithm is not installed
+    get_method_class(name)  # raises at once if the algorithm is not installed
     fields["method"] = name if section is None or isinstance(section, str) else {**_as_dict(section), "name": name}
     for key, given in models.items():
         model = _as_dict(fields.get("model"))
@@ -241,7 +242,8 @@ def _settle_config(
         if given is not None and not _is_model(given):
             path = given if isinstance(given, str) else _config_fields(given, key)
             fields["model"] = {**model, key: path}
-    return TRLConfig.from_dict(fields)
+            places = {**places, ("model", key): PYTHON}
+    return TRLConfig.from_dict(fields, places or None)
 
 
 def _named_method(config: Any, method: Any) -> str | None:
@@ -319,6 +321,13 @@ def _config_sections(config: Any) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     raise ConfigError(f"config should be a TRLConfig, a mapping of sections or a YAML file; given {describe(config)}")
+
+
+def _config_places(config: Any) -> Places:
+    """Return where the values of a configuration come from; nothing for a mapping."""
+    if isinstance(config, str | Path):
+        return {key: f"{config}:{line}" for key, line in read_yaml_lines(Path(config))[1].items()}
+    return config.places if isinstance(config, TRLConfig) else {}
 
 
 def _as_dict(section: Any) -> dict[str, Any]:

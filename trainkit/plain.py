@@ -1,7 +1,12 @@
-"""Plain data as YAML, which is read within bounds: no file takes more than about a second, whoever wrote it."""
+"""Plain data as YAML, which is read within bounds: no file takes more than about a second, whoever wrote it.
+
+``${NAME}`` in a value stands for an environment variable, ``${NAME:-text}`` for the variable or, if it is not set or
+empty, the text; ``$${`` stands for the characters ``${``.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import yaml
 
 from trainkit.errors import ConfigError, describe
+from trainkit.security import is_secret, names_secret
 
 BYTES = 128 * 1024
 """The largest document."""
@@ -18,6 +24,10 @@ DEPTH = 32
 """The most levels of nesting."""
 DIGITS = 100
 """The most characters of a number."""
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_]\w*)(:-(?P<default>[^{}]*))?\}|\$\{")
+
+Key = tuple[str, ...]
+"""The keys that lead to a value, those of lists as digits."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -25,6 +35,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file cannot be read, does not hold a mapping, or as `parse_yaml`.
+    """
+    return read_yaml_lines(path)[0]
+
+
+def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    """Read plain data as `read_yaml`, and the line of each key and item of it.
+
+    Raises:
+        ConfigError: as `read_yaml`.
     """
     try:
         with path.open("rb") as file:
@@ -37,10 +56,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    data = parse_yaml(text, str(path))
+    data, lines = _parse(text, str(path))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold a mapping of sections; it holds {describe(data)}")
-    return data
+    return data, lines
 
 
 def parse_yaml(text: str, source: str = "the text") -> Any:
@@ -51,12 +70,19 @@ def parse_yaml(text: str, source: str = "the text") -> Any:
         source: what it is, for error messages, which do not quote the text: it may contain secrets.
 
     Raises:
-        ConfigError: it is not valid YAML, or exceeds `BYTES`, `VALUES`, `DEPTH` or `DIGITS`.
+        ConfigError: it is not valid YAML, names an environment variable that is not set or not allowed there, or
+            exceeds `BYTES`, `VALUES`, `DEPTH` or `DIGITS`.
     """
+    return _parse(text, source)[0]
+
+
+def _parse(text: str, source: str) -> tuple[Any, dict[Key, int]]:
     try:
         if len(text) > BYTES:
             raise yaml.YAMLError(f"it is longer than {BYTES} characters")
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return (None, {}) if node is None else (loader.construct_document(node), _lines(node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
@@ -66,6 +92,19 @@ def parse_yaml(text: str, source: str = "the text") -> Any:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
         raise ConfigError(f"{source} is not valid YAML: a date, a character or a tagged value is impossible") from None
+
+
+def _lines(node: yaml.Node, key: Key = ()) -> dict[Key, int]:
+    """Return the line of each key and item below a node."""
+    found: dict[Key, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        children = [(str(name.value), name, value) for name, value in node.value]
+    else:
+        items = node.value if isinstance(node, yaml.SequenceNode) else []
+        children = [(str(index), value, value) for index, value in enumerate(items)]
+    for name, at, value in children:
+        found |= {(*key, name): at.start_mark.line + 1, **_lines(value, (*key, name))}
+    return found
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,6 +132,9 @@ class _Loader(yaml.SafeLoader):
             raise _refusal(f"it is nested in more than {DEPTH} levels", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        is_key = parent is not None and index is None
+        if isinstance(node, yaml.ScalarNode) and not (is_alias or is_key) and "${" in node.value:
+            self._expand(node, secret=isinstance(index, yaml.ScalarNode) and is_secret(index.value))
         if is_alias and id(node) not in self._repeats:
             raise _refusal("an alias refers to a value that contains it", mark)
         self._values += self._repeats[id(node)] if is_alias else 1
@@ -103,6 +145,30 @@ class _Loader(yaml.SafeLoader):
         if not is_alias:
             self._repeats[id(node)] = self._values - before
         return node
+
+    def _expand(self, node: yaml.ScalarNode, secret: bool) -> None:
+        """Replace the environment variables in a value; a plain one then gets the type of what stands there."""
+
+        def value(match: re.Match[str]) -> str:
+            if match[0] == "$${":
+                return "${"
+            if (name := match["name"]) is None:
+                raise _refusal("${ begins no variable; write ${NAME}, ${NAME:-text}, or $${ for ${", node.start_mark)
+            if names_secret(name) and not secret:
+                raise _refusal(
+                    f"${{{name}}} names a secret, and this setting would be shown and saved", node.start_mark
+                )
+            found = os.environ.get(name, "")
+            if not found and match["default"] is None and name not in os.environ:
+                raise _refusal(
+                    f"the environment variable {name} is not set; set it, or write ${{{name}:-a default}}",
+                    node.start_mark,
+                )
+            return found or match["default"] or ""
+
+        node.value = _VARIABLE.sub(value, node.value)
+        if node.style is None:
+            node.tag = self.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -139,6 +205,7 @@ for _side in (_Loader, _Dumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    text = text.replace("${", "$${")
     rare_breaks = any(mark in text for mark in "\x85\u2028\u2029")  # unless escaped, read back as plain line breaks
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare_breaks else None)
 

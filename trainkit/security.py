@@ -18,6 +18,11 @@ def is_secret(key: object) -> bool:
     return _SECRET.fullmatch(str(key).lower().replace("-", "_")) is not None
 
 
+def names_secret(variable: str) -> bool:
+    """Return whether an environment variable of this name holds a secret: ``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``."""
+    return re.search(r"token|secret|passw|credential|(api|access|private)_?key", variable.lower()) is not None
+
+
 class Secret(str):
     """Text whose ``repr`` is a mask, so that neither a mapping that holds it nor an error message shows it."""
 

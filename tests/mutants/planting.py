@@ -71,10 +71,14 @@ def _source_of(base: str) -> str:
     registers = f'@register_trainer("{base}")'
     for path in SOURCES:
         if registers in (text := path.read_text(encoding="utf-8")):
-            settings = path.with_name("config.py")
-            body = settings.read_text(encoding="utf-8").partition(FUTURE)[2] if settings.exists() else ""
-            return SETTINGS.sub(lambda _: body, text)
+            settings = _settings_beside(path)
+            return SETTINGS.sub(lambda _, found=settings: found, text)
     raise PlantingError(f"no plugin here registers {base!r}")
+
+
+def _settings_beside(path: Path) -> str:
+    settings = path.with_name("config.py")
+    return settings.read_text(encoding="utf-8").partition(FUTURE)[2] if settings.exists() else ""
 
 
 def _replaced(text: str, old: str, new: str, bug: Bug) -> str:

@@ -1,7 +1,8 @@
 """The command line, a thin layer over `trainkit.train`. Heavy modules are imported inside the commands that need them.
 
 Exit codes: 0 success; 1 an error that trainkit explains, printed without its traceback; 2 wrong usage of the command
-line itself; 130 interrupted, 143 ended by SIGTERM and 129 by SIGHUP, after saving if the run saves checkpoints.
+line, or a configuration that is not valid; 130 interrupted, 143 ended by SIGTERM and 129 by SIGHUP, after saving if the
+run saves checkpoints.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import configs, examples, models, plugins, training
-from trainkit.cli.console import TRACEBACK, ExplainedErrors
+from trainkit.cli.console import TRACEBACK, ExplainedErrors, WithOverrides
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
 app = typer.Typer(
     cls=ExplainedErrors,
     help="RLHF and post-training with algorithms as plugins.",
-    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage, 130 interrupted, 143 by SIGTERM, "
-    "129 by SIGHUP.",
+    epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage or configuration, 130 interrupted, "
+    "143 by SIGTERM, 129 by SIGHUP.",
     add_completion=False,
     pretty_exceptions_enable=False,
     **PLAIN,
@@ -46,10 +47,20 @@ def _root(
     pass
 
 
-app.command()(training.train)
+app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
-app.command("config")(configs.show_config)
+
+of_configs = typer.Typer(
+    cls=configs.ShowByDefault,
+    help="Show, check and compare configurations; `trainkit config ppo` is short for `trainkit config show ppo`.",
+    **PLAIN,
+)
+of_configs.command("show", cls=WithOverrides)(configs.show_config)
+of_configs.command("check", cls=WithOverrides, epilog="Exit code: 0 if it is valid, 2 if not.")(configs.check_config)
+of_configs.command("diff")(configs.diff_configs)
+of_configs.command("schema")(configs.print_schema)
+app.add_typer(of_configs, name="config")
 
 of_examples = typer.Typer(help="List and run the examples that come with trainkit.", **PLAIN)
 of_examples.command("list")(examples.list_examples)

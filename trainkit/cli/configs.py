@@ -1,38 +1,118 @@
-"""Configurations."""
+"""Showing, checking and comparing configurations."""
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from trainkit.cli.training import parse_overrides
+from trainkit.errors import printable
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig, TRLConfig
 
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, e.g. train.seed=2.")]
+
+
+class ShowByDefault(TyperGroup):
+    """A group in which the name of an algorithm or a file instead of a command means ``show``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, with ``show`` before them if they begin with no command."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
 
 def show_config(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="An algorithm's name, or that of another plugin.")],
+    source: Annotated[
+        str, typer.Argument(metavar="METHOD|FILE", help="An algorithm, another plugin, or a configuration file.")
+    ],
+    overrides: Overrides = None,
 ) -> None:
-    """Print an algorithm's defaults, or the entry of another plugin with its settings, as YAML with comments."""
-    from trainkit.config import default_config
-    from trainkit.plugins import get_hooks, is_registered
-    from trainkit.plugins.discovery import is_installed
-    from trainkit.plugins.registry import PARTS, available_parts, get_part
+    """Print an algorithm's defaults, the entry of another plugin, or a whole configuration, as YAML with comments.
 
-    name = method.lower()
-    if part := next((part for part in PARTS if name in available_parts(part)), None):
-        section, key = part.key.split(".")
-        head = [f"{section}:", f"  {key}:\n    name: {name}"]
-        typer.echo(entry_yaml(head, get_part(part, name).settings), nl=False)
+    Of a configuration file every value is printed, with where it comes from: the file and its line, the command line,
+    the method's own defaults, or the defaults.
+    """
+    if Path(source).suffix in (".yaml", ".yml") or Path(source).exists():
+        typer.echo(_read(source, overrides).placed_yaml(), nl=False)
         return
-    hooks = get_hooks(method) if is_installed(method.lower(), "") else None
-    if hooks is None or is_registered(method):
-        typer.echo(annotated_yaml(default_config(method)), nl=False)
-    else:
+    from trainkit.config import default_config
+    from trainkit.plugins import find_plugin, get_hooks, is_registered
+    from trainkit.plugins.discovery import is_installed
+    from trainkit.plugins.inspection import TRAINER
+    from trainkit.plugins.registry import PARTS, get_part
+
+    name = source.lower()
+    kinds = find_plugin(name).kind.split(", ") if is_installed(name, "") else []
+    part = next((part for part in PARTS if name in {*part.own, *part.classes} or part.kind in kinds), None)
+    hooks = None if part or TRAINER in kinds or is_registered(name) or not kinds else get_hooks(name)
+    if part:
+        section, key = part.key.split(".")
+        typer.echo(entry_yaml([f"{section}:", f"  {key}:\n    name: {name}"], get_part(part, name).settings), nl=False)
+    elif hooks:
         head = ["train:", f"  trackers:\n  - name: {name}"] if hooks.tracker else [f"plugins:\n- name: {name}"]
         typer.echo(entry_yaml(head, hooks.settings), nl=False)
+    else:
+        typer.echo(annotated_yaml(default_config(source).update(parse_overrides(overrides or []))), nl=False)
+
+
+def check_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration file.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Check a configuration without loading anything: all faults at once, each with its line and what is allowed."""
+    config = _read(str(file), overrides)
+    typer.echo(f"{printable(str(file))} is valid: {config.method.name}")
+
+
+def _read(source: str, overrides: list[str] | None = None) -> TRLConfig[Any]:
+    """Return the configuration in a file or of a run's directory, changed by overrides."""
+    from trainkit.config import read_config
+
+    path = Path(source)
+    return read_config(path / "config.yaml" if path.is_dir() else path, parse_overrides(overrides or []))
+
+
+def diff_configs(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="A configuration file, a run's directory, or an algorithm.")
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+) -> None:
+    """Print the settings in which two configurations differ; nothing if they do not."""
+    from trainkit.config import default_config, differences
+
+    sides = (_read(source) if Path(source).exists() else default_config(source) for source in (first, second))
+    one, other = (side.to_dict() for side in sides)
+    for key, a, b in differences(one, other):
+        typer.echo(printable(f"{key}: {_shown(a)} -> {_shown(b)}"))
+
+
+def _shown(value: Any) -> str:
+    return "(not set)" if value is ... else json.dumps(value, ensure_ascii=False)
+
+
+def print_schema(
+    method: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Only this algorithm.")] = None,
+) -> None:
+    """Print the JSON Schema of configurations, by which editors complete and check them.
+
+    Write it to a file, and name that in the first line of a configuration:
+    # yaml-language-server: $schema=trainkit.schema.json
+    """
+    from trainkit.config.schema import COMMENT, json_schema
+    from trainkit.plugins import available_trainers
+
+    typer.echo(json.dumps(json_schema([method] if method else available_trainers()), indent=2))
+    typer.echo(f"first line of a configuration: {COMMENT.format('FILE')}", err=True)
 
 
 def entry_yaml(head: list[str], settings: type[PluginConfig] | None) -> str:

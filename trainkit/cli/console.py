@@ -6,9 +6,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from trainkit.errors import TrainkitError, printable
+from trainkit.errors import ConfigError, TrainkitError, printable
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
 
@@ -31,7 +31,7 @@ class ExplainedErrors(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; errors end it with exit code 1."""
+        """Run the command; errors end it with exit code 1, those of a configuration with 2, as wrong usage does."""
         try:
             return super().invoke(ctx)
         except TrainkitError as error:
@@ -39,7 +39,37 @@ class ExplainedErrors(TyperGroup):
                 raise
             if not error.elsewhere:
                 typer.echo(message(error), err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+class WithOverrides(TyperCommand):
+    """A command with overrides of a configuration. Options that other frameworks have are said to be overrides."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            typer.BadParameter: an option is unknown, or another usage error; names the override to write instead.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if option := getattr(error, "option_name", ""):
+                error.message += _as_override(option, given)  # type: ignore[attr-defined]
+            raise
+
+
+def _as_override(option: str, given: list[str]) -> str:
+    """Return what to write instead of an option that the command does not have."""
+    from trainkit.config import dotted
+
+    if not (meant := dotted(option)):
+        return ""
+    at = next((index for index, argument in enumerate(given) if argument.partition("=")[0] == option), len(given))
+    value = given[at].partition("=")[2] if at < len(given) else ""
+    value = value or next(iter(given[at + 1 : at + 2]), "") or "VALUE"
+    return f". Settings are given as key=value: {' or '.join(f'{key}={value}' for key in meant)}"
 
 
 def message(error: TrainkitError) -> str:

@@ -58,13 +58,13 @@ def train(
     configuration. The options for data and reward override what the task returns.
     """
     from trainkit.api import train as run
-    from trainkit.config import TRLConfig
+    from trainkit.config import read_config
     from trainkit.plugins import disabled, discover
     from trainkit.plugins.discovery import unknown_disabled
     from trainkit.plugins.hooks import name_of
 
     with disabled(no_plugin or [], NO_PLUGIN):
-        settled: TRLConfig[Any] = TRLConfig.load_yaml(config).update(parse_overrides(overrides or []))
+        settled = read_config(config, parse_overrides(overrides or []))
         for by, message in unknown_disabled(map(name_of, [*settled.plugins, *settled.train.trackers])):
             if by == NO_PLUGIN:
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")

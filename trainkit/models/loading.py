@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from trainkit.config import ModelConfig, TRLConfig
-from trainkit.errors import ConfigError, DataError, describe, suggest
+from trainkit.config import ModelConfig, TRLConfig, absent
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
     HEADS,
@@ -443,22 +442,10 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
-    if isinstance(path, str) and (missing := _missing(Path(path))):
+    if isinstance(path, str) and (missing := absent(Path(path))):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
     advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
     return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {advice}"
-
-
-def _missing(path: Path) -> str:
-    """Return which directory is not there, if ``path`` can only be a local one, as hub ids have one slash at most."""
-    local = path.is_absolute() or path.parts[:1] in (("..",), ("~",)) or len(path.parts) > 2
-    if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):
-        return ""
-    first = next(part for part in [*reversed(path.parents), path] if not os.path.exists(part))
-    around: list[str] = []
-    with suppress(OSError):  # it is no directory, or cannot be read
-        around = [str(other) for other in first.parent.iterdir()]
-    return f"there is no {str(first)!r}{suggest(str(first), around) or '.'}"
 
 
 def _code_advice(error: Exception) -> str:

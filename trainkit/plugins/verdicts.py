@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+from trainkit.plugins.cache import read_cache, write_cache
 from trainkit.plugins.discovery import BROKEN, OK, PluginInfo
 from trainkit.plugins.inspection import files_of
 
 
 def remember(plugins: Iterable[PluginInfo]) -> None:
     """Keep which of the probed plugins are broken, and why; nothing, if the cache cannot be written."""
-    found = {key: plugin.why for plugin in plugins if plugin.state in (OK, BROKEN) and (key := _key(plugin))}
-    with suppress(OSError):
-        _place().parent.mkdir(parents=True, exist_ok=True)
-        building = _place().with_suffix(f".{os.getpid()}")
-        building.write_text(json.dumps(found), encoding="utf-8")
-        building.replace(_place())
+    write_cache("plugins", {_key(plugin): plugin.why for plugin in plugins if plugin.state in (OK, BROKEN)})
 
 
 def recalled(plugins: Iterable[PluginInfo]) -> list[PluginInfo]:
     """Return the plugins, in the state ``broken`` if the last test import has failed and nothing has changed since."""
-    try:
-        known = json.loads(_place().read_text(encoding="utf-8"))
-        faults = {key: str(why) for key, why in known.items() if why}
-    except (OSError, ValueError, AttributeError):
-        faults = {}
+    faults = {key: str(why) for key, why in read_cache("plugins").items() if why}
     return [
         replace(plugin, state=BROKEN, why=faults[key])
         if faults and plugin.state == OK and (key := _key(plugin)) in faults
         else plugin
         for plugin in plugins
     ]
-
-
-def _place() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainkit" / "plugins.json"
 
 
 def _key(plugin: PluginInfo) -> str:

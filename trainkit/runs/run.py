@@ -267,7 +267,7 @@ def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
 def _tidy(trainer: Trainer, run_dir: Path) -> None:
     """Write the configuration unless the run is finished, and remove the temporary files of killed processes."""
     if not finished(trainer):
-        trainer.config.save_yaml(run_dir / "config.yaml")
+        trainer.config.save_yaml(run_dir / "config.yaml", places=True)
     for root in (run_dir, run_dir / "checkpoints"):
         checkpoint.remove_leftovers(root)
 

@@ -1,0 +1,168 @@
+"""The arguments of optimizers, schedules and adapters, read from the sources of the installed libraries.
+
+Nothing of these libraries is imported, which takes seconds. What was read is kept by the library's version.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
+from trainkit.errors import suggest
+from trainkit.plugins.cache import read_cache, write_cache
+
+Arguments = dict[str, list[str]]
+"""The names of arguments, by what takes them."""
+
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+"""The classes in `torch.optim`, in modules of the same names in small letters."""
+SCHEDULES = {
+    "linear": "get_linear_schedule_with_warmup",
+    "cosine": "get_cosine_schedule_with_warmup",
+    "polynomial": "get_polynomial_decay_schedule_with_warmup",
+    "inverse_sqrt": "get_inverse_sqrt_schedule",
+    "cosine_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup",
+}
+"""The functions in `transformers.optimization`; ``constant`` takes no arguments."""
+OWN = {"self", "params", "lr", "weight_decay", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+"""Arguments that other settings have, or that the trainer gives."""
+
+
+def check_optimizer(name: str, given: Mapping[str, Any]) -> None:
+    """Check the names of further arguments of an optimizer.
+
+    Raises:
+        ValidationError: it does not take one of them.
+    """
+    _check(given, _read("torch", _optimizers).get(name), f"argument of torch.optim.{OPTIMIZERS[name]}")
+
+
+def check_schedule(name: str, given: Mapping[str, Any]) -> None:
+    """Check the names of further arguments of a schedule.
+
+    Raises:
+        ValidationError: it does not take one of them.
+    """
+    known = [] if name == "constant" else _read("transformers", _schedules).get(name)
+    _check(given, known, f"argument of the schedule {name!r}")
+
+
+def check_adapter(given: Mapping[str, Any]) -> None:
+    """Check the type of an adapter, and the names of its fields.
+
+    Raises:
+        ValidationError: peft has no such type, or the type no such field.
+    """
+    types, kind = _read("peft", _adapters), str(given.get("peft_type", "LORA"))
+    if not types:
+        return
+    if kind.upper() not in types:
+        reason = f"unknown type of adapter{suggest(kind.upper(), types)}; known: {', '.join(sorted(types))}"
+        raise _refused([("peft_type", kind, reason)])
+    _check(given, types[kind.upper()], f"field of peft's {kind.upper()}")
+
+
+def _check(given: Mapping[str, Any], known: list[str] | None, what: str) -> None:
+    if known is None:  # its source cannot be read; making it will tell
+        return
+    listed = f"known: {', '.join(known)}" if known else "there are none; remove it"
+    faults = [(name, given[name], f"no {what}{suggest(name, known)}; {listed}") for name in given if name not in known]
+    if faults:
+        raise _refused(faults)
+
+
+def _refused(faults: list[tuple[str, Any, str]]) -> ValidationError:
+    details = [
+        InitErrorDetails(type=PydanticCustomError("argument", "{reason}", {"reason": reason}), loc=(name,), input=value)
+        for name, value, reason in faults
+    ]
+    return ValidationError.from_exception_data("arguments", details)
+
+
+@cache
+def _read(package: str, reader: Callable[[Path], Arguments]) -> Arguments:
+    """Return what ``reader`` finds in the folder of the package; nothing if there is no source that can be read."""
+    try:
+        spec, key = find_spec(package), f"{package} {version(package)}"
+    except (ValueError, PackageNotFoundError):
+        return {}
+    if spec is None or not spec.origin:
+        return {}
+    key = f"{key} {spec.origin}"
+    known = read_cache("arguments")
+    if key not in known:
+        try:
+            known[key] = reader(Path(spec.origin).parent)
+        except (OSError, SyntaxError, ValueError, StopIteration):
+            return {}
+        write_cache("arguments", known)
+    return dict(known[key])
+
+
+def _optimizers(folder: Path) -> Arguments:
+    found = {}
+    for name, made in OPTIMIZERS.items():
+        classes = {
+            node.name: node for node in _parsed(folder / "optim" / f"{name}.py") if isinstance(node, ast.ClassDef)
+        }
+        found[name] = _parameters(
+            next(node for node in classes[made].body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        )
+    return found
+
+
+def _schedules(folder: Path) -> Arguments:
+    functions = {node.name: node for node in _parsed(folder / "optimization.py") if isinstance(node, ast.FunctionDef)}
+    return {name: _parameters(functions[made]) for name, made in SCHEDULES.items() if made in functions}
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return [name for name in names if name not in OWN]
+
+
+def _adapters(folder: Path) -> Arguments:
+    """Return the fields of each type's dataclass, those of its base classes included."""
+    homes: dict[str, Path] = {}
+    for file in (folder / "config.py", *sorted(folder.glob("tuners/*/config.py"))):
+        for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE):
+            homes.setdefault(name, file)
+
+    def fields(name: str) -> Iterator[str]:
+        for node in _parsed(homes[name]) if name in homes else ():
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                for base in node.bases:
+                    yield from fields(base.id if isinstance(base, ast.Name) else "")
+                for each in node.body:
+                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                        yield each.target.id
+
+    return {
+        kind: list(dict.fromkeys(fields(made)))
+        for file in sorted(folder.glob("tuners/*/__init__.py"))
+        for kind, made in _registered(file)
+    }
+
+
+def _registered(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the type and the dataclass of each method that a module registers."""
+    for node in (each for statement in _parsed(file) for each in ast.walk(statement)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "register_peft_method":
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            name, made = given.get("name"), given.get("config_cls")
+            if isinstance(name, ast.Constant) and isinstance(made, ast.Name):
+                yield str(name.value).upper(), made.id
+
+
+@cache
+def _parsed(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body

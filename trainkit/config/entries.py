@@ -1,0 +1,114 @@
+"""Entries of the configuration that name a plugin, with or without its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, SerializeAsAny
+from pydantic_core import PydanticCustomError
+
+from trainkit.config.base import Plain, PluginConfig
+from trainkit.errors import RegistryError, suggest
+from trainkit.plugins import get_hooks
+from trainkit.plugins.discovery import ACCELERATE_TRACKERS, of_kind, why_disabled
+from trainkit.plugins.hooks import name_of
+from trainkit.plugins.inspection import TRACKER
+from trainkit.plugins.registry import ENGINES, SHARDINGS, Part, get_part, is_known
+
+MOST = 32
+"""How many plugins a run may name; finding one takes milliseconds."""
+
+
+class _Unread(PluginConfig):
+    """Settings of a disabled plugin, which are kept as they were given."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _of_hooks(value: Any) -> str | PluginConfig:
+    return _entry(value, tracker=False)
+
+
+def _of_tracker(value: Any) -> str | PluginConfig:
+    return _entry(value, tracker=True)
+
+
+def _of_part(part: Part, value: Any) -> str | PluginConfig:
+    """Return the name of an engine or a sharding, or its validated settings if it has settings."""
+    given, name = given_entry(value, f"the name of a {part.label}")
+    try:
+        settings = None if name.lower() in part.own else get_part(part, name).settings
+    except RegistryError as error:
+        raise _refused(str(error)) from error
+    if settings is None:
+        if given:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        return name.lower()
+    return settings.model_validate({**given, "name": name.lower()})
+
+
+HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_hooks)]
+"""A plugin with hooks: its name, or its settings if it has settings."""
+TrackerEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_tracker)]
+"""A tracker: its name, or its settings if it is a plugin with settings."""
+EngineEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, ENGINES))]
+"""A generation engine: its name, or its settings if it has settings."""
+ShardingEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, SHARDINGS))]
+"""A way to divide the model: its name, or its settings if it has settings."""
+
+
+def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
+    """Return the name of a plugin, or its validated settings if it has settings."""
+    given, name = given_entry(value)
+    if why_disabled(name):  # a run does without it
+        return _Unread(name=name, **given) if given else name
+    if tracker and not (name in ACCELERATE_TRACKERS or is_known(name)):
+        known = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
+        raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}")
+    if tracker and name in ACCELERATE_TRACKERS:
+        if given:
+            raise _refused("a tracker of accelerate has no settings; give its name alone")
+        return name
+    try:
+        hooks = get_hooks(name)
+    except RegistryError as error:
+        raise _refused(str(error)) from error
+    if tracker != (hooks is not None and hooks.tracker):
+        is_one, place = ("no", "plugins") if tracker else ("a", "train.trackers")
+        raise _refused(f"{name!r} is {is_one} tracker; name it in {place}")
+    if hooks is None or hooks.settings is None:
+        if given:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        return name
+    return hooks.settings.model_validate({**given, "name": name.lower()})
+
+
+def given_entry(value: Any, what: str = "a plugin's name") -> tuple[Plain, str]:
+    """Return the settings that an entry gives, without the name, and the name."""
+    if isinstance(value, PluginConfig):
+        value = value.model_dump()
+    fields = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise _refused(f"should be {what}, or a mapping with its 'name' and settings")
+    return fields, name
+
+
+def _refused(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("plugin", "{reason}", {"reason": reason})
+
+
+def named_once(entries: list[str | PluginConfig]) -> list[str | PluginConfig]:
+    """Return the entries without repetitions.
+
+    Raises:
+        ValueError: a plugin is named twice with different settings.
+    """
+    found: dict[str, str | PluginConfig] = {}
+    for entry in entries:
+        name = name_of(entry)
+        if found.setdefault(name, entry) != entry and not isinstance(entry, str):
+            raise ValueError(f"{name!r} is named twice with different settings; name it once")
+    return list(found.values())

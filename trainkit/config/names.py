@@ -1,0 +1,48 @@
+"""The names of settings as people write them: in another section, in another framework, as options."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+
+from trainkit.errors import suggest
+
+
+def near_keys(name: str, section: tuple[str, ...] = ()) -> str:
+    """Return ``"; did you mean optimizer.lr?"`` for a setting that has another place or name; empty if there is none.
+
+    Args:
+        name: what was given, such as ``learning_rate``, ``lr`` or ``--learning-rate``.
+        section: the section that it was given in, which does not have it.
+    """
+    if found := dotted(name, section):
+        return f"; did you mean {' or '.join(found)}?"
+    return suggest(name.lstrip("-").replace("-", "_"), sorted(settings())) if not section else ""
+
+
+def dotted(name: str, section: tuple[str, ...] = ()) -> list[str]:
+    """Return the dotted paths of the settings that ``name`` may mean, best first."""
+    plain = name.lstrip("-").replace("-", "_")
+    if plain in {path for paths in settings().values() for path in paths}:
+        return [plain]
+    homes = [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
+    peer = _peers().get(plain)
+    return homes or ([peer] if peer else [])
+
+
+@cache
+def settings() -> dict[str, list[str]]:
+    """Return the dotted paths of trainkit's own settings, by their last names."""
+    from trainkit.config.tree import TRLConfig
+
+    found: dict[str, list[str]] = {}
+    for section, about in TRLConfig.model_fields.items():
+        for name in getattr(about.annotation, "model_fields", {}):
+            found.setdefault(name, []).append(f"{section}.{name}")
+    return found
+
+
+@cache
+def _peers() -> dict[str, str]:
+    return tomllib.loads((files("trainkit.config") / "peers.toml").read_text(encoding="utf-8"))

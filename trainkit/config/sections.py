@@ -1,0 +1,342 @@
+"""The sections of the configuration, except for the algorithm's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+
+from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule
+from trainkit.config.base import Plain, SamplingConfig, Section
+from trainkit.config.entries import MOST, EngineEntry, ShardingEntry, TrackerEntry, named_once
+from trainkit.security import HUB_TOKENS, MASK
+
+
+def _one_token(kwargs: Plain) -> Plain:
+    """Return arguments of `from_pretrained` with the token of the hub under its present name, ``token``.
+
+    A tokenizer would take ``hf_token`` for one of its special tokens, and save it.
+    """
+    found = {name: kwargs[name] for name in HUB_TOKENS if name in kwargs}
+    given = {name: token for name, token in found.items() if token != MASK} or found
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given, which are one setting; give token alone")
+    rest = {name: value for name, value in kwargs.items() if name not in found}
+    for token in given.values():
+        if not all("!" <= character <= "~" for character in str(token)):
+            raise ValueError("the token has a space, a line break or another character that no token has; copy it")
+        rest["token"] = token
+    return rest
+
+
+Kwargs = Annotated[Plain, AfterValidator(_one_token)]
+"""Arguments of `from_pretrained`."""
+
+
+class ModelConfig(Section):
+    """Which model is trained, its dtype, and which part of it is trained."""
+
+    model_path: str | Plain | None = None
+    """A hub id, a local directory, or the fields of a model config with its `model_type` (random weights). None: a
+    live model is passed to `train`."""
+    reference_path: str | Plain | None = None
+    """The model that an algorithm with a reference compares with: a hub id, a local directory, or the fields of a model
+    config (random weights), with the vocabulary of the trained model. None: the trained model as it is before the first
+    update."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The type of the weights. For mixed precision keep float32 here and set `train.mixed_precision`."""
+    num_layers_unfrozen: int = Field(-1, ge=-1)
+    """Train only this many of the top layers, and what follows them. The embeddings and the layers below are frozen,
+    run once per sequence, and shared with the reference. Of an encoder-decoder, the layers of the decoder are counted;
+    the encoder is frozen. -1: train everything."""
+    peft_config: Plain | None = None
+    """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA by default), or a
+    peft config object. Unless `reference_path` is set, the reference is the model without the adapter."""
+    disable_dropout: bool = True
+    """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
+    never has dropout."""
+    kwargs: Kwargs = {}
+    """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _no_second_place(cls, value: Plain) -> Plain:
+        if "dtype" in value:
+            raise ValueError("dtype has a field of its own in this section; set model.dtype")
+        return value
+
+    @field_validator("peft_config", mode="before")
+    @classmethod
+    def _peft_fields(cls, value: Any) -> Any:
+        return _peft_fields(value) if hasattr(value, "peft_type") and hasattr(value, "to_dict") else value
+
+    @field_validator("peft_config")
+    @classmethod
+    def _known_adapter(cls, value: Plain | None) -> Plain | None:
+        if value is not None:
+            check_adapter(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_of_freezing(self) -> Self:
+        if self.peft_config is not None and self.num_layers_unfrozen >= 0:
+            raise ValueError(
+                "peft_config freezes the whole model below its adapter, and num_layers_unfrozen asks for trained "
+                "layers; give one of the two (peft's layers_to_transform puts adapters on some layers only)"
+            )
+        return self
+
+    @field_validator("model_path", "reference_path", mode="before")
+    @classmethod
+    def _path_or_fields(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, str | Mapping):
+            raise ValueError("should be a hub id or directory, the fields of a model config, or None")
+        return value
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer is used."""
+
+    tokenizer_path: str | None = None
+    """A hub id or local directory. None: the model's own, or the tokenizer object passed to `train`."""
+    kwargs: Kwargs = {}
+    """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
+
+
+class DataConfig(Section):
+    """How datasets are read."""
+
+    ignore_columns: list[str] = []
+    """Columns that are removed from all rows, as if the dataset did not have them. Reward functions, metric functions
+    and environments do not get them either."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer, from `torch.optim`."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """The optimizer."""
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay."""
+    kwargs: Plain = {}
+    """Further arguments of the optimizer, e.g. `betas`, `eps`, `momentum`."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _taken_arguments(cls, value: Plain, info: ValidationInfo) -> Plain:
+        if taken := {"lr", "weight_decay"} & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))} has a field of its own in this section; set it there")
+        if name := info.data.get("name"):
+            check_optimizer(name, value)
+        return value
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule, from `transformers.get_scheduler`."""
+
+    name: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "cosine_with_min_lr"] = "constant"
+    """The schedule after warm-up; it ends at the last step of the run."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    kwargs: Plain = {}
+    """Further arguments of the schedule, e.g. `min_lr_rate`."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _taken_arguments(cls, value: Plain, info: ValidationInfo) -> Plain:
+        if name := info.data.get("name"):
+            check_schedule(name, value)
+        return value
+
+
+class RolloutConfig(SamplingConfig):
+    """How experience is collected."""
+
+    num_rollouts: int = Field(128, ge=1)
+    """Responses per collection, over all processes. Offline algorithms collect their whole dataset."""
+    batch_size: int = Field(128, ge=1)
+    """Rows that are sampled, scored and passed through the models at a time, per process."""
+    engine: EngineEntry = "local"
+    """What generates: `local`, which is trainkit's sampler on the trained model; `ray`; `vllm`; or another engine
+    plugin. A name, or a mapping with the name and the engine's settings, e.g. `{name: ray, actors: 2}`."""
+    staleness: int = Field(0, ge=0)
+    """Collections by which the weights that sample are older than those that are trained. 0: every collection is
+    sampled with the newest weights. With 1 or more, an engine that has its own copy of the weights samples while the
+    policy is trained; the result does not depend on the engine."""
+    correction: Literal["auto", "none", "sampler", "decoupled", "masked"] = "auto"
+    """How the loss corrects for rollouts that were sampled with other weights, or by another engine: not at all; by the
+    ratio to the sampler's probabilities; by truncated importance weights beside the ratio to the newest weights; or by
+    weights that are 0 beyond `correction_cap`. `auto`: `none` with `staleness` 0 and trainkit's own sampler, otherwise
+    `decoupled` if the algorithm supports it."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether importance weights are those of tokens or of whole responses."""
+    correction_cap: float = Field(2.0, gt=1)
+    """Largest importance weight; with `masked`, its reciprocal is the smallest."""
+    overlong_prompts: Literal["error", "truncate", "drop"] = "error"
+    """What to do with prompts that leave no room for `max_new_tokens`: raise an error, keep their end, or drop them."""
+    skip_special_tokens: bool = True
+    """Remove special tokens from the text that is passed to reward and metric functions."""
+    max_refills: int = Field(10, ge=0)
+    """With an algorithm that chooses what it trains on (`keep`): how often further prompts are sampled to fill a
+    collection. If it is not full then, training goes on with what was kept."""
+    max_turns: int = Field(8, ge=1)
+    """With an environment: outputs per episode; one that has not ended by then is truncated."""
+    max_episode_tokens: int | None = Field(None, ge=2)
+    """With an environment: maximum length of an episode in tokens, prompt, outputs and observations together; longer
+    ones are truncated. None: the model's context, or `train.seq_length`."""
+    eval_kwargs: Plain = {}
+    """Sampling settings that differ in evaluation, the algorithm's own included. One of them may be a list: an
+    evaluation is run for each of its values, e.g. `{temperature: [0, 1]}`."""
+
+    @field_validator("eval_kwargs")
+    @classmethod
+    def _sampling_settings(cls, value: Plain, info: ValidationInfo) -> Plain:
+        swept = _swept(value)
+        if len(swept) > 1:
+            raise ValueError(f"one setting may be a list of values to sweep; given: {', '.join(swept)}")
+        sampling: type[SamplingConfig] | None = (info.context or {}).get("sampling")
+        for _, settings in sweep(value):
+            known = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
+            (sampling or SamplingConfig).model_validate(known)  # `TRLConfig` checks those of the method
+        if swept and not value[swept[0]]:
+            raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
+        return value
+
+
+def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
+    """Return (suffix, settings) of each evaluation: one, or one per value of the setting that is a list (S-33)."""
+    for name in _swept(eval_kwargs):
+        return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in eval_kwargs[name]]
+    return [("", eval_kwargs)]
+
+
+def _swept(settings: Plain) -> list[str]:
+    return [name for name, value in settings.items() if isinstance(value, list) and name != "stop_sequences"]
+
+
+class EnvironmentConfig(Section):
+    """How the methods of environments are called; only with an environment."""
+
+    workers: int = Field(8, ge=1)
+    """Episodes whose environments run at the same time, per process."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds that one call of an environment may take."""
+    on_error: Literal["raise", "fail_episode"] = "raise"
+    """What to do if `step` raises, takes too long or returns something invalid: end the run, or end the episode."""
+    fail_reward: float = Field(0.0, allow_inf_nan=False)
+    """Reward of the turn in which an episode failed, with `on_error: fail_episode`."""
+
+    @model_validator(mode="after")
+    def _fail_reward_has_an_effect(self) -> Self:
+        if self.on_error == "raise" and self.fail_reward:
+            raise ValueError("fail_reward has an effect only if on_error is 'fail_episode'; set on_error, or remove it")
+        return self
+
+
+class RewardFunctionConfig(Section):
+    """How the reward function is called, and what its scores may be; only with a reward function."""
+
+    timeout: float | None = Field(600.0, gt=0)
+    """Seconds that one call may take. The function is then called in a thread of its own. None: no limit, and it is
+    called in the thread that needs the scores, which is the main thread unless responses are sampled ahead."""
+    retries: int = Field(0, ge=0)
+    """How often a call is repeated that raised an exception of `retry_on`, after waits that grow from one second to one
+    minute. 0: never."""
+    retry_on: list[Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]] = ["ConnectionError", "TimeoutError"]
+    """Exceptions after which a call is repeated: names of their classes or of base classes, with or without the module,
+    e.g. `ConnectionError` or `requests.exceptions.HTTPError`. A call that exceeds `timeout` is not repeated."""
+    on_nonfinite: Literal["error", "drop_row", "clip"] = "error"
+    """What to do with scores that are NaN, infinite or out of the range of float32: end the run; do not train on the
+    response, nor on the others to its prompt if these are compared; or set infinite ones to the largest and smallest
+    finite score of the collection, while NaN still ends the run."""
+
+    @model_validator(mode="after")
+    def _retries_have_an_effect(self) -> Self:
+        default = type(self).model_fields["retry_on"].default
+        if not self.retries and self.retry_on != default:
+            raise ValueError("retry_on has an effect only if retries is at least 1; set retries, or remove it")
+        if self.retries and not self.retry_on:
+            raise ValueError("retries has an effect only if retry_on names an exception; name one, or set retries to 0")
+        return self
+
+
+class TrainConfig(Section):
+    """The training loop: its length, batch sizes, evaluation, checkpoints and logging."""
+
+    seed: int = Field(1, ge=0)
+    """Seed of everything random: weights, data order, sampling, dropout."""
+    total_steps: int | None = Field(None, ge=0)
+    """Optimizer steps after which the run ends; if `epochs` is set too, whichever is reached first ends it."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the prompts or samples. None: as many as `total_steps` needs, or one if that is not set either."""
+    batch_size: int = Field(32, ge=1)
+    """Rows per optimizer step, over all processes."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
+    rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
+    tokens on an accelerator."""
+    seq_length: int | None = Field(None, ge=2)
+    """Maximum length of prompt and response together, in tokens; of an encoder-decoder, of each of the two, the
+    decoder's start token included. None: the model's context length."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum global norm to which gradients are clipped at every step. None: no clipping."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast of the forward pass, by accelerate."""
+    sharding: ShardingEntry = "none"
+    """How the model, its gradients and the optimizer's state are divided among processes. `none`: each has all of them.
+    `fsdp2`: each has a part of every tensor, and blocks are gathered when they run. Or the name of a plugin, such as
+    `zero2` or `zero3`, or a mapping with the name and its settings."""
+    timeout: float = Field(1800.0, gt=0)
+    """Seconds that processes wait for each other. A run of several processes in which one makes no progress for this
+    long ends with an error, and each process writes the stacks of its threads."""
+    eval_interval: int = Field(100, ge=0)
+    """Steps between evaluations; there is one before the first step and one after the last, too. 0: none at all."""
+    save_interval: int = Field(1000, ge=0)
+    """Steps between checkpoints; there is one at the end, too. 0: none at all."""
+    save_async: bool = False
+    """Write checkpoints in a thread while the training goes on, from a copy of weights, optimizer and collection in the
+    memory of the CPU. The last checkpoint is complete when the run ends."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """Whether the run ends if a checkpoint cannot be written, or goes on and tries again at the next interval. It ends
+    in any case if it was asked to save by a signal and to end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest checkpoints are kept on disk."""
+    save_best: bool = False
+    """Export the model to `best/` whenever the evaluation's mean reward is the highest so far."""
+    run_dir: str | None = None
+    """Directory of the run. None: `runs/<method>-<date>-<time>`."""
+    resume: str | None = None
+    """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
+    from that checkpoint."""
+    trackers: Annotated[list[TrackerEntry], Field(max_length=MOST), AfterValidator(named_once)] = ["tensorboard"]
+    """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, another accelerate tracker, or
+    a plugin that is a tracker, by its name or by a mapping with its `name` and settings."""
+
+    health: Literal["warn", "stop", "off"] = "warn"
+    """What to do when the metrics show that training goes wrong: log it once, with what to do about it; also end the
+    run after the step, as at a regular end; or nothing."""
+
+    @field_validator("mixed_precision", "health", mode="before")
+    @classmethod
+    def _yaml_no(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML 1.1 reads an unquoted no or off as false
+        return {"mixed_precision": "no", "health": "off"}[str(info.field_name)] if value is False else value
+
+    @model_validator(mode="after")
+    def _resumable(self) -> Self:
+        if self.resume == "auto" and self.run_dir is None:
+            raise ValueError("resume 'auto' looks into run_dir, which is not set; set train.run_dir")
+        return self
+
+
+def _peft_fields(config: Any) -> Plain:
+    """Return the fields of a peft config object that differ from its class's defaults, as plain data."""
+    default = type(config)().to_dict()
+    changed = {key: value for key, value in config.to_dict().items() if value != default.get(key)}
+    plain: Plain = {"peft_type": str(getattr(config.peft_type, "value", config.peft_type))}
+    for key, value in changed.items():
+        plain[key] = sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", value)
+    return plain

@@ -1,0 +1,59 @@
+"""A configuration from a file with changes of the command line, checked as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.faults import Fault
+from trainkit.config.places import COMMAND_LINE, leaves, value_at
+from trainkit.config.tree import TRLConfig, merged, nest
+from trainkit.errors import describe, suggest
+from trainkit.plain import Key, read_yaml_lines
+
+PATHS: tuple[Key, ...] = (("model", "model_path"), ("model", "reference_path"), ("tokenizer", "tokenizer_path"))
+"""Settings that are a directory or a hub id."""
+
+
+def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConfig[Any]:
+    """Read a configuration from a YAML file, and change it by dotted path, as `TRLConfig.update` does.
+
+    File and changes are validated together, and directories that are not there are faults.
+
+    Raises:
+        ConfigError: the file cannot be read, or the configuration is invalid; lists every fault with its key and place.
+    """
+    data, lines = read_yaml_lines(path)
+    places: dict[Key, str] = {key: f"{path}:{line}" for key, line in lines.items()}
+    for setting, value in (changes or {}).items():
+        change = nest(setting, value)
+        data = merged(data, change)
+        places = {key: place for key, place in places.items() if value_at(data, key) is not ...}
+        places |= dict.fromkeys(leaves(change), COMMAND_LINE)
+    return TRLConfig.from_dict(data, places, faults=absent_paths(data))
+
+
+def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault for each setting that can only be a local directory, which is not there."""
+    for key in PATHS:
+        value = value_at(data, key)
+        if isinstance(value, str) and (told := absent(Path(value))):
+            yield Fault(key, f"{told} Give a directory that is there, or a hub id (given {describe(value)})")
+    resume = value_at(data, ("train", "resume"))
+    if isinstance(resume, str) and resume != "auto" and not os.path.exists(resume):
+        yield Fault(("train", "resume"), f"there is no {resume!r}; give a checkpoint's directory, or auto")
+
+
+def absent(path: Path) -> str:
+    """Return which directory is not there, if ``path`` can only be a local one, as hub ids have one slash at most."""
+    local = path.is_absolute() or path.parts[:1] in (("..",), ("~",)) or len(path.parts) > 2
+    if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):
+        return ""
+    first = next(part for part in [*reversed(path.parents), path] if not os.path.exists(part))
+    around: list[str] = []
+    with suppress(OSError):  # it is no directory, or cannot be read
+        around = [str(other) for other in first.parent.iterdir()]
+    return f"there is no {str(first)!r}{suggest(str(first), around) or '.'}"
