@@ -116,12 +116,16 @@ def _absent(tree: ast.Module) -> str:
 
 @lru_cache(maxsize=256)
 def _tree(source: str) -> ast.Module:
-    return ast.parse(source)
+    tree = ast.parse(source)
+    tree.marked = any(mark in source for mark in _MARKS)  # type: ignore[attr-defined]
+    return tree
 
 
 @lru_cache(maxsize=256)
 def _shown(tree: ast.Module, name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the kinds that the tree shows of the plugin called ``name``, and those of its registered classes."""
+    if not tree.marked:  # type: ignore[attr-defined]  # walking through a tree takes ten times as long
+        return frozenset(), frozenset()
     marks = _marks(tree)
     return frozenset(_kinds(tree, name, marks)), frozenset(_registered(tree, name, marks))
 
