@@ -96,7 +96,7 @@ def _read(package: str, reader: Callable[[Path], Arguments]) -> Arguments:
         return {}
     if spec is None or not spec.origin:
         return {}
-    key = f"{key} {spec.origin}"
+    key = f"{key} {spec.origin} {Path(__file__).stat().st_mtime_ns}"  # also read anew by another version of this module
     known = read_cache("arguments")
     if key not in known:
         try:
@@ -133,7 +133,7 @@ def _parameters(function: ast.FunctionDef) -> list[str]:
 def _adapters(folder: Path) -> Arguments:
     """Return the fields of each type's dataclass, those of its base classes included."""
     homes: dict[str, Path] = {}
-    for file in (folder / "config.py", *sorted(folder.glob("tuners/*/config.py"))):
+    for file in (folder / "config.py", *sorted(folder.glob("tuners/*.py")), *sorted(folder.glob("tuners/*/config.py"))):
         for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE):
             homes.setdefault(name, file)
 

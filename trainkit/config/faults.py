@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from trainkit.config.entries import given_entry
-from trainkit.config.names import near_keys
+from trainkit.config.names import dotted
 from trainkit.config.places import PYTHON, Places, nearest_place, place_of
 from trainkit.errors import describe, suggest
 from trainkit.plain import Key
@@ -56,7 +56,7 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
         message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if each["type"] == "extra_forbidden":
             known = _fields_at(loc[:-1], data)
-            near = suggest(str(loc[-1]), known) or near_keys(str(loc[-1]), tuple(map(str, loc[:-1])))
+            near = _near(tuple(map(str, loc)), known, data)
             message = f"unknown field{near} (given {given}; known: {', '.join(known)})"
         elif each["type"] == "missing":
             message = "required, not given"
@@ -67,6 +67,14 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
             message = f"{message} (given {given})"
         found.append(Fault(tuple(map(str, loc)), message, ".".join(_parts(loc, data))))
     return found
+
+
+def _near(key: Key, known: list[str], data: Mapping[str, Any]) -> str:
+    """Return what an unknown field may have meant: a setting of another place or name, or the most similar field."""
+    of_method = _fields_at(("method",), data)
+    paths = [path.split(".") for path in dotted(key[-1], key[:-1])]
+    meant = [".".join(path) for path in paths if path[0] != "method" or path[1] in of_method]
+    return f"; did you mean {' or '.join(meant)}?" if meant else suggest(key[-1], known)
 
 
 def _parts(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:

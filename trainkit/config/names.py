@@ -6,29 +6,22 @@ import tomllib
 from functools import cache
 from importlib.resources import files
 
-from trainkit.errors import suggest
+from trainkit.plain import Key
 
 
-def near_keys(name: str, section: tuple[str, ...] = ()) -> str:
-    """Return ``"; did you mean optimizer.lr?"`` for a setting that has another place or name; empty if there is none.
+def dotted(name: str, section: Key = ()) -> list[str]:
+    """Return the dotted paths of the settings that are meant by a name of another section or framework.
 
     Args:
         name: what was given, such as ``learning_rate``, ``lr`` or ``--learning-rate``.
         section: the section that it was given in, which does not have it.
     """
-    if found := dotted(name, section):
-        return f"; did you mean {' or '.join(found)}?"
-    return suggest(name.lstrip("-").replace("-", "_"), sorted(settings())) if not section else ""
-
-
-def dotted(name: str, section: tuple[str, ...] = ()) -> list[str]:
-    """Return the dotted paths of the settings that ``name`` may mean, best first."""
     plain = name.lstrip("-").replace("-", "_")
     if plain in {path for paths in settings().values() for path in paths}:
         return [plain]
-    homes = [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
-    peer = _peers().get(plain)
-    return homes or ([peer] if peer else [])
+    if peer := _peers().get(plain):
+        return [peer]
+    return [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
 
 
 @cache

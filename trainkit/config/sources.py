@@ -40,16 +40,17 @@ def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault for each setting that can only be a local directory, which is not there."""
     for key in PATHS:
         value = value_at(data, key)
-        if isinstance(value, str) and (told := absent(Path(value))):
+        if isinstance(value, str) and (told := absent(value)):
             yield Fault(key, f"{told} Give a directory that is there, or a hub id (given {describe(value)})")
     resume = value_at(data, ("train", "resume"))
     if isinstance(resume, str) and resume != "auto" and not os.path.exists(resume):
-        yield Fault(("train", "resume"), f"there is no {resume!r}; give a checkpoint's directory, or auto")
+        yield Fault(("train", "resume"), f"there is no such checkpoint (given {describe(resume)}); give one, or auto")
 
 
-def absent(path: Path) -> str:
-    """Return which directory is not there, if ``path`` can only be a local one, as hub ids have one slash at most."""
-    local = path.is_absolute() or path.parts[:1] in (("..",), ("~",)) or len(path.parts) > 2
+def absent(given: str) -> str:
+    """Return which directory is not there, if ``given`` can only be a local one, as hub ids have one slash at most."""
+    path = Path(given)
+    local = path.is_absolute() or given.startswith((".", "~")) or len(path.parts) > 2
     if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):
         return ""
     first = next(part for part in [*reversed(path.parents), path] if not os.path.exists(part))

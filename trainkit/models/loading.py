@@ -442,7 +442,7 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
-    if isinstance(path, str) and (missing := absent(Path(path))):
+    if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
     advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
     return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {advice}"

@@ -45,6 +45,8 @@ BUILT_IN = {
     "zero3": "trainkit-deepspeed",
 }
 """trainkit's own plugins and their distributions. No other distribution may use these names, installed or not."""
+RESERVED = frozenset(("check", "diff", "schema", "show"))
+"""Names that no plugin may have: the commands of ``trainkit config``, which takes names of plugins too."""
 ACCELERATE_TRACKERS = frozenset(
     ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 )
@@ -309,6 +311,8 @@ def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
         return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to trainkit's own {owner}; choose another")
     if owner:
         return plugin
+    if plugin.name in RESERVED:
+        return plugin.refused(SHADOWED, f"the name {plugin.name!r} is a command of `trainkit config`; choose another")
     if plugin.name in ACCELERATE_TRACKERS:
         return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to a tracker of accelerate; choose another")
     rivals = [p for p in claims if p.name == plugin.name and p is not plugin and not _blocked(p)]

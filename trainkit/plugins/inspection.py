@@ -17,6 +17,8 @@ KINDS = (TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS)
 UNKNOWN = "?"
 _REGISTERING = {"register_engine": ENGINE, "register_sharding": SHARDING, "register_tracker": TRACKER}
 """Decorators of classes, and the kind of what they register."""
+LAZY = "lazy_names"
+"""The function whose call says from which of its modules a package exports names."""
 _MARKS = ("register_trainer", "register_hooks", "hookimpl", *_REGISTERING)
 
 
@@ -237,9 +239,12 @@ def _imports(tree: ast.Module, module: str) -> Iterator[str]:
     """Yield the modules of its own package that ``module`` imports at top level, or exports lazily."""
     top = module.split(".")[0]
     package = module if _is_package(module) else module.rpartition(".")[0]
-    for node in _loading(tree.body):
+    for node in tree.body:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _last(node.value.func) == LAZY:
+            given = [str(each.value) for each in node.value.args[2:] if isinstance(each, ast.Constant)]
+            targets = [f"{package}.{name}" for name in given]
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
@@ -247,24 +252,6 @@ def _imports(tree: ast.Module, module: str) -> Iterator[str]:
         else:
             continue
         yield from (target for target in targets if target.split(".")[0] == top)
-
-
-def _loading(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module; of a lazy one also those for type checkers, which name what it exports."""
-    lazy = any(isinstance(node, ast.Name) and node.id == "__getattr__" for each in body for node in _bound(each))
-    for node in body:
-        if lazy and isinstance(node, ast.If) and _last(node.test) == "TYPE_CHECKING":
-            yield from node.body
-        else:
-            yield node
-
-
-def _bound(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the names that an assignment or the definition of a function binds."""
-    if isinstance(node, ast.FunctionDef):
-        yield ast.Name(node.name)
-    for target in node.targets if isinstance(node, ast.Assign) else ():
-        yield from ast.walk(target)
 
 
 def exists(module: str) -> bool:

@@ -16,6 +16,7 @@ from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
     BUILT_IN,
+    RESERVED,
     find_installed,
     find_plugin,
     import_settings,
@@ -146,6 +147,8 @@ def _check_name(what: str, name: str, cls: type, taken: type | None) -> None:
     Raises:
         RegistryError: the name belongs to another class, or to an installed plugin of another module.
     """
+    if name in RESERVED:
+        raise RegistryError(f"the name {name!r} is a command of `trainkit config`; give {cls.__qualname__} another")
     for part in PARTS:
         if name in part.own:
             raise RegistryError(
@@ -193,12 +196,21 @@ def get_method_class(name: str) -> type[MethodConfig]:
         RegistryError, PluginError: as `get_trainer`.
     """
     key = name.lower()
-    if key not in _TRAINERS and part_of(key) is None and is_installed(key, ""):
-        module = import_settings(find_plugin(key))
-        for found in vars(module).values() if module else ():
-            if isinstance(found, type) and _method_name(found) == key:
-                return cast("type[MethodConfig]", found)
-    return get_trainer(name).method_class
+    alone = None if key in _TRAINERS or part_of(key) else settings_alone(key)
+    return get_trainer(name).method_class if alone is None else alone
+
+
+def settings_alone(name: str) -> type[MethodConfig] | None:
+    """Return the class of a method's settings from the submodule ``config`` of its plugin's package, if that has it.
+
+    Raises:
+        RegistryError, PluginError: the plugin cannot be used.
+    """
+    module = import_settings(find_plugin(name)) if is_installed(name, "") else None
+    for found in vars(module).values() if module else ():
+        if isinstance(found, type) and _method_name(found) == name:
+            return cast("type[MethodConfig]", found)
+    return None
 
 
 def _method_name(cls: type) -> str | None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.plugins.discovery import BUILT_IN, discover
+from trainkit.plugins.discovery import BUILT_IN, RESERVED, discover
 
 TEMPLATES = Path(__file__).parent / "_templates"
 LONGEST = 64
@@ -52,6 +52,10 @@ class Names:
             raise ConfigError(
                 f"a plugin cannot be called {given!r}; use English letters, digits, and single hyphens or underscores "
                 f"between them, beginning with a letter, at most {LONGEST} characters: my-algo"
+            )
+        if plugin in RESERVED:
+            raise ConfigError(
+                f"a plugin cannot be called {given!r}, which is a command of `trainkit config`; choose another name"
             )
         if keyword.iskeyword(plugin):
             raise ConfigError(f"a plugin cannot be called {given!r}, which is a keyword of Python; choose another name")

@@ -6,6 +6,7 @@ import inspect
 import math
 import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from trainkit.config import TRLConfig
 from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import ConfigError, DataError, NonFiniteError, RewardError, TrainkitError
+from trainkit.plugins.registry import settings_alone as read_settings
 from trainkit.testing.checks.fields import (
     Settings,
     bounds,
@@ -58,6 +60,27 @@ def config_round_trip(bench: Bench) -> None:
     except ConfigError:
         return
     require(False, "the method's settings can be assigned to; keep the config frozen, as MethodConfig is")
+
+
+@check()
+def settings_alone(bench: Bench) -> None:
+    """Check that the settings in the submodule `config` of a package are those of the trainer, and import no torch.
+
+    Configurations are checked with them before the algorithm is imported: two classes would be two opinions, and a
+    mistyped setting should not take seconds to be told.
+    """
+    alone = read_settings(bench.subject.name)
+    if alone is None:  # a single module, whose settings are read by importing it
+        return
+    own = bench.subject.trainer_class.method_class
+    require(alone is own, f"{alone.__module__} has the settings {alone}, and the trainer has {own}")
+    script = f"import sys, {alone.__module__}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    require(
+        done.returncode == 0,
+        f"importing {alone.__module__} alone imports torch; let the package import its other modules lazily "
+        "(trainkit.plugins.lazy_names)",
+    )
 
 
 def _required(subject: Subject) -> dict[str, Any]:
