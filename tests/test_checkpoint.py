@@ -754,8 +754,8 @@ def test_a_checkpoint_whose_store_has_other_columns_is_set_aside(
 def test_a_checkpoint_of_a_plugin_that_is_not_loaded_is_not_set_aside(
     a_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(BATCH_CLASSES, "trainkit_ppo.PPOBatch")
-    with pytest.raises(CheckpointError, match=r"no loaded plugin defines trainkit_ppo\.PPOBatch"):
+    monkeypatch.delitem(BATCH_CLASSES, "trainkit_ppo.trainer.PPOBatch")
+    with pytest.raises(CheckpointError, match=r"no loaded plugin defines trainkit_ppo\.trainer\.PPOBatch"):
         resumed(a_run).begin()
     assert (a_run / "checkpoints" / "step_00000004").exists()
 

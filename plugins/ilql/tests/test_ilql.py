@@ -495,13 +495,13 @@ def taught(samples: Sequence[Any], rewards: Sequence[float], run_dir: Path, **ch
 
 def test_it_imitates_the_data_and_finds_the_better_by_value(tmp_path: Path) -> None:
     """Outputs b and c are as frequent; b is rewarded. Q of both becomes the (normalised) reward, discounted by EOS."""
-    trainer = taught([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8, tmp_path)
+    trainer = taught([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8, tmp_path, scheduler__name="linear")
     shares = {beta: trainer.generate(["a"] * 200, beta=beta).outputs.count("b") / 200 for beta in (0.0, 4.0)}
     assert 0.35 < shares[0.0] < 0.65
     assert shares[4.0] > 0.95
     batch = trainer.make_experience([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8)
     q = trainer.unwrapped(batch.sequences).head["q0"]
-    torch.testing.assert_close(q[:2, 2], torch.tensor([1.0, -1.0]), rtol=0, atol=0.25)
+    torch.testing.assert_close(q[:2, 2], torch.tensor([1.0, -1.0]), rtol=0, atol=0.1)
 
 
 def test_weighting_by_advantage_makes_the_language_model_prefer_the_better(tmp_path: Path) -> None:
