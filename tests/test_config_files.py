@@ -293,6 +293,19 @@ def test_show_prints_where_values_come_from(at: Path) -> None:
         assert line in result.stdout
 
 
+def test_mistyped_commands_and_files_are_not_taken_for_methods(at: Path) -> None:
+    Path("a.yaml").write_text("method: ppo\n", encoding="utf-8")
+    for command, message in (
+        (["chek", "a.yaml"], "No such command 'chek'. Did you mean 'check'"),
+        (["diff", "a.yaml", "b.yaml"], "cannot read the config 'b.yaml': No such file or directory"),
+        (["b.yml"], "cannot read the config 'b.yml': No such file or directory"),
+        (["pppo"], "no plugin 'pppo' is installed; did you mean 'ppo'?"),
+    ):
+        result = CliRunner().invoke(app, ["config", *command])
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+
+
 def test_diff_prints_the_settings_that_differ(at: Path) -> None:
     Path("a.yaml").write_text(M + "train: {seed: 2}\n", encoding="utf-8")
     Path("b.yaml").write_text(M + "model: {peft_config: {r: 4}}\ntrain: {seed: 3}\n", encoding="utf-8")
@@ -331,9 +344,12 @@ def test_variables_of_the_environment_are_expanded(text: str, value: Any, monkey
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: ${GONE}", "the environment variable GONE is not set; set it, or write .*GONE:-a default.* in line 1"),
-        ("seed: ${1x}", r"\$\{ begins no variable"),
-        ("seed: ${GONE", r"\$\{ begins no variable"),
+        (
+            "seed: ${GONE}",
+            "a variable that cannot be used: GONE is not set; .*GONE:-a default.* in line 1",
+        ),
+        ("seed: ${1x}", r"\$\{ begins none; write"),
+        ("seed: ${GONE", r"\$\{ begins none; write"),
         ("run_dir: ${HF_TOKEN}", r"\$\{HF_TOKEN\} names a secret"),
         ("run_dir: ${AWS_SECRET_ACCESS_KEY:-x}", "names a secret"),
     ],

@@ -87,7 +87,8 @@ def _parse(text: str, source: str) -> tuple[Any, dict[Key, int]]:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
         told = ", ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError(f"{source} is not valid YAML: {told[:300]}{place}") from None
+        fault = "has a variable that cannot be used" if isinstance(error, _VariableError) else "is not valid YAML"
+        raise ConfigError(f"{source} {fault}: {told[:300]}{place}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
@@ -105,6 +106,10 @@ def _lines(node: yaml.Node, key: Key = ()) -> dict[Key, int]:
     for name, at, value in children:
         found |= {(*key, name): at.start_mark.line + 1, **_lines(value, (*key, name))}
     return found
+
+
+class _VariableError(yaml.MarkedYAMLError):
+    """An environment variable that is not set, not allowed, or not well formed."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,21 +155,19 @@ class _Loader(yaml.SafeLoader):
         """Replace the environment variables in a value; a plain one then gets the type of what stands there."""
 
         def value(match: re.Match[str]) -> str:
+            name, default = match["name"], match["default"]
+            problem = ""
             if match[0] == "$${":
                 return "${"
-            if (name := match["name"]) is None:
-                raise _refusal("${ begins no variable; write ${NAME}, ${NAME:-text}, or $${ for ${", node.start_mark)
-            if names_secret(name) and not secret:
-                raise _refusal(
-                    f"${{{name}}} names a secret, and this setting would be shown and saved", node.start_mark
-                )
-            found = os.environ.get(name, "")
-            if not found and match["default"] is None and name not in os.environ:
-                raise _refusal(
-                    f"the environment variable {name} is not set; set it, or write ${{{name}:-a default}}",
-                    node.start_mark,
-                )
-            return found or match["default"] or ""
+            if name is None:
+                problem = "${ begins none; write ${NAME}, ${NAME:-text}, or $${ for ${"
+            elif names_secret(name) and not secret:
+                problem = f"${{{name}}} names a secret, and the value of this setting is shown and saved"
+            elif name not in os.environ and default is None:
+                problem = f"{name} is not set; set it, or write ${{{name}:-a default}}"
+            if problem:
+                raise _VariableError(problem=problem, problem_mark=node.start_mark)
+            return os.environ.get(name, "") or default or ""
 
         node.value = _VARIABLE.sub(value, node.value)
         if node.style is None:

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from trainkit.cli.training import parse_overrides
-from trainkit.errors import printable
+from trainkit.errors import printable, suggest
+from trainkit.plugins.registry import is_known
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig, TRLConfig
@@ -26,7 +27,8 @@ class ShowByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with ``show`` before them if they begin with no command."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            args = ["show", *args]
+            mistyped = suggest(args[0], self.commands) and not (is_known(args[0]) or _is_file(args[0]))
+            args = args if mistyped else ["show", *args]
         return super().parse_args(ctx, args)
 
 
@@ -41,7 +43,7 @@ def show_config(
     Of a configuration file every value is printed, with where it comes from: the file and its line, the command line,
     the method's own defaults, or the defaults.
     """
-    if Path(source).suffix in (".yaml", ".yml") or Path(source).exists():
+    if _is_file(source):
         typer.echo(_read(source, overrides).placed_yaml(), nl=False)
         return
     from trainkit.config import default_config
@@ -73,6 +75,11 @@ def check_config(
     typer.echo(f"{printable(str(file))} is valid: {config.method.name}")
 
 
+def _is_file(source: str) -> bool:
+    """Return whether a configuration file or the directory of a run is meant."""
+    return Path(source).suffix in (".yaml", ".yml") or Path(source).exists()
+
+
 def _read(source: str, overrides: list[str] | None = None) -> TRLConfig[Any]:
     """Return the configuration in a file or of a run's directory, changed by overrides."""
     from trainkit.config import read_config
@@ -90,7 +97,7 @@ def diff_configs(
     """Print the settings in which two configurations differ; nothing if they do not."""
     from trainkit.config import default_config, differences
 
-    sides = (_read(source) if Path(source).exists() else default_config(source) for source in (first, second))
+    sides = (_read(source) if _is_file(source) else default_config(source) for source in (first, second))
     one, other = (side.to_dict() for side in sides)
     for key, a, b in differences(one, other):
         typer.echo(printable(f"{key}: {_shown(a)} -> {_shown(b)}"))
