@@ -20,9 +20,9 @@ from typer.testing import CliRunner, Result
 
 import trainkit
 from trainkit import TRLConfig, available_trainers, cli, default_config, examples
-from trainkit.cli import configs, console, training
+from trainkit.cli import configs, console
 from trainkit.cli import examples as commands
-from trainkit.errors import ConfigError, DataError
+from trainkit.errors import ConfigError
 from trainkit.plugins import discovery as plugins
 from trainkit.plugins import load_file, load_function
 
@@ -553,16 +553,6 @@ def test_files_of_one_name_in_several_folders_are_several_modules(work: Path) ->
     loaded = [load_file(work / folder / "same_for_cli.py") for folder in ("one", "two", "three")]
     assert [module.value for module in loaded] == ["one", "two", "three"]
     assert [sys.modules[module.__name__] for module in loaded] == loaded
-
-
-def test_data_files_keep_every_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
-    assert training.read_data(tmp_path / "a.txt") == ["one", "", "two\u2028lines"]
-    (tmp_path / "a.jsonl").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
-    assert training.read_data(tmp_path / "a.jsonl") == ["one", {"prompt": "p"}]
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="not UTF-8"):
-        training.read_data(tmp_path / "b.txt")
 
 
 # ------------------------------------------------------------------------------------------------------ examples

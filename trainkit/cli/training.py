@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.console import RemoteCode, StrictPlugins
+from trainkit.cli.files import read_data
 from trainkit.cli.plugins import require_sound
-from trainkit.errors import ConfigError, DataError, describe, suggest
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plugins import load_function
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ def train(
             metavar="FILE.py:FUNCTION", help="A function that returns arguments of trainkit.train; may take `seed`."
         ),
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts, .jsonl or .txt.")] = None,
-    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Samples to learn from, .jsonl or .txt.")] = None,
-    eval_prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Prompts for evaluations.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="DATA", help="Prompts.")] = None,
+    samples: Annotated[str | None, typer.Option(metavar="DATA", help="Samples to learn from.")] = None,
+    eval_prompts: Annotated[str | None, typer.Option(metavar="DATA", help="Prompts for evaluations.")] = None,
+    eval_samples: Annotated[str | None, typer.Option(metavar="DATA", help="Held-out samples for evaluations.")] = None,
     reward_fn: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function.")] = None,
     environment: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="The environment: a class or function of a row.")
@@ -54,6 +55,9 @@ def train(
 ) -> None:
     """Train with a configuration.
 
+    DATA is a file (.jsonl, .json, .csv, .parquet, .txt), a directory of such files or of a saved dataset, or a hub id:
+    owner/name, or owner/name@config:split.
+
     FILE.py:FUNCTION may also be module:FUNCTION. Code is imported only if an option names it, never from the
     configuration. The options for data and reward override what the task returns.
     """
@@ -71,8 +75,13 @@ def train(
         if strict_plugins:
             require_sound(discover())
         arguments = {} if task is None else _task_arguments(task, settled)
-        files = {"prompts": prompts, "samples": samples, "eval_prompts": eval_prompts}
-        arguments |= {name: read_data(path) for name, path in files.items() if path is not None}
+        sources = {
+            "prompts": prompts,
+            "samples": samples,
+            "eval_prompts": eval_prompts,
+            "eval_samples": eval_samples,
+        }
+        arguments |= {name: read_data(source) for name, source in sources.items() if source is not None}
         if reward_fn is not None:
             arguments["reward_fn"] = load_function(reward_fn)
         if environment is not None:
@@ -131,26 +140,3 @@ def _seed_argument(reference: str, function: Callable[..., Any], seed: int) -> d
             "task. Give its other parameters defaults"
         )
     return {"seed": seed} if "seed" in parameters else {}
-
-
-def read_data(path: Path) -> list[Any]:
-    """Read the rows of a ``.jsonl`` file (one JSON value per line) or of a ``.txt`` file (one text per line).
-
-    Raises:
-        DataError: the file cannot be read, has another suffix, or has a line that is not JSON; names the line.
-    """
-    if path.suffix not in (".jsonl", ".txt"):
-        raise DataError(f"data files are .jsonl (an object or string per line) or .txt (a text per line); given {path}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason} at {error.start})"
-        raise DataError(f"cannot read {path}: {reason}") from error
-    return lines if path.suffix == ".txt" else [_json_line(path, at, line) for at, line in enumerate(lines, start=1)]
-
-
-def _json_line(path: Path, at: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {at}: not JSON ({error}); every line should be an object or a string") from error

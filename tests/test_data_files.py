@@ -1,0 +1,149 @@
+"""Data files, directories and hub ids that the command line reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+from typer.testing import CliRunner
+
+from trainkit.cli import app
+from trainkit.cli.files import read_data
+from trainkit.errors import DataError
+
+PAGE = Path(__file__).parents[1] / "docs" / "datasets.md"
+
+
+def formats() -> dict[str, list[dict[str, Any]]]:
+    """The rows of the first example of the page about datasets, by format."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0], names)
+    return dict(names["rows"])
+
+
+FORMATS = [(form, row) for form, rows in formats().items() for row in rows]
+FLAT = [(form, row) for form, row in FORMATS if not any(isinstance(value, list) for value in row.values())]
+
+
+@pytest.mark.parametrize(("form", "row"), FORMATS)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "saved"])
+def test_rows_of_every_format_are_read_as_they_were_written(
+    form: str, row: dict[str, Any], suffix: str, tmp_path: Path
+) -> None:
+    rows, path = [row, row], tmp_path / f"data.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in rows), encoding="utf-8")
+    elif suffix == "json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        Dataset.from_list(rows).save_to_disk(str(path))
+    assert read_data(str(path)) == rows
+
+
+@pytest.mark.parametrize(("form", "row"), FLAT)
+def test_rows_of_text_are_read_from_csv(form: str, row: dict[str, Any], tmp_path: Path) -> None:
+    lines = [",".join(row), ",".join(json.dumps(value).replace("\\n", "\n") for value in row.values())]
+    (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
+    assert read_data(str(tmp_path / "a.csv")) == [row]
+
+
+def test_text_in_csv_stays_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    text = 'prompt,answer,level,hard\n007,1e3,1,true\n,"a\nb",2,false\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    assert read_data(str(tmp_path / "a.csv")) == [
+        {"prompt": "007", "answer": "1e3", "level": 1, "hard": True},
+        {"prompt": "", "answer": "a\nb", "level": 2, "hard": False},
+    ]
+
+
+def test_text_files_keep_every_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
+    assert read_data(str(tmp_path / "a.txt")) == ["one", "", "two\u2028lines"]
+    (tmp_path / "a.JSONL").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
+    assert read_data(str(tmp_path / "a.JSONL")) == ["one", {"prompt": "p"}]
+
+
+def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for at in range(2):
+        (parts / f"train-0000{at}-of-00002.jsonl").write_text(f'{{"prompt": "{at}"}}\n', encoding="utf-8")
+    (parts / "README.md").write_text("about", encoding="utf-8")
+    assert read_data(str(parts)) == [{"prompt": "0"}, {"prompt": "1"}]
+    split = DatasetDict({"train": Dataset.from_list([{"prompt": "a"}]), "test": Dataset.from_list([{"prompt": "b"}])})
+    split.save_to_disk(str(tmp_path / "both"))
+    assert read_data(str(tmp_path / "both")) == [{"prompt": "a"}]
+    DatasetDict({"test": split["test"]}).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"has no split 'train'; it has test"):
+        read_data(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON .*every line should be an object or a string"),
+        ("a.jsonl", b"[" * 100_000, "line 1: not JSON"),
+        ("a.json", b'{"a": 1}', "should hold a list of rows; it holds .*A row per line is .jsonl"),
+        ("a.json", b"[1,", "not JSON .*the file should be a list of objects or strings"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.csv", b"", "cannot read .*a.csv"),
+        ("a.csv", b"a,b\n1\n", "cannot read .*a.csv: .*Expected 2 columns, got 1"),
+        ("a.parquet", b"no table", "cannot read .*a.parquet"),
+        ("a.xlsx", b"", "data files are .jsonl, .json, .csv, .parquet, .txt, a directory, or a hub id; given"),
+        ("a/train.jsonl", None, "cannot read .*train.jsonl: No such file or directory"),
+        ("empty/", None, "has no data: no saved dataset"),
+        ("two/a.jsonl two/b.csv", b"", "has several data files; name one: .*a.jsonl, .*b.csv"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_in_a_sentence(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    for each in name.split():
+        path = tmp_path / each
+        (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+    given = tmp_path / name.partition("/")[0] if "two/" in name or name.endswith("/") else tmp_path / name
+    with pytest.raises(DataError, match=message):
+        read_data(str(given))
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_in_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"there is no 'data/trian'; did you mean 'data/train'\?"):
+        read_data("data/trian")
+    (tmp_path / "prompts.jsonl").touch()
+    with pytest.raises(DataError, match=r"No such file or directory; did you mean 'prompts.jsonl'\?"):
+        read_data("promts.jsonl")
+    with pytest.raises(DataError, match=r"'owner/name@main:test' cannot be loaded as a dataset: .*Give a file"):
+        read_data("owner/name@main:test")
+
+
+def test_training_takes_samples_and_held_out_samples_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "samples.csv").write_text("prompt,completion\na,b\nb,c\n", encoding="utf-8")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "a", "completion": "c"}]), tmp_path / "held.parquet"
+    )
+    task = """
+        from trainkit.testing import character_tokenizer, tiny_gpt2
+
+        def task():
+            tokenizer = character_tokenizer("abc")
+            return {"model_path": tiny_gpt2(len(tokenizer)), "tokenizer": tokenizer}
+    """
+    (tmp_path / "own_task.py").write_text(re.sub(r"(?m)^ {8}", "", task), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("method: sft\ntrain: {total_steps: 1, run_dir: out, trackers: []}\n", "utf-8")
+    command = ["train", "run.yaml", "--task", "own_task.py:task", "--samples", "samples.csv"]
+    result = CliRunner().invoke(app, [*command, "--eval-samples", "held.parquet"])
+    assert result.exit_code == 0, result.output
+    assert '"eval/loss/total"' in (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8")

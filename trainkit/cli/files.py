@@ -1,0 +1,155 @@
+"""Data of files, directories and hub ids, as rows for `trainkit.train`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import DataError, describe, suggest
+
+TEXT = ("prompt", "completion", "output", "text", "chosen", "rejected", "instruction", "input", "question", "answer")
+"""Columns of CSV files that are text, whatever it looks like. Others get the type that all of their values have."""
+HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]:%+-]+))?")
+"""``owner/name``, with the name of a configuration after ``@`` and of a split after ``:``."""
+
+
+def read_data(source: str) -> Sequence[Any]:
+    """Read the rows of a data file, of a directory, or of a dataset of the hub.
+
+    Args:
+        source: a ``.jsonl`` file (a JSON value per line), a ``.json`` file (a list), a ``.txt`` file (a text per line),
+            a ``.csv`` or ``.parquet`` file, a directory that `datasets` has saved or that holds one such file, whole or
+            in parts (``train-00000-of-00002.parquet``), or a hub id. ``owner/name@config:split`` names a configuration
+            and a split, which is ``train`` by default.
+
+    Raises:
+        DataError: it is not there, cannot be read, or has another suffix; names the line if one is wrong.
+    """
+    path = Path(source)
+    if read := READERS.get(path.suffix.lower()):
+        return read(path)
+    if path.is_dir():
+        return _directory(path)
+    id = HUB_ID.fullmatch(source)
+    if path.exists() or path.suffix[1:].isalpha() or not id:
+        raise DataError(f"data files are {', '.join(READERS)}, a directory, or a hub id; given {source!r}")
+    if "/" in source and path.parent.is_dir():
+        around = [str(other) for other in path.parent.iterdir()]
+        raise DataError(f"there is no {source!r}{suggest(source, around) or '.'}")
+    return _of_hub(source, id)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # a ValueError: a NUL in the path
+        raise _unread(path, error) from error
+
+
+def _unread(path: Path, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(f"cannot read {path}: not UTF-8 ({error.reason} at {error.start})")
+    around: list[str] = []
+    if isinstance(error, FileNotFoundError) and path.parent.is_dir():
+        around = [str(other) for other in path.parent.iterdir()]
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+    return DataError(f"cannot read {path}: {reason}{suggest(str(path), around)}")
+
+
+def _lines(path: Path) -> list[Any]:
+    return _text(path).removesuffix("\n").split("\n")
+
+
+def _json_lines(path: Path) -> list[Any]:
+    return [_json(line, f"{path}, line {at}", "every line") for at, line in enumerate(_lines(path), start=1)]
+
+
+def _json_list(path: Path) -> list[Any]:
+    rows = _json(_text(path), str(path), "the file")
+    if not isinstance(rows, list):
+        raise DataError(f"{path} should hold a list of rows; it holds {describe(rows)}. A row per line is .jsonl")
+    return rows
+
+
+def _json(text: str, where: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "a list of objects or strings" if what == "the file" else "an object or a string"
+        raise DataError(f"{where}: not JSON ({error}); {what} should be {kind}") from error
+
+
+def _csv(path: Path) -> list[Any]:
+    from pyarrow import ArrowException, csv, string
+
+    types = dict.fromkeys(TEXT, string())
+    options = csv.ConvertOptions(column_types=types, strings_can_be_null=False)
+    parse = csv.ParseOptions(newlines_in_values=True)
+    try:
+        return list(csv.read_csv(path, convert_options=options, parse_options=parse).to_pylist())
+    except (OSError, ArrowException) as error:
+        raise _unread(path, error) from error
+
+
+def _parquet(path: Path) -> list[Any]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except (OSError, ArrowException) as error:
+        raise _unread(path, error) from error
+
+
+def _directory(path: Path) -> Sequence[Any]:
+    """Return the rows of a dataset that `datasets` has saved, or of the one file of a directory, whole or in parts."""
+    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        from datasets import load_from_disk
+
+        return _split(_tried(lambda: load_from_disk(str(path)), str(path)), str(path), "train")
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
+    names = {re.sub(r"(-\d+-of-\d+)?\.\w+$", "", file.name) for file in files}
+    if not files:
+        raise DataError(f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file")
+    if len(names) > 1:  # such as splits
+        raise DataError(f"{str(path)!r} has several data files; name one: {', '.join(map(str, files[:20]))}")
+    return [row for file in files for row in READERS[file.suffix.lower()](file)]
+
+
+def _of_hub(source: str, id: re.Match[str]) -> Sequence[Any]:
+    from datasets import load_dataset
+
+    split = id["split"] or "train"
+    return _split(_tried(lambda: load_dataset(id["id"], id["config"], split=split), source), source, split)
+
+
+def _tried(load: Callable[[], Any], source: str) -> Any:
+    try:
+        return load()
+    except Exception as error:  # of datasets, huggingface_hub, requests and pyarrow
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{source!r} cannot be loaded as a dataset: {type(error).__name__}: {reason}. Give a file or directory "
+            "that is there, or a hub id: owner/name, owner/name@config:split"
+        ) from error
+
+
+def _split(loaded: Any, source: str, split: str) -> Sequence[Any]:
+    """Return the dataset, or its split."""
+    if not hasattr(loaded, "keys"):
+        return list(loaded)
+    if split not in loaded:
+        raise DataError(f"{source!r} has no split {split!r}; it has {', '.join(loaded)}. Give the directory of one")
+    return list(loaded[split])
+
+
+READERS: dict[str, Callable[[Path], Sequence[Any]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_list,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".txt": _lines,
+}
+"""The functions that read files, by suffix."""
