@@ -380,7 +380,10 @@ def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
         (["run.yaml", "--task", "task_for_cli.py:wrong_name"], "did you mean 'prompts'?"),
         (["run.yaml", "--task", "task_for_cli.py:demanding"], "cannot be called without path"),
         (["run.yaml", "--task", "broken_for_cli.py:f"], "ZeroDivisionError"),
-        (["run.yaml", "--prompts", "data.csv"], ".jsonl (an object or string per line) or .txt"),
+        (
+            ["run.yaml", "--prompts", "data.tsv"],
+            "data files are .jsonl, .json, .csv, .parquet, .txt, a directory, or a hub id",
+        ),
         (["run.yaml", "--prompts", "missing.txt"], "cannot read missing.txt"),
         (["run.yaml", "--prompts", "bad.jsonl"], "bad.jsonl, line 2: not JSON"),
         (["run.yaml"], "there is nothing to learn from"),

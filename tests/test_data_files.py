@@ -99,6 +99,7 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
         ("a.parquet", b"no table", "cannot read .*a.parquet"),
         ("a.xlsx", b"", "data files are .jsonl, .json, .csv, .parquet, .txt, a directory, or a hub id; given"),
         ("a/train.jsonl", None, "cannot read .*train.jsonl: No such file or directory"),
+        ("gone.csv", None, "cannot read .*gone.csv: No such file or directory"),
         ("empty/", None, "has no data: no saved dataset"),
         ("two/a.jsonl two/b.csv", b"", "has several data files; name one: .*a.jsonl, .*b.csv"),
     ],

@@ -30,6 +30,10 @@ def read_data(source: str) -> Sequence[Any]:
     """
     path = Path(source)
     if read := READERS.get(path.suffix.lower()):
+        try:
+            path.open("rb").close()  # libraries say in other words what is wrong
+        except (OSError, ValueError) as error:
+            raise _unread(path, error) from error
         return read(path)
     if path.is_dir():
         return _directory(path)
