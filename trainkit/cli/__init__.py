@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import configs, examples, models, plugins, training
+from trainkit.cli import configs, doctor, examples, models, plugins, training
 from trainkit.cli.console import TRACEBACK, ExplainedErrors, WithOverrides
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
@@ -21,7 +21,6 @@ app = typer.Typer(
     help="RLHF and post-training with algorithms as plugins.",
     epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage or configuration, 130 interrupted, "
     "143 by SIGTERM, 129 by SIGHUP.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     **PLAIN,
 )
@@ -50,6 +49,7 @@ def _root(
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
+app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(
     cls=configs.ShowByDefault,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from trainkit.cli.console import complete_method
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import printable, suggest
 from trainkit.plugins.registry import is_known
@@ -34,7 +35,12 @@ class ShowByDefault(TyperGroup):
 
 def show_config(
     source: Annotated[
-        str, typer.Argument(metavar="METHOD|FILE", help="An algorithm, another plugin, or a configuration file.")
+        str,
+        typer.Argument(
+            metavar="METHOD|FILE",
+            help="An algorithm, another plugin, or a configuration file.",
+            autocompletion=complete_method,
+        ),
     ],
     overrides: Overrides = None,
 ) -> None:
@@ -108,7 +114,9 @@ def _shown(value: Any) -> str:
 
 
 def print_schema(
-    method: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Only this algorithm.")] = None,
+    method: Annotated[
+        str | None, typer.Argument(metavar="[METHOD]", help="Only this.", autocompletion=complete_method)
+    ] = None,
 ) -> None:
     """Print the JSON Schema of configurations, by which editors complete and check them.
 

@@ -24,6 +24,13 @@ StrictPlugins = Annotated[
 ]
 
 
+def complete_method(incomplete: str) -> list[str]:
+    """Return the names of algorithms that begin with what was typed, for the completion of a shell."""
+    from trainkit.plugins import available_trainers
+
+    return [name for name in available_trainers() if name.startswith(incomplete.lower())]
+
+
 class ExplainedErrors(TyperGroup):
     """A command group that prints the message of a `TrainkitError` instead of its traceback.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainkit.cli.console import StrictPlugins, lines, mark
+from trainkit.cli.console import StrictPlugins, complete_method, lines, mark
 from trainkit.errors import ConfigError, PluginError, printable
 from trainkit.plugins import PluginInfo
 from trainkit.plugins.templates import Kind
@@ -104,7 +104,9 @@ def plugins_table(rows: list[dict[str, str]]) -> str:
 
 
 def check_plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm or another plugin.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="An algorithm or another plugin.", autocompletion=complete_method)
+    ],
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Run only this check; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the checks that apply, without running them.")] = False,
     expect_failure: Annotated[

@@ -1,0 +1,198 @@
+"""What trainkit runs on, and what the health monitor says of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainkit.cli.console import mark
+from trainkit.errors import DataError, printable
+from trainkit.security import names_secret
+
+Facts = dict[str, dict[str, Any]]
+"""Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
+
+LIBRARIES = (
+    "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "pydantic", "pluggy",
+    "tensorboard", "vllm", "ray", "deepspeed", "diffusers",
+)  # fmt: skip
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "RANK",
+    "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU",
+)  # fmt: skip
+"""Variables of the environment that change what runs do, besides those that begin with ``TRAINKIT_``."""
+LITTLE = 2 * 1024**3
+"""Free bytes on a disk below which checkpoints may not fit."""
+
+
+def doctor(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The directory of a run.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, for reports of bugs. It has no secrets.")
+    ] = False,
+) -> None:
+    """Print versions, devices, plugins and what is wrong with them; of a run, what the health monitor has found."""
+    if run is not None:
+        found = findings(run)
+        lines = [f"{mark(False)} {each['check']} (step {each['step']}): {each['message']}" for each in found]
+        text = "\n".join(map(printable, lines)) or f"{mark(True)} nothing found in {printable(str(run))}"
+        typer.echo(json.dumps(found, indent=2) if as_json else text)
+        return
+    facts = installation()
+    typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(_table(facts)))
+    if any(facts["checks"].values()):
+        raise typer.Exit(1)
+
+
+def _table(facts: Facts) -> Iterator[str]:
+    for group, values in facts.items():
+        yield f"{group}:"
+        for name, value in values.items():
+            if group == "checks":
+                yield printable(f"  {mark(not value)} {name}{f': {value}' if value else ''}")
+            else:
+                yield printable(f"  {name}: {value}")
+
+
+# ------------------------------------------------------------------------------------------------- the installation
+
+
+def installation() -> Facts:
+    """Return what trainkit runs on, by group and name, and the results of the checks."""
+    import psutil
+
+    memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
+    set_here = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("TRAINKIT_")}
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "machine": {
+            "system": platform.platform(),
+            "CPU cores": os.cpu_count(),
+            "memory": f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
+            "disk": f"{_gigabytes(disk.free)} of {_gigabytes(disk.total)} free",
+        },
+        "environment": {name: "(set)" if names_secret(name) else value for name, value in sorted(set_here.items())},
+        "checks": _checks(disk.free),
+    }
+
+
+def _gigabytes(amount: int) -> str:
+    return f"{amount / 1e9:.1f} GB"
+
+
+def _versions() -> dict[str, Any]:
+    from trainkit import __version__
+
+    found = {"python": platform.python_version(), "trainkit": __version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    from trainkit.models.backend import use_fast_exact_matmul
+
+    fast = use_fast_exact_matmul(torch.device("cpu"))
+    found: dict[str, Any] = {"accelerators": torch.accelerator.device_count()}
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{about.name}, {_gigabytes(about.total_memory)}"
+    found["threads"] = torch.get_num_threads()
+    found["float32 products on the CPU"] = "oneDNN" if fast else "the default library"
+    found["CUDA"] = torch.version.cuda or "not in this build of torch"
+    found["backends of processes"] = ", ".join(
+        name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()
+    )
+    return found
+
+
+def _checks(free: int) -> dict[str, str]:
+    from trainkit.plugins import discover
+
+    broken = [f"{plugin.name}: {plugin.why}" for plugin in discover() if plugin.state in ("broken", "shadowed")]
+    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return {
+        "plugins can be used": "; ".join(broken),
+        "the working directory can be written to": _unwritable(Path()),
+        "the cache of models can be written to": _unwritable(cache),
+        "there is room for checkpoints": "" if free >= LITTLE else f"{_gigabytes(free)} are free",
+        "a tensor can be multiplied on the device": _product(),
+    }
+
+
+def _unwritable(directory: Path) -> str:
+    """Return why nothing can be written into the directory, or into the nearest one above it; empty if it can."""
+    there = next(each for each in [directory.absolute(), *directory.absolute().parents] if each.is_dir())
+    return "" if os.access(there, os.W_OK) else f"{there} cannot be written to"
+
+
+def _product() -> str:
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    try:
+        ones = torch.ones(4, 4, device=device)
+        return "" if (ones @ ones).sum().item() == 64 else f"{device} computes wrong numbers"
+    except RuntimeError as error:
+        return f"{device}: {error}"
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+def findings(run: Path) -> list[dict[str, Any]]:
+    """Return what the health monitor has found in a run; if it was off, what it finds in the metrics.
+
+    Raises:
+        DataError: it is not the directory of a run, or its metrics cannot be read.
+        ConfigError: the configuration of the run is not valid here.
+    """
+    from trainkit.config import TRLConfig
+
+    if not (run / "config.yaml").exists():
+        raise DataError(f"{str(run)!r} has no config.yaml; give the directory of a run (train.run_dir)")
+    config: TRLConfig[Any] = TRLConfig.load_yaml(run / "config.yaml")
+    if config.train.health == "off":
+        return _replayed(_lines(run / "metrics.jsonl"), config)
+    return _lines(run / "health.jsonl")
+
+
+def _replayed(lines: list[dict[str, Any]], config: Any) -> list[dict[str, Any]]:
+    from trainkit.runs.health import Health
+
+    own_sampler = config.rollout.engine == "local" and not config.rollout.staleness
+    health = Health(starts_on_policy=own_sampler, half_precision=config.train.mixed_precision != "no")
+    found = []
+    for line in lines:
+        metrics = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
+        found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, without a last line that is cut off in a run that goes on or was killed."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+    found = []
+    for at, line in enumerate(lines, start=1):
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
+    return found
