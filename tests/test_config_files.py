@@ -175,6 +175,13 @@ def test_all_faults_are_told_at_once_those_of_overrides_and_paths_included(at: P
     assert places[2:] == ["optimizer.lr (command line)", "train.sede (command line)"]
 
 
+def test_names_of_other_frameworks_are_known_also_if_the_method_is_not(at: Path) -> None:
+    lines = told("method: pppo\nkl_coef: 1\nlearning_rate: 1\n")
+    assert lines[0].startswith("method (run.yaml:1): no plugin 'pppo' is installed")
+    assert lines[1].startswith("kl_coef (run.yaml:2): unknown field (given 1 (int)")
+    assert lines[2].startswith("learning_rate (run.yaml:3): unknown field; did you mean optimizer.lr?")
+
+
 def test_options_of_other_frameworks_are_said_to_be_overrides(at: Path) -> None:
     Path("run.yaml").write_text(M + "", encoding="utf-8")
     for option, expected in (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from trainkit.config.entries import given_entry
 from trainkit.config.names import dotted
@@ -49,9 +50,12 @@ def report(faults: list[Fault], places: Places) -> str:
 
 def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
     """Return the faults that the validation of ``data`` has found."""
-    found = []
+    found: list[Fault] = []
     for each in error.errors():
         loc = each["loc"]
+        if len(found) >= SHOWN:  # counted, not shown
+            found.append(Fault(tuple(map(str, loc)), each["msg"]))
+            continue
         given = describe(MASK if any(map(is_secret, loc)) else each["input"])
         message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if each["type"] == "extra_forbidden":
@@ -71,9 +75,13 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
 
 def _near(key: Key, known: list[str], data: Mapping[str, Any]) -> str:
     """Return what an unknown field may have meant: a setting of another place or name, or the most similar field."""
-    of_method = _fields_at(("method",), data)
-    paths = [path.split(".") for path in dotted(key[-1], key[:-1])]
-    meant = [".".join(path) for path in paths if path[0] != "method" or path[1] in of_method]
+    meant = dotted(key[-1], key[:-1])
+    if any(path.startswith("method.") for path in meant):  # another framework's name for what this method may not have
+        try:
+            fields = _fields_at(("method",), data)
+        except PydanticCustomError:  # there is no such method, which is reported
+            fields = []
+        meant = [path for path in meant if not path.startswith("method.") or path.split(".")[1] in fields]
     return f"; did you mean {' or '.join(meant)}?" if meant else suggest(key[-1], known)
 
 
