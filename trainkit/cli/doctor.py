@@ -9,13 +9,16 @@ import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainkit.cli.console import mark
-from trainkit.errors import DataError, printable
+from trainkit.errors import printable
 from trainkit.security import names_secret
+
+if TYPE_CHECKING:
+    from trainkit.runs import Record
 
 Facts = dict[str, dict[str, Any]]
 """Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
@@ -158,41 +161,23 @@ def findings(run: Path) -> list[dict[str, Any]]:
     """Return what the health monitor has found in a run; if it was off, what it finds in the metrics.
 
     Raises:
-        DataError: it is not the directory of a run, or its metrics cannot be read.
-        ConfigError: the configuration of the run is not valid here.
+        ConfigError, DataError: it is not the directory of a run, or cannot be read.
     """
-    from trainkit.config import TRLConfig
+    from trainkit.runs import Record
 
-    if not (run / "config.yaml").exists():
-        raise DataError(f"{str(run)!r} has no config.yaml; give the directory of a run (train.run_dir)")
-    config: TRLConfig[Any] = TRLConfig.load_yaml(run / "config.yaml")
-    if config.train.health == "off":
-        return _replayed(_lines(run / "metrics.jsonl"), config)
-    return _lines(run / "health.jsonl")
+    record = Record(run)
+    return _replayed(record) if record.setting("train", "health") in ("off", False) else record.findings
 
 
-def _replayed(lines: list[dict[str, Any]], config: Any) -> list[dict[str, Any]]:
+def _replayed(record: Record) -> list[dict[str, Any]]:
     from trainkit.runs.health import Health
 
-    own_sampler = config.rollout.engine == "local" and not config.rollout.staleness
-    health = Health(starts_on_policy=own_sampler, half_precision=config.train.mixed_precision != "no")
-    found = []
-    for line in lines:
+    own_sampler = record.setting("rollout", "engine") == "local" and not record.setting("rollout", "staleness")
+    half = record.setting("train", "mixed_precision") in ("bf16", "fp16")
+    health, found = Health(starts_on_policy=own_sampler, half_precision=half), []
+    for line in record.metrics:
         metrics = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
         evaluated = any(name.startswith("eval/") for name in metrics)
         verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
         found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
-    return found
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, without a last line that is cut off in a run that goes on or was killed."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
-    found = []
-    for at, line in enumerate(lines, start=1):
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
     return found

@@ -1,0 +1,119 @@
+"""`trainkit runs` and the record of a run: state, steps, evaluation, findings; odd and damaged runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trainkit.cli import app
+from trainkit.errors import DataError
+from trainkit.runs import Record, RunLock, find_runs
+from trainkit.testing.trainers import tiny_trainer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a finished run, two levels deep."""
+    place = tmp_path_factory.mktemp("made")
+    tiny_trainer("ppo", place / "group" / "first", train__total_steps=4, train__eval_interval=2).learn()
+    return place
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, tmp_path / "runs"))
+
+
+def listed(*arguments: str | Path) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["runs", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return list(json.loads(result.stdout))
+
+
+def test_a_finished_run_is_listed_with_its_last_evaluation(runs: Path) -> None:
+    (row,) = listed(runs)
+    record = Record(runs / "group" / "first")
+    assert {name: row[name] for name in ("run", "method", "step", "total_steps", "state", "health", "error")} == {
+        "run": "group/first", "method": "ppo", "step": 4, "total_steps": 4, "state": "done", "health": [], "error": ""
+    }  # fmt: skip
+    assert row["reward"] == record.evaluation["eval/reward"]
+    assert record.evaluation["step"] == 4
+    table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
+    assert table.splitlines()[0].split() == ["run", "method", "seed", "steps", "state", "reward", "changed", "health"]
+    assert "group/first  ppo" in table
+
+
+def test_states_are_told_apart(runs: Path) -> None:
+    run = runs / "group" / "first"
+    lock = RunLock(run)
+    assert Record(run).state == "running"
+    lock.release()
+    assert Record(run).state == "done"
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for holder, state in (
+        ({"pid": int(done.stdout), "host": socket.gethostname()}, "killed"),
+        ({"pid": int(done.stdout), "host": "elsewhere"}, "running"),
+        ({"pid": os.getpid(), "host": socket.gethostname()}, "running"),
+    ):
+        (run / "run.lock").write_text(json.dumps(holder), encoding="utf-8")
+        assert Record(run).state == state
+    (run / "run.lock").unlink()
+    shutil.rmtree(run / "model")
+    assert Record(run).state == "stopped"
+
+
+def test_a_run_that_goes_on_may_have_a_line_that_is_cut_off(runs: Path) -> None:
+    run = runs / "group" / "first"
+    before = Record(run).metrics
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "loss')
+    assert Record(run).metrics == before
+
+
+def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> None:
+    for name, config, metrics in (
+        ("cut", "method: [", ""),
+        ("garbage", "method: ppo\n", "[1]\n"),
+        ("empty", "method: ppo\n", ""),
+        ("foreign", "model: gpt2\n", "{}\n"),
+    ):
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").write_text(config, encoding="utf-8")
+        (runs / name / "metrics.jsonl").write_text(metrics, encoding="utf-8")
+    rows = {row["run"]: row for row in listed(runs)}
+    assert "is not valid YAML" in rows["cut"]["error"]
+    assert "line 1: not a JSON object" in rows["garbage"]["error"]
+    assert (rows["empty"]["step"], rows["empty"]["state"], rows["empty"]["error"]) == (0, "stopped", "")
+    assert (rows["foreign"]["method"], rows["foreign"]["error"]) == ("", "")
+    assert rows["group/first"]["state"] == "done"
+    table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
+    assert "cut cannot be read: " in table
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a JSON object"):
+        assert Record(runs / "garbage").metrics
+
+
+def test_no_runs_and_no_directory_are_sentences(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout == f"no runs in {tmp_path}\n"
+    result = CliRunner().invoke(app, ["runs", str(tmp_path / "gone")])
+    assert result.exit_code == 1
+    assert "there is no directory" in result.stderr
+
+
+def test_links_are_not_followed(runs: Path) -> None:
+    (runs / "loop").symlink_to(runs, target_is_directory=True)
+    assert len(list(find_runs(runs))) == 1
+
+
+def test_names_cannot_control_the_terminal(runs: Path) -> None:
+    (runs / "group" / "first").rename(runs / "group" / "\x1b[31mred")
+    assert "\x1b" not in CliRunner().invoke(app, ["runs", str(runs)]).stdout

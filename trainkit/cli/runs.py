@@ -1,0 +1,80 @@
+"""Listing runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainkit.errors import DataError, TrainkitError, printable
+
+if TYPE_CHECKING:
+    from trainkit.runs import Record
+
+
+def list_runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look, up to four levels deep.")] = Path(
+        "runs"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the runs in a directory: method, steps, state, the last evaluation, and the checks that found something.
+
+    running: a process holds its lock. done: its model is exported. stopped: it ended before. killed: its process has
+    ended and left the lock behind.
+    """
+    from trainkit.runs import find_runs
+
+    if not directory.is_dir():
+        raise DataError(f"there is no directory {str(directory)!r}; give the one that your runs are in")
+    rows = [_row(run, directory) for run in find_runs(directory)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif rows:
+        typer.echo("\n".join(_table(rows)))
+    else:
+        typer.echo(f"no runs in {printable(str(directory))}")
+
+
+def _row(run: Record, directory: Path) -> dict[str, Any]:
+    """Return what is listed of a run; of one that cannot be read, why."""
+    row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
+    try:
+        total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
+        evaluated = {name: value for name, value in run.evaluation.items() if name.startswith("eval/reward")}
+        changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
+        return row | {
+            "method": run.method,
+            "seed": seed,
+            "step": run.step,
+            "total_steps": total,
+            "state": run.state,
+            "reward": next(iter(evaluated.values()), None),
+            "health": sorted({str(each.get("check")) for each in run.findings}),
+            "changed": f"{changed:%Y-%m-%d %H:%M}",
+            "error": "",
+        }
+    except (TrainkitError, OSError) as error:
+        return row | {"error": printable(str(error))}
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    columns = ("run", "method", "seed", "steps", "state", "reward", "changed", "health")
+    table = [columns, *(_cells(row) for row in rows if not row["error"])]
+    widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
+    for line in table:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+    for row in rows:
+        if row["error"]:
+            yield printable(f"{row['run']} cannot be read: {row['error']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
+    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
+    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], reward, row["changed"])
+    return tuple(printable(str(cell)) for cell in (*found, ", ".join(row["health"]) or "-"))

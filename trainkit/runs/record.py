@@ -1,0 +1,139 @@
+"""What a run has written so far, read without torch: its configuration, metrics, findings and state."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import DataError
+from trainkit.plain import read_yaml
+from trainkit.runs.lock import NAME
+
+RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
+DEEPEST = 4
+"""Levels of directories in which runs are looked for."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, by its directory. A run that goes on can be read, too.
+
+    Raises:
+        DataError: a file of it cannot be read, or has a line that is not a JSON object; names it.
+    """
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration, as plain data; it need not be valid here.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            DataError: there is none.
+        """
+        if not (self.path / "config.yaml").exists():
+            raise DataError(f"{str(self.path)!r} has no config.yaml; give the directory of a run (train.run_dir)")
+        return read_yaml(self.path / "config.yaml")
+
+    @property
+    def method(self) -> str:
+        """The name of the algorithm; empty if the configuration names none."""
+        section = self.config.get("method")
+        return str(section.get("name", "") if isinstance(section, dict) else section or "")
+
+    def setting(self, section: str, name: str, default: Any = None) -> Any:
+        """Return a setting of the configuration, or ``default`` if it has none."""
+        values = self.config.get(section)
+        return values.get(name, default) if isinstance(values, dict) else default
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``, of training and of evaluations."""
+        return read_lines(self.path / "metrics.jsonl")
+
+    @cached_property
+    def findings(self) -> list[dict[str, Any]]:
+        """What the health monitor has found: ``step``, ``check`` and ``message``."""
+        return read_lines(self.path / "health.jsonl")
+
+    @property
+    def step(self) -> int:
+        """The last step of which there are metrics."""
+        return max((int(line["step"]) for line in self.metrics if isinstance(line.get("step"), int)), default=0)
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The metrics of the last evaluation, with their step; empty if there was none."""
+        evaluations = (line for line in reversed(self.metrics) if any(name.startswith("eval/") for name in line))
+        return next(evaluations, {})
+
+    @property
+    def state(self) -> str:
+        """``running``, ``done`` (the model is exported), ``stopped``, or ``killed``: it left its lock behind."""
+        lock = self.path / NAME
+        if lock.exists():
+            holder: dict[str, Any] = {}
+            with suppress(OSError, ValueError):
+                holder = json.loads(lock.read_text(encoding="utf-8"))
+            return KILLED if _has_ended(holder) else RUNNING
+        mark: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            mark = json.loads((self.path / "model" / "trainkit.json").read_text(encoding="utf-8"))
+        return DONE if mark.get("step") == self.step else STOPPED
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """Return whether the process that held a lock has ended, if that can be known on this host."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # it is somebody else's
+    return False
+
+
+def find_runs(directory: Path) -> Iterator[Record]:
+    """Yield the runs in a directory and below it, sorted by path."""
+
+    def below(place: Path, levels: int) -> Iterator[Path]:
+        if (place / "config.yaml").is_file() and (place / "metrics.jsonl").is_file():
+            yield place
+        elif levels:
+            with suppress(OSError):
+                for inner in sorted(place.iterdir()):
+                    if inner.is_dir() and not inner.is_symlink():
+                        yield from below(inner, levels - 1)
+
+    yield from map(Record, below(directory, DEEPEST))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, without a last line that is cut off; none if there is no file.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a JSON object; names it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    lines, found = text.split("\n")[:-1], []  # what follows the last line break is empty, or cut off
+    for at, line in enumerate(lines, start=1):
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
+    return found
