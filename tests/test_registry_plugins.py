@@ -549,7 +549,7 @@ def test_a_built_in_is_not_shadowed_by_a_decorator_that_runs_first(install):
     assert told.count("\n") == 2
     assert "plugin fake-early (fake-early 0.2, module fake_early) failed to import: RegistryError: the trainer " in told
     assert "name 'ppo' belongs to trainkit's own trainkit-ppo, whose module alone may register it" in told
-    assert told.endswith("\ntrainkit_ppo\n")
+    assert told.endswith("\ntrainkit_ppo.trainer\n")
 
 
 def test_the_name_of_an_installed_plugin_may_be_registered_by_its_own_package_alone(install):

@@ -63,7 +63,7 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
     won = [float(trainer.play(list("abcdefgh") * 64).terminated.float().mean())]
     trainer.learn()
     won.append(float(trainer.play(list("abcdefgh") * 64).terminated.float().mean()))
-    assert won[1] > won[0] + 0.2, won
+    assert won[1] > won[0] + 0.1, won  # five standard deviations of a share of 512 games
 
 
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:

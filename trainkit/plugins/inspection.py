@@ -124,6 +124,12 @@ def _tree(source: str) -> ast.Module:
 
 
 @lru_cache(maxsize=256)
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a tree, which is walked through once."""
+    return list(ast.walk(tree))
+
+
+@lru_cache(maxsize=256)
 def _shown(tree: ast.Module, name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the kinds that the tree shows of the plugin called ``name``, and those of its registered classes."""
     if not tree.marked:  # type: ignore[attr-defined]  # walking through a tree takes ten times as long
@@ -177,7 +183,7 @@ def _marks(tree: ast.Module) -> dict[str, str]:
     """Return the names by which the module calls trainkit's decorators, and the decorators."""
     return {mark: mark for mark in _MARKS} | {
         alias.asname: alias.name
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname and alias.name in _MARKS
@@ -186,14 +192,14 @@ def _marks(tree: ast.Module) -> dict[str, str]:
 
 def _kinds(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
     """Yield the kinds of the plugin called ``name`` that the trainers and functions of the tree show."""
-    if any(_registers(node, name, marks) for node in ast.walk(tree)):
+    if any(_registers(node, name, marks) for node in _nodes(tree)):
         yield TRAINER
     yield from _hook_kinds(tree.body, marks)
 
 
 def _registered(tree: ast.Module, name: str, marks: dict[str, str]) -> Iterator[str]:
     """Yield the kinds of the classes that the tree registers as ``name``, except trainers."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.ClassDef):
             calls = [d for d in node.decorator_list if isinstance(d, ast.Call) and _may_name(d, name)]
             how = {_mark(call.func, marks) for call in calls}
