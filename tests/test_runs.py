@@ -86,6 +86,8 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
         ("garbage", "method: ppo\n", "[1]\n"),
         ("empty", "method: ppo\n", ""),
         ("foreign", "model: gpt2\n", "{}\n"),
+        ("odd", "method: ppo\n", '{"step": 1, "eval/reward": "high"}\n'),
+        ("nan", "method: ppo\n", '{"step": 1, "eval/reward": NaN}\n'),
     ):
         (runs / name).mkdir()
         (runs / name / "config.yaml").write_text(config, encoding="utf-8")
@@ -96,6 +98,7 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
     assert (rows["empty"]["step"], rows["empty"]["state"], rows["empty"]["error"]) == (0, "stopped", "")
     assert (rows["foreign"]["method"], rows["foreign"]["error"]) == ("", "")
     assert rows["group/first"]["state"] == "done"
+    assert rows["odd"]["reward"] is rows["nan"]["reward"] is None
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
     assert "cut cannot be read: " in table
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a JSON object"):

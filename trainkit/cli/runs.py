@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +46,8 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
         total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
-        evaluated = {name: value for name, value in run.evaluation.items() if name.startswith("eval/reward")}
+        rewards = [value for name, value in run.evaluation.items() if name.startswith("eval/reward")]
+        finite = [value for value in rewards if isinstance(value, int | float) and math.isfinite(value)]
         changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
         return row | {
             "method": run.method,
@@ -53,7 +55,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
             "step": run.step,
             "total_steps": total,
             "state": run.state,
-            "reward": next(iter(evaluated.values()), None),
+            "reward": next(iter(finite), None),
             "health": sorted({str(each.get("check")) for each in run.findings}),
             "changed": f"{changed:%Y-%m-%d %H:%M}",
             "error": "",
