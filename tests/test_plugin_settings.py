@@ -131,8 +131,7 @@ def test_every_fault_names_the_plugin_its_setting_what_was_given_and_what_is_all
         "train.trackers.0 (fake-keeps).prefix: required, not given",
         "train.trackers.1 (fake-keeps).prefx: unknown field; did you mean 'prefix'? (given 'b' (str); known: name, "
         "prefix)",
-        "train.trackers.2: a tracker of accelerate has no settings; give its name alone (given {'name': 'wandb', "
-        "'project': 'p'} (dict))",
+        "train.trackers.2: 'wandb' has no settings; remove 'project' (given {'name': 'wandb', 'project': 'p'} (dict))",
     ]
     assert found[3:7] == [
         "plugins.0 (fake-counts).every: should be greater than or equal to 1 (given 0 (int))",

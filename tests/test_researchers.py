@@ -56,14 +56,14 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
     """Of eight letters, three guesses by halves find seven; each guess at random finds one in eight."""
     arguments = {"environment": guess.Guess, "prompts": list("abcdefgh")}
     trainer = tiny_trainer(
-        "_test_turns", tmp_path, arguments=arguments, optimizer__lr=3e-3, rollout__max_new_tokens=1,
+        "_test_turns", tmp_path, arguments=arguments, optimizer__lr=2e-2, rollout__max_new_tokens=1,
         rollout__max_turns=3, rollout__num_rollouts=128, rollout__batch_size=128, train__batch_size=128,
         train__total_steps=300,
     )  # fmt: skip
     won = [float(trainer.play(list("abcdefgh") * 64).terminated.float().mean())]
     trainer.learn()
     won.append(float(trainer.play(list("abcdefgh") * 64).terminated.float().mean()))
-    assert won[1] > won[0] + 0.1, won  # five standard deviations of a share of 512 games
+    assert won[1] > won[0] + 0.2, won
 
 
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:

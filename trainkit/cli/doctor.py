@@ -70,9 +70,7 @@ def _table(facts: Facts) -> Iterator[str]:
 
 def installation() -> Facts:
     """Return what trainkit runs on, by group and name, and the results of the checks."""
-    import psutil
-
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
+    disk = shutil.disk_usage(".")
     set_here = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("TRAINKIT_")}
     return {
         "versions": _versions(),
@@ -80,7 +78,7 @@ def installation() -> Facts:
         "machine": {
             "system": platform.platform(),
             "CPU cores": os.cpu_count(),
-            "memory": f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
+            "memory": _memory(),
             "disk": f"{_gigabytes(disk.free)} of {_gigabytes(disk.total)} free",
         },
         "environment": {name: "(set)" if names_secret(name) else value for name, value in sorted(set_here.items())},
@@ -90,6 +88,14 @@ def installation() -> Facts:
 
 def _gigabytes(amount: int) -> str:
     return f"{amount / 1e9:.1f} GB"
+
+
+def _memory() -> str:
+    """Return the size of the memory, where the system tells it."""
+    try:
+        return _gigabytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
 
 
 def _versions() -> dict[str, Any]:

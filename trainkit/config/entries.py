@@ -64,13 +64,21 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     given, name = given_entry(value)
     if why_disabled(name):  # a run does without it
         return _Unread(name=name, **given) if given else name
-    if tracker and not (name in ACCELERATE_TRACKERS or is_known(name)):
+    settings = _settings(name, tracker)
+    if settings is None:
+        if given:
+            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
+        return name
+    return settings.model_validate({**given, "name": name.lower()})
+
+
+def _settings(name: str, tracker: bool) -> type[PluginConfig] | None:
+    """Return the class of the settings of a tracker, or of other hooks; None if it has none."""
+    if tracker and name in ACCELERATE_TRACKERS:
+        return None
+    if tracker and not is_known(name):
         known = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
         raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}")
-    if tracker and name in ACCELERATE_TRACKERS:
-        if given:
-            raise _refused("a tracker of accelerate has no settings; give its name alone")
-        return name
     try:
         hooks = get_hooks(name)
     except RegistryError as error:
@@ -78,11 +86,7 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     if tracker != (hooks is not None and hooks.tracker):
         is_one, place = ("no", "plugins") if tracker else ("a", "train.trackers")
         raise _refused(f"{name!r} is {is_one} tracker; name it in {place}")
-    if hooks is None or hooks.settings is None:
-        if given:
-            raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
-        return name
-    return hooks.settings.model_validate({**given, "name": name.lower()})
+    return hooks.settings if hooks else None
 
 
 def given_entry(value: Any, what: str = "a plugin's name") -> tuple[Plain, str]:

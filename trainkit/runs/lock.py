@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import time
 import weakref
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ except ImportError:  # Windows
 log = logging.getLogger(__name__)
 
 NAME = "run.lock"
+BRIEFLY = 0.1
+"""Seconds after which a lock is tried again: `is_held` takes it for a moment."""
 
 
 class RunLock:
@@ -69,11 +72,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def is_held(run_dir: Path) -> bool:
+    """Return whether a process holds the lock on ``run_dir``; on systems without locks, whether there is its file."""
+    try:
+        handle = os.open(run_dir / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; `_acquire` tries twice
+            return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return True
+
+
 def _acquire(run_dir: Path) -> int:
     path = run_dir / NAME
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _lock(handle, path):
+        if not _lock_patiently(handle, path):
             holder = _holder(handle)
             os.close(handle)
             if holder.get("pid") == os.getpid() and gc.collect() and not path.exists():
@@ -86,6 +106,14 @@ def _acquire(run_dir: Path) -> int:
     os.ftruncate(handle, 0)
     os.write(handle, json.dumps(me).encode())
     return handle
+
+
+def _lock_patiently(handle: int, path: Path) -> bool:
+    """Return whether the file is locked now, at the second try if it was locked at the first."""
+    if _lock(handle, path):
+        return True
+    time.sleep(BRIEFLY)
+    return _lock(handle, path)
 
 
 def _lock(handle: int, path: Path) -> bool:

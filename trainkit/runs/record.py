@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from typing import Any
 
 from trainkit.errors import DataError
 from trainkit.plain import read_yaml
-from trainkit.runs.lock import NAME
+from trainkit.runs.lock import NAME, is_held
 
 RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
 DEEPEST = 4
@@ -78,29 +76,12 @@ class Record:
     @property
     def state(self) -> str:
         """``running``, ``done`` (the model is exported), ``stopped``, or ``killed``: it left its lock behind."""
-        lock = self.path / NAME
-        if lock.exists():
-            holder: dict[str, Any] = {}
-            with suppress(OSError, ValueError):
-                holder = json.loads(lock.read_text(encoding="utf-8"))
-            return KILLED if _has_ended(holder) else RUNNING
+        if (self.path / NAME).exists():
+            return RUNNING if is_held(self.path) else KILLED
         mark: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             mark = json.loads((self.path / "model" / "trainkit.json").read_text(encoding="utf-8"))
         return DONE if mark.get("step") == self.step else STOPPED
-
-
-def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether the process that held a lock has ended, if that can be known on this host."""
-    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False  # it is somebody else's
-    return False
 
 
 def find_runs(directory: Path) -> Iterator[Record]:
