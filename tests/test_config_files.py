@@ -22,8 +22,8 @@ from trainkit import MethodConfig, TRLConfig, available_trainers, default_config
 from trainkit.cli import app
 from trainkit.config import arguments, read_config
 from trainkit.config.schema import json_schema
-from trainkit.errors import ConfigError, RegistryError
-from trainkit.plain import parse_yaml
+from trainkit.errors import ConfigError, PluginError, RegistryError
+from trainkit.plain import parse_yaml, to_yaml
 from trainkit.plugins import get_method_class, register_trainer
 from trainkit.plugins.registry import settings_alone
 from trainkit.testing.conformance import ConformanceError, check_plugin
@@ -382,6 +382,8 @@ def test_a_secret_setting_may_take_a_secret_variable(at: Path, monkeypatch: pyte
 def test_keys_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A", "b")
     assert parse_yaml("'${A}': 1") == {"${A}": 1}
+    for key in ("${A}", "$${A}", "$$${", "${"):
+        assert parse_yaml(to_yaml({key: {key: [key]}})) == {key: {key: [key]}}
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
@@ -524,6 +526,12 @@ def test_the_settings_of_a_package_are_read_from_its_module_config(apart: Callab
     assert "trainkit_apart.trainer" not in sys.modules
     assert TRLConfig.from_dict({"method": {"name": "apart", "reach": 3}}).method.reach == 3
     assert get_trainer("apart").method_class is settings
+
+
+def test_a_module_that_fails_by_an_attribute_is_no_module_without_the_name(apart: Callable[[str, str], None]) -> None:
+    apart(LAZY, f"import math\nmath.gone\n{TRAINER}")
+    with pytest.raises(PluginError, match=r"trainkit_apart.trainer failed: AttributeError: .*'gone'"):
+        get_trainer("apart")
 
 
 def test_the_kit_finds_settings_that_are_not_the_trainers(apart: Callable[[str, str], None]) -> None:

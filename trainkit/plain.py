@@ -137,9 +137,11 @@ class _Loader(yaml.SafeLoader):
             raise _refusal(f"it is nested in more than {DEPTH} levels", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        is_key = parent is not None and index is None
-        if isinstance(node, yaml.ScalarNode) and not (is_alias or is_key) and "${" in node.value:
-            self._expand(node, secret=isinstance(index, yaml.ScalarNode) and is_secret(index.value))
+        if isinstance(node, yaml.ScalarNode) and not is_alias and "${" in node.value:
+            if parent is not None and index is None:  # a key, which names no variable
+                node.value = node.value.replace("$${", "${")
+            else:
+                self._expand(node, secret=isinstance(index, yaml.ScalarNode) and is_secret(index.value))
         if is_alias and id(node) not in self._repeats:
             raise _refusal("an alias refers to a value that contains it", mark)
         self._values += self._repeats[id(node)] if is_alias else 1

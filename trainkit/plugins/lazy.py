@@ -26,7 +26,10 @@ def lazy_names(
 
     def find(name: str) -> Any:
         for module in modules if name in names else ():
-            found = import_module(f"{package}.{module}")
+            try:
+                found = import_module(f"{package}.{module}")
+            except AttributeError as error:  # of the module's own code: it does not say that there is no such name
+                raise ImportError(f"importing {package}.{module} failed: AttributeError: {error}") from error
             if hasattr(found, name):
                 value = vars(sys.modules[package])[name] = getattr(found, name)
                 return value
