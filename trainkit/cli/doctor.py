@@ -7,9 +7,8 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,16 +16,9 @@ from trainkit.cli.console import mark
 from trainkit.errors import printable
 from trainkit.security import names_secret
 
-if TYPE_CHECKING:
-    from trainkit.runs import Record
-
 Facts = dict[str, dict[str, Any]]
 """Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
 
-LIBRARIES = (
-    "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "pydantic", "pluggy",
-    "tensorboard", "vllm", "ray", "deepspeed", "diffusers",
-)  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "RANK",
     "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU",
@@ -44,7 +36,10 @@ def doctor(
 ) -> None:
     """Print versions, devices, plugins and what is wrong with them; of a run, what the health monitor has found."""
     if run is not None:
-        found = findings(run)
+        from trainkit.runs import Record
+        from trainkit.runs.health import found_in
+
+        found = found_in(Record(run))
         lines = [f"{mark(False)} {each['check']} (step {each['step']}): {each['message']}" for each in found]
         text = "\n".join(map(printable, lines)) or f"{mark(True)} nothing found in {printable(str(run))}"
         typer.echo(json.dumps(found, indent=2) if as_json else text)
@@ -98,16 +93,11 @@ def _memory() -> str:
         return "unknown"
 
 
-def _versions() -> dict[str, Any]:
+def _versions() -> dict[str, str]:
     from trainkit import __version__
+    from trainkit.runs.provenance import library_versions
 
-    found = {"python": platform.python_version(), "trainkit": __version__}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"trainkit": __version__, **library_versions()}
 
 
 def _devices() -> dict[str, Any]:
@@ -158,32 +148,3 @@ def _product() -> str:
         return "" if (ones @ ones).sum().item() == 64 else f"{device} computes wrong numbers"
     except RuntimeError as error:
         return f"{device}: {error}"
-
-
-# ------------------------------------------------------------------------------------------------------------- a run
-
-
-def findings(run: Path) -> list[dict[str, Any]]:
-    """Return what the health monitor has found in a run; if it was off, what it finds in the metrics.
-
-    Raises:
-        ConfigError, DataError: it is not the directory of a run, or cannot be read.
-    """
-    from trainkit.runs import Record
-
-    record = Record(run)
-    return _replayed(record) if record.setting("train", "health") in ("off", False) else record.findings
-
-
-def _replayed(record: Record) -> list[dict[str, Any]]:
-    from trainkit.runs.health import Health
-
-    own_sampler = record.setting("rollout", "engine") == "local" and not record.setting("rollout", "staleness")
-    half = record.setting("train", "mixed_precision") in ("bf16", "fp16")
-    health, found = Health(starts_on_policy=own_sampler, half_precision=half), []
-    for line in record.metrics:
-        metrics = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
-        evaluated = any(name.startswith("eval/") for name in metrics)
-        verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
-        found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
-    return found

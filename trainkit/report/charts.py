@@ -158,13 +158,10 @@ def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str =
     return _svg(drawn, f"{title}. {told}", height=len(names) * height + 4)
 
 
-def thinned(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """Return at most ``most`` points of a series: the means of the finite values of equal parts of it."""
-    if len(x) <= most:
-        return list(x), list(y)
-    edges = [round(at * len(x) / most) for at in range(most + 1)]
-    parts = [(x[start:end], y[start:end]) for start, end in pairwise(edges)]
-    return [sum(at) / len(at) for at, _ in parts], [mean(values) for _, values in parts]
+def parts_of(values: Sequence[float], most: int) -> list[Sequence[float]]:
+    """Return the values in at most ``most`` parts of nearly equal size."""
+    count = min(len(values), most)
+    return [values[start:end] for start, end in pairwise(round(at * len(values) / count) for at in range(count + 1))]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -211,11 +208,12 @@ def _series(line: Line, colour: int, x: Axis, y: Axis) -> Markup:
             there = [f"{x(line.x[at]):.1f} {y(line.high[at]):.1f}" for at in range(start, end)]
             back = [f"{x(line.x[at]):.1f} {y(line.low[at]):.1f}" for at in reversed(range(start, end))]
             parts.append(Markup('<path class="band s{}" d="M{}Z"/>').format(colour, "L".join([*there, *back])))
+    kind = "line dense" if len(line.x) > FEW else "line"
     for start, end in _runs(line.y):
         points = "L".join(f"{x(line.x[at]):.1f} {y(line.y[at]):.1f}" for at in range(start, end))
         if end - start > 1:
-            form = '<path class="line s{}" d="M{}"><title>{}</title></path>'
-            parts.append(Markup(form).format(colour, points, line.name))
+            form = '<path class="{} s{}" d="M{}"><title>{}</title></path>'
+            parts.append(Markup(form).format(kind, colour, points, line.name))
         if end - start == 1 or len(line.x) <= FEW:
             parts += [_point(line, at, colour, x, y) for at in range(start, end)]
     return Markup().join(parts)

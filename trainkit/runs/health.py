@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainkit.runs import symptoms
+from trainkit.runs.record import Record
 from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
 
 
@@ -61,3 +62,22 @@ class Health:
         self.seen = Seen({name: Series(**series) for name, series in state["series"].items()})
         self.steps = {name: list(values) for name, values in state["steps"].items()}
         self.told = list(state["told"])
+
+
+def found_in(record: Record) -> list[dict[str, Any]]:
+    """Return what the health monitor has found in a run, as in ``health.jsonl``; if it was off, what it would find.
+
+    Raises:
+        ConfigError, DataError: it is not the directory of a run, or cannot be read.
+    """
+    if record.setting("train", "health") not in ("off", False):
+        return record.findings
+    own_sampler = record.setting("rollout", "engine") == "local" and not record.setting("rollout", "staleness")
+    half = record.setting("train", "mixed_precision") in ("bf16", "fp16")
+    health, found = Health(starts_on_policy=own_sampler, half_precision=half), []
+    for line in record.metrics:
+        metrics = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
+        found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
+    return found

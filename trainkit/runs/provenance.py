@@ -1,12 +1,19 @@
-"""The provenance of a run: the distributions and versions of trainkit and of the plugins that it was made with."""
+"""The provenance of a run: trainkit, the plugins and the libraries that it was made with, and their versions."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from trainkit.plugins import PluginInfo
 from trainkit.plugins.discovery import find_installed
 
+LIBRARIES = (
+    "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors", "pydantic", "pluggy",
+    "tensorboard", "vllm", "ray", "deepspeed", "diffusers",
+)  # fmt: skip
+"""Libraries that decide what a run computes and writes, as far as they are installed."""
 Maker = dict[str, str | None]
 """``name``, ``distribution`` and ``version``; the last two are None if no distribution provides the plugin."""
 
@@ -26,6 +33,17 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     for name, plugin in plugins.items():
         distribution, version = (plugin.distribution, plugin.version) if plugin else (None, None)
         found.append({"name": name, "distribution": distribution, "version": version})
+    return found
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed `LIBRARIES`."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
     return found
 
 

@@ -15,6 +15,7 @@ from trainkit.plain import read_yaml
 from trainkit.runs.lock import NAME, is_held
 
 RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
+STARTS = "starts.jsonl"
 DEEPEST = 4
 """Levels of directories in which runs are looked for."""
 
@@ -58,6 +59,34 @@ class Record:
         return read_lines(self.path / "metrics.jsonl")
 
     @cached_property
+    def series(self) -> dict[str, dict[int, float]]:
+        """The metrics by name, each by step. The last one counts where a step is recorded twice."""
+        found: dict[str, dict[int, float]] = {}
+        for line in self.metrics:
+            step = line.get("step")
+            for name, value in line.items() if isinstance(step, int) else ():
+                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                    found.setdefault(name, {})[int(step)] = float(value)  # type: ignore[arg-type]
+        return {name: dict(sorted(values.items())) for name, values in found.items()}
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """When, at which step and with which versions processes have begun or resumed the run."""
+        return read_lines(self.path / STARTS)
+
+    def evaluated(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the samples of the first and of the last evaluation; the first is empty if there was only one."""
+        first: list[dict[str, Any]] = []
+        last: list[dict[str, Any]] = []
+        for sample in lines_of(self.path / "samples.jsonl"):
+            if sample.get("kind") != "evaluation":
+                continue
+            if last and sample.get("step") != last[-1].get("step"):
+                first, last = first or last, []
+            last.append(sample)
+        return first, last
+
+    @cached_property
     def findings(self) -> list[dict[str, Any]]:
         """What the health monitor has found: ``step``, ``check`` and ``message``."""
         return read_lines(self.path / "health.jsonl")
@@ -88,7 +117,7 @@ def find_runs(directory: Path) -> Iterator[Record]:
     """Yield the runs in a directory and below it, sorted by path."""
 
     def below(place: Path, levels: int) -> Iterator[Path]:
-        if (place / "config.yaml").is_file() and (place / "metrics.jsonl").is_file():
+        if (place / "config.yaml").is_file() and any((place / name).is_file() for name in ("metrics.jsonl", STARTS)):
             yield place
         elif levels:
             with suppress(OSError):
@@ -100,21 +129,26 @@ def find_runs(directory: Path) -> Iterator[Record]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, without a last line that is cut off; none if there is no file.
+    """Return what `lines_of` yields."""
+    return list(lines_of(path))
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, without a last line that is cut off; none if there is no file.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object; names it.
     """
+    at = 1
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):  # otherwise it is being written, or was cut off
+                    yield dict(json.loads(line))
+                at += 1
     except FileNotFoundError:
-        return []
+        return
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    lines, found = text.split("\n")[:-1], []  # what follows the last line break is empty, or cut off
-    for at, line in enumerate(lines, start=1):
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
-    return found
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error

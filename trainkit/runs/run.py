@@ -3,6 +3,7 @@
 ::
 
     <run_dir>/config.yaml           the whole configuration
+              starts.jsonl          one line per start: the time, its step, versions and device
               run.lock              the process that uses the directory, while one does
               metrics.jsonl         one line per step or evaluation
               samples.jsonl         evaluation samples, and the first few of every collection
@@ -41,6 +42,7 @@ from trainkit.runs import card, checkpoint, provenance, saving
 from trainkit.runs.fingerprints import differing
 from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
+from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
@@ -265,11 +267,25 @@ def _check_directory(run_dir: Path, config: TRLConfig[Any]) -> None:
 
 
 def _tidy(trainer: Trainer, run_dir: Path) -> None:
-    """Write the configuration unless the run is finished, and remove the temporary files of killed processes."""
+    """Write the configuration and a line about this start unless the run is finished; remove what killed ones left."""
     if not finished(trainer):
         trainer.config.save_yaml(run_dir / "config.yaml", places=True)
+        append(run_dir, STARTS, [_start(trainer)])
     for root in (run_dir, run_dir / "checkpoints"):
         checkpoint.remove_leftovers(root)
+
+
+def _start(trainer: Trainer) -> dict[str, Any]:
+    """Return what a process runs with that begins or resumes the run."""
+    device = trainer.accelerator.device
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "step": trainer.progress.step,
+        "versions": provenance.library_versions(),
+        "makers": trainer.makers,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processes": trainer.accelerator.num_processes,
+    }
 
 
 def finished(trainer: Trainer) -> bool:

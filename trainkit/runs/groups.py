@@ -1,0 +1,159 @@
+"""Runs that differ by their seed alone: their metrics over the steps, with the spread over the seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonpath
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import differences
+from trainkit.errors import DataError
+from trainkit.report import Line, mean, parts_of
+from trainkit.runs.record import Record, find_runs
+
+NOT_COMPARED = ("train.seed", "train.run_dir", "train.resume", "train.trackers")
+"""Settings that runs of one group may differ in."""
+NOT_MAIN = ("length", "time", "turns", "failed")
+"""Metrics of evaluations that tell what a model does, not how well."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by their seed alone, or one run. ``name`` is how they are called."""
+
+    name: str
+    runs: Sequence[Record]
+
+    @property
+    def seeds(self) -> list[Any]:
+        """The seeds of the runs."""
+        return [run.setting("train", "seed") for run in self.runs]
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of the metrics that any of the runs has recorded, in the order in which they first appear."""
+        return list(dict.fromkeys(name for run in self.runs for name in run.series))
+
+    def line(self, metric: str, most: int) -> Line | None:
+        """Return a metric of the runs; None if none of them has it.
+
+        Of several runs it is the mean of those that have a value, in a band from the least to the largest. A line has
+        at most ``most`` points; each is the mean of several steps if there are more, which are the band of one run.
+        """
+        series = [run.series[metric] for run in self.runs if metric in run.series]
+        if not series:
+            return None
+        steps = sorted({step for each in series for step in each})
+        columns = [parts_of([each.get(step, math.nan) for step in steps], most) for each in series]
+        x, rows = (
+            list(map(mean, parts_of(steps, most))),
+            [[mean(part) for part in row] for row in zip(*columns, strict=True)],
+        )
+        ranges = columns[0] if len(series) == 1 else rows
+        if len(series) == 1 and len(steps) <= most:
+            return Line(self.name, x, [value for (value,) in rows])
+        known = [[value for value in part if math.isfinite(value)] for part in ranges]
+        low, high = ([bound(part, default=math.nan) for part in known] for bound in (min, max))
+        return Line(self.name, x, [mean(row) for row in rows], low, high)
+
+    def not_finite(self, metric: str) -> int:
+        """Return how many recorded values of a metric are NaN or infinite."""
+        series = [run.series.get(metric, {}) for run in self.runs]
+        return sum(not math.isfinite(value) for each in series for value in each.values())
+
+    def final(self, metric: str) -> dict[Any, float]:
+        """Return the final value of a metric by seed: of the last evaluation, or the mean of the last tenth of steps.
+
+        Runs without a finite one are left out.
+        """
+        found = {}
+        for run in self.runs:
+            values = list(run.series.get(metric, {}).values())
+            last = values[-1:] if metric.startswith("eval/") else values[-max(1, len(values) // 10) :]
+            value = mean(last)
+            if math.isfinite(value):
+                found[run.setting("train", "seed")] = value
+        return found
+
+
+def grouped(runs: Iterable[Record]) -> list[Group]:
+    """Return runs in groups that differ by their seed alone; a seed that is there twice begins another group."""
+    parts: list[list[Record]] = []
+    for run in runs:
+        same = (part for part in parts if not differing(part[0], run) and _seed(run) not in map(_seed, part))
+        part = next(same, None)
+        if part is None:
+            parts.append([run])
+        else:
+            part.append(run)
+    everything = [run.path for part in parts for run in part]
+    return [Group(_name(part, everything), part) for part in parts]
+
+
+def differing(first: Record, second: Record) -> list[tuple[str, Any, Any]]:
+    """Return path and values of the settings in which two runs differ, except for `NOT_COMPARED`."""
+    return [found for found in differences(first.config, second.config) if not found[0].startswith(NOT_COMPARED)]
+
+
+def runs_at(places: Iterable[Path]) -> list[Record]:
+    """Return the runs that directories are, or have in them.
+
+    Raises:
+        DataError: there is none, or it has recorded no metrics yet.
+        ConfigError, DataError: a run cannot be read.
+    """
+    found: dict[Path, Record] = {}
+    for place in places:
+        if not place.is_dir():
+            raise DataError(
+                f"there is no directory {str(place)!r}; give the directory of a run, or one that holds runs"
+            )
+        runs = list(find_runs(place))
+        if not runs:
+            raise DataError(f"{str(place)!r} is no run and holds none; the directory of a run has a config.yaml")
+        found |= {run.path.resolve(): run for run in runs}
+    for run in found.values():
+        if not isinstance(run.config.get("method"), dict | str):
+            raise DataError(f"{str(run.path)!r} is no run of trainkit: its config.yaml names no method")
+    if not any(run.series for run in found.values()):
+        names = ", ".join(str(run.path) for run in found.values())
+        raise DataError(f"no metrics have been recorded in {names}; a run records them from its first step on")
+    return list(found.values())
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric that says best how good a model is, of those that a run has recorded; None if there is none."""
+    known = list(names)
+
+    def ranked() -> Iterator[str]:
+        yield from (name for name in known if name.startswith("eval/reward"))
+        yield from (name for name in known if name.startswith("eval/") and not name[5:].startswith(NOT_MAIN))
+        yield from (name for name in ("reward/mean", "loss/total") if name in known)
+        yield from (name for name in known if not name.startswith("time/"))
+
+    return next(ranked(), None)
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the unbiased standard deviation; NaN with fewer than two values."""
+    known = list(values)
+    return statistics.stdev(known) if len(known) > 1 else math.nan
+
+
+def _seed(run: Record) -> Any:
+    return run.setting("train", "seed")
+
+
+def _name(part: Sequence[Record], everything: Sequence[Path]) -> str:
+    """Return the path of the runs, without the beginning that all paths share."""
+    paths = [run.path for run in part]
+    place = paths[0] if len(paths) == 1 else Path(commonpath(paths))
+    above = Path(commonpath([path.parent for path in everything]))
+    inside = place != above and place.is_relative_to(above)
+    shown = str(place.relative_to(above)) if inside else place.resolve().name
+    return shown if len(part) == 1 else f"{shown} ({len(part)} seeds)"

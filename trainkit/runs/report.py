@@ -1,0 +1,277 @@
+"""A report of runs: one page of HTML with their curves, evaluations, samples, findings and configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from trainkit.errors import DataError, printable
+from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, render
+from trainkit.runs.groups import Group, differing, grouped, main_metric, spread
+from trainkit.runs.health import found_in
+from trainkit.runs.provenance import said
+from trainkit.runs.record import Record
+
+LARGEST = 1_000_000
+"""Bytes of a report at most. Curves get fewer points, and fewer samples are shown, until it is that small."""
+DETAIL = ((150, 8, 1500), (100, 8, 1000), (60, 6, 600), (40, 4, 300), (25, 2, 150))
+"""Points of a curve, samples of a run, and characters of a text, from the most to the least."""
+GROUPS, CHARTS, EVALUATIONS = 12, 90, 25
+"""Groups of runs, charts, and rows of a table of evaluations at most."""
+FIRST = ("eval", "reward", "loss", "policy")
+"""The groups of metrics that come first."""
+MEASURED = 6
+"""Measures of samples at most whose distribution is shown."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its caption, and what is said below it."""
+
+    name: str
+    svg: Markup
+    note: str = ""
+
+
+def report(runs: Sequence[Record], title: str | None = None) -> str:
+    """Return the report of runs as HTML of at most 1 MB, without references to other files or addresses.
+
+    Runs that differ by their seed alone are one curve with a band.
+
+    Args:
+        runs: at least one, with metrics, as `trainkit.runs.groups.runs_at` returns them.
+        title: the heading; None for the names of the runs.
+
+    Raises:
+        ConfigError, DataError: a run cannot be read, or there are too many different ones.
+    """
+    groups = grouped(runs)
+    if len(groups) > GROUPS:
+        raise DataError(
+            f"{len(groups)} runs with different configurations are given, and a report shows at most {GROUPS}; "
+            "name fewer (runs that differ by their seed alone count as one)"
+        )
+    title = title or ", ".join(group.name for group in groups)
+    for points, samples, characters in DETAIL:
+        page = _page(groups, printable(title), points, samples, characters)
+        if len(page.encode()) <= LARGEST:
+            break
+    return page
+
+
+def _page(groups: Sequence[Group], title: str, points: int, samples: int, characters: int) -> str:
+    charts, left_out = curves(groups, points)
+    facts = {
+        "runs": [_facts(run, group) for group in groups for run in group.runs],
+        "differences": _differences(groups),
+        "charts": charts,
+        "left_out": left_out,
+        "evaluations": [_evaluations(group) for group in groups],
+        "samples": [_samples(group, samples, characters) for group in groups],
+        "distributions": [_distributions(group) for group in groups],
+        "findings": [(run.path.name, found_in(run)) for group in groups for run in group.runs],
+        "timing": [_timing(group) for group in groups],
+        "configs": [(group, config_lines(group.runs[0])) for group in groups],
+        "starts": [(run.path.name, run.starts) for group in groups for run in group.runs],
+    }
+    return render("run.html", title=title, groups=groups, said=said, number=number, shown=shown, **facts)
+
+
+# ----------------------------------------------------------------------------------------------------------- facts
+
+
+def _facts(run: Record, group: Group) -> dict[str, Any]:
+    """Return the row of a run in the first table."""
+    metric = main_metric(run.series)
+    values = list(run.series[metric].values()) if metric else []
+    total = run.setting("train", "total_steps")
+    return {
+        "group": group.name,
+        "run": "/".join(run.path.resolve().parts[-2:]),
+        "method": run.method,
+        "seed": run.setting("train", "seed"),
+        "steps": f"{run.step}{'' if total is None else f' of {total}'}",
+        "state": run.state,
+        "metric": metric or "",
+        "value": number(values[-1]) if values else "no metrics yet",
+        "found": len(found_in(run)),
+    }
+
+
+def _differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:
+    """Return the settings in which the groups differ, with the value in each."""
+    first = groups[0].runs[0]
+    paths = dict.fromkeys(path for group in groups[1:] for path, *_ in differing(first, group.runs[0]))
+    return [(path, [_setting(group.runs[0], path) for group in groups]) for path in paths]
+
+
+def _setting(run: Record, path: str) -> Any:
+    value: Any = run.config
+    for name in path.split("."):
+        value = value.get(name, "(not set)") if isinstance(value, dict) else "(not set)"
+    return value
+
+
+def curves(groups: Sequence[Group], points: int) -> tuple[dict[str, list[Chart]], list[str]]:
+    """Return charts of the metrics by the first part of their names, and the metrics that are left out."""
+    names = [name for group in groups for name in group.metrics if not name.startswith(("time/", "eval/time"))]
+    best = main_metric(names)
+    ordered = sorted(dict.fromkeys(names), key=lambda name: (name != best, *_rank(name)))
+    charts: dict[str, list[Chart]] = {}
+    for name in ordered[:CHARTS]:
+        lines = [group.line(name, points) or Line(group.name, [], []) for group in groups]
+        lost = sum(group.not_finite(name) for group in groups)
+        note = f"{lost} value{'s are' if lost > 1 else ' is'} not finite" if lost else ""
+        charts.setdefault(name.partition("/")[0], []).append(Chart(name, line_chart(lines, title=name), note))
+    return charts, ordered[CHARTS:]
+
+
+def _rank(name: str) -> tuple[int, str]:
+    part = name.partition("/")[0]
+    return (FIRST.index(part) if part in FIRST else len(FIRST), part)
+
+
+def _evaluations(group: Group) -> dict[str, Any]:
+    """Return the table of evaluations: a row per step, the mean over the seeds and their deviation in each cell."""
+    names = [name for name in group.metrics if name.startswith("eval/") and not name.startswith("eval/time")]
+    steps = sorted({step for run in group.runs for name in names for step in run.series.get(name, {})})
+    kept = [steps[round(at * (len(steps) - 1) / (EVALUATIONS - 1))] for at in range(EVALUATIONS)]
+    kept = kept if len(steps) > EVALUATIONS else steps
+    rows = []
+    for step in kept:
+        cells = [[run.series.get(name, {}).get(step) for run in group.runs] for name in names]
+        rows.append((step, [_cell([value for value in cell if value is not None]) for cell in cells]))
+    return {"group": group.name, "names": names, "rows": rows, "all": len(steps)}
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    deviation = f" ± {spread(values):.2g}" if len(values) > 1 else ""
+    return f"{number(sum(values) / len(values))}{deviation}"
+
+
+def _timing(group: Group) -> dict[str, Any]:
+    """Return the seconds of each phase, over all steps and evaluations, as the mean over the seeds."""
+    totals: dict[str, float] = {}
+    for name in group.metrics:
+        if name.startswith(("time/", "eval/time")):
+            sums = [sum(filter(math.isfinite, run.series.get(name, {}).values())) for run in group.runs]
+            phase = "evaluation" if name.startswith("eval/time") else name.removeprefix("time/")
+            totals[phase] = totals.get(phase, 0.0) + sum(sums) / len(sums)
+    chart = horizontal_bars(Bars("seconds", list(totals.values())), list(totals), title="Seconds by phase", unit=" s")
+    return {"group": group.name, "phases": totals, "svg": chart}
+
+
+def config_lines(run: Record) -> list[tuple[str, str]]:
+    """Return the lines of a run's configuration, each with where its value is set; directories are left out."""
+    lines = (run.path / "config.yaml").read_text(encoding="utf-8", errors="replace").splitlines()
+    parts = [line.partition("  # ") for line in map(printable, lines)]
+    return [(text, re.sub(r"^.*?([^/\\]+[/\\][^/\\]+:\d+)$", r"\1", place)) for text, _, place in parts]
+
+
+# --------------------------------------------------------------------------------------------------------- samples
+
+
+def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
+    """Return samples of the last evaluation of a group's first run, beside those of the first one."""
+    first, last = group.runs[0].evaluated()
+    before = dict(_numbered(first))
+    rows = [
+        {
+            "prompt": shown(sample.get("prompt", ""), characters),
+            "before": changed(_text(was, characters), _text(sample, characters), "del") if was else None,
+            "after": changed(_text(was, characters), _text(sample, characters), "ins")
+            if was
+            else _text(sample, characters),
+            "was": measures(was) if was else {},
+            "measures": measures(sample),
+        }
+        for key, sample in chosen(list(_numbered(last)), most)
+        for was in [before.get(key)]
+    ]
+    steps = [part[0].get("step") if part else None for part in (first, last)]
+    return {"group": group.name, "rows": rows, "all": len(last), "first": steps[0], "last": steps[1]}
+
+
+def _numbered(samples: Iterable[dict[str, Any]]) -> Iterable[tuple[tuple[str, int], dict[str, Any]]]:
+    """Yield samples with what tells them apart in an evaluation: the prompt and setting, and which of these it is."""
+    counts: dict[str, int] = {}
+    for sample in samples:
+        name = json.dumps([sample.get("prompt"), sample.get("setting")])
+        counts[name] = counts.get(name, -1) + 1
+        yield (name, counts[name]), sample
+
+
+def chosen(samples: list[Any], most: int) -> list[Any]:
+    """Return at most ``most`` samples: those with the highest and lowest rewards, or the first without rewards."""
+    if len(samples) <= most or not all(isinstance(sample.get("reward"), int | float) for _, sample in samples):
+        return samples[:most]
+    ranked = sorted(samples, key=lambda pair: -pair[1]["reward"])
+    return [*ranked[: most - most // 2], *ranked[-(most // 2) :]]
+
+
+def measures(sample: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers of a sample, the reward first, as text."""
+    found = {name: value for name, value in sample.items() if _is_number(value) and name != "step"}
+    return {name: number(found[name]) for name in sorted(found, key=lambda name: (name != "reward", name))}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _text(sample: dict[str, Any], characters: int) -> str:
+    return shown(sample.get("output", ""), characters)
+
+
+def shown(value: Any, characters: int = 300) -> str:
+    """Return a value as text of at most ``characters`` characters, with visible control characters but line breaks."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = "\n".join(map(printable, text.split("\n")))
+    return text if len(text) <= characters else f"{text[:characters]}… ({len(text) - characters} more characters)"
+
+
+def changed(before: str, after: str, mark: str) -> Markup:
+    """Return ``before`` with what is gone as ``<del>``, or ``after`` with what is new as ``<ins>``.
+
+    Texts of several words are compared by words, others by characters.
+    """
+    pattern = r"\s+|\w+|[^\w\s]" if re.search(r"\s", before.strip() + after.strip()) else r"(?s)."
+    a, b = re.findall(pattern, before), re.findall(pattern, after)
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    parts = []
+    for operation, start, end, there, to in matcher.get_opcodes():
+        text = escape("".join(a[start:end] if mark == "del" else b[there:to]))
+        parts.append(text if operation == "equal" or not text else Markup("<{0}>{1}</{0}>").format(Markup(mark), text))
+    return Markup().join(parts)
+
+
+def _distributions(group: Group) -> dict[str, Any]:
+    """Return histograms of what was measured of the samples of the first and the last evaluation."""
+    pairs = [run.evaluated() for run in group.runs]
+    first, last = ([sample for pair in pairs for sample in pair[at]] for at in (0, 1))
+    names = sorted({name for sample in last for name, value in sample.items() if _is_number(value) and name != "step"})
+    names = sorted(names, key=lambda name: name != "reward")[:MEASURED]
+    charts = []
+    for name in names:
+        kinds = [("last", last), *([("first", first)] if first else [])]
+        bars = [Bars(kind, [float(s[name]) for s in part if _is_number(s.get(name))]) for kind, part in kinds]
+        charts.append(Chart(name, histogram(bars, title=f"Distribution of {name}", x_label=name)))
+    return {
+        "group": group.name,
+        "charts": charts,
+        "names": ["last evaluation", *(["first evaluation"] if first else [])],
+    }
+
+
+def number(value: float) -> str:
+    """Return a number with four digits."""
+    return f"{value:.4g}"
