@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import configs, doctor, examples, models, plugins, runs, training
+from trainkit.cli import configs, doctor, examples, models, plugins, reports, runs, training
 from trainkit.cli.console import TRACEBACK, ExplainedErrors, WithOverrides
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
@@ -50,6 +50,8 @@ app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
 app.command("runs")(runs.list_runs)
+app.command()(reports.report)
+app.command()(reports.compare)
 app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(

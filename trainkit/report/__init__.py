@@ -1,6 +1,6 @@
 """Pages of HTML that need no other file and no network, and charts in them as inline SVG."""
 
-from trainkit.report.charts import Bars, Line, histogram, horizontal_bars, line_chart, mean, parts_of
+from trainkit.report.charts import Bars, Line, histogram, horizontal_bars, line_chart, mean, parts_of, text_chart
 from trainkit.report.page import render
 
-__all__ = ["Bars", "Line", "histogram", "horizontal_bars", "line_chart", "mean", "parts_of", "render"]
+__all__ = ["Bars", "Line", "histogram", "horizontal_bars", "line_chart", "mean", "parts_of", "render", "text_chart"]

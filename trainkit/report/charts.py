@@ -170,6 +170,23 @@ def mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
+def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: int = 12) -> Iterator[str]:
+    """Yield the rows of a chart for a terminal, with a letter of ``marks`` for each line and ``*`` where some meet."""
+    x = Axis((at for line in lines for at in line.x if math.isfinite(at)), 0, width - 1)
+    y = Axis((value for line in lines for value in line.y if math.isfinite(value)), height - 1, 0)
+    rows = [[" "] * width for _ in range(height)]
+    for line, mark in zip(lines, marks, strict=True):
+        for at, value in zip(line.x, line.y, strict=True):
+            if math.isfinite(value):
+                row, column = rows[round(y(value))], round(x(at))
+                row[column] = mark if row[column] in (" ", mark) else "*"
+    ends = {0: _short(y.high), height - 1: _short(y.low)}
+    for at, row in enumerate(rows):
+        yield f"{ends.get(at, ''):>10} |{''.join(row).rstrip()}"
+    yield f"{'':>10} +{'-' * width}"
+    yield f"{'':>12}{_short(x.low)}{_short(x.high):>{width - len(_short(x.low))}}"
+
+
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 

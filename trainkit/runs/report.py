@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from trainkit.errors import DataError, printable
 from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, render
+from trainkit.runs.comparison import Comparison
 from trainkit.runs.groups import Group, differing, grouped, main_metric, spread
 from trainkit.runs.health import found_in
 from trainkit.runs.provenance import said
@@ -40,7 +41,7 @@ class Chart:
     note: str = ""
 
 
-def report(runs: Sequence[Record], title: str | None = None) -> str:
+def report(runs: Sequence[Record], title: str | None = None, comparison: Comparison | None = None) -> str:
     """Return the report of runs as HTML of at most 1 MB, without references to other files or addresses.
 
     Runs that differ by their seed alone are one curve with a band.
@@ -48,6 +49,7 @@ def report(runs: Sequence[Record], title: str | None = None) -> str:
     Args:
         runs: at least one, with metrics, as `trainkit.runs.groups.runs_at` returns them.
         title: the heading; None for the names of the runs.
+        comparison: shown first.
 
     Raises:
         ConfigError, DataError: a run cannot be read, or there are too many different ones.
@@ -60,15 +62,18 @@ def report(runs: Sequence[Record], title: str | None = None) -> str:
         )
     title = title or ", ".join(group.name for group in groups)
     for points, samples, characters in DETAIL:
-        page = _page(groups, printable(title), points, samples, characters)
+        page = _page(groups, printable(title), comparison, points, samples, characters)
         if len(page.encode()) <= LARGEST:
             break
     return page
 
 
-def _page(groups: Sequence[Group], title: str, points: int, samples: int, characters: int) -> str:
+def _page(
+    groups: Sequence[Group], title: str, comparison: Comparison | None, points: int, samples: int, characters: int
+) -> str:
     charts, left_out = curves(groups, points)
-    facts = {
+    facts: dict[str, Any] = {
+        "comparison": comparison,
         "runs": [_facts(run, group) for group in groups for run in group.runs],
         "differences": _differences(groups),
         "charts": charts,
