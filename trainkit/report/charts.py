@@ -15,10 +15,10 @@ WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 36
 COLOURS = 6
 """Series that look different: classes ``s0`` to ``s5`` of the style sheet."""
-FEW = 60
-"""Points up to which each is marked, so that it can be read by pointing at it."""
+FEW = 120
+"""Points of a chart up to which each is marked, so that it can be read by pointing at it."""
 LARGEST = 1e300
-"""Axes end here, so that differences are finite."""
+"""The largest value that is drawn."""
 WIDE = 1000.0
 """The ratio of the largest to the smallest of positive values from which an axis is logarithmic."""
 STYLE = (Path(__file__).parent / "templates" / "charts.css").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ class Line:
 
     def finite(self) -> Iterator[float]:
         """Yield the finite values, those of the band included."""
-        return (value for values in (self.y, self.low, self.high) for value in values if math.isfinite(value))
+        return (value for values in (self.y, self.low, self.high) for value in values if is_shown(value))
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Bars:
 
     name: str
     values: Sequence[float]
+
+
+def is_shown(value: float) -> bool:
+    """Return whether a value can be drawn: finite, and not so large that differences are not."""
+    return abs(value) <= LARGEST  # false for NaN
 
 
 class Axis:
@@ -60,13 +65,14 @@ class Axis:
 
     def __init__(self, values: Iterable[float], start: float, end: float, *, log: bool = False) -> None:
         known = list(values)
-        low, high = (max(min(known), -LARGEST), min(max(known), LARGEST)) if known else (0.0, 1.0)
+        low, high = (min(known), max(known)) if known else (0.0, 1.0)
         self.start, self.end = start, end
         self.log = log and low > 0 and high / low >= WIDE
         if self.log:
             low, high = math.log10(low), math.log10(high)
-        if high - low <= abs(high) * 1e-9:  # one value
-            room = abs(high) * 0.1 or 1.0
+        scale = max(abs(low), abs(high))
+        if high - low <= max(scale * 1e-9, 1e-290):  # one value
+            room = scale * 0.1 if scale > 1e-280 else 1.0
             low, high = low - room, high + room
         self.low, self.high = low, high
 
@@ -100,10 +106,11 @@ def line_chart(
         standalone: whether to return a file of its own, with the style sheet and a legend.
         x_log: whether ``x`` may be logarithmic.
     """
-    x = Axis((at for line in lines for at in line.x if math.isfinite(at)), LEFT, WIDTH - RIGHT, log=x_log)
+    x = Axis((at for line in lines for at in line.x if is_shown(at)), LEFT, WIDTH - RIGHT, log=x_log)
     y = Axis((value for line in lines for value in line.finite()), HEIGHT - BOTTOM, TOP, log=True)
     label = f"{x_label}{' (logarithmic)' * x.log}"
-    drawn = [_series(line, at % COLOURS, x, y) for at, line in enumerate(lines)]
+    marked = sum(len(line.x) for line in lines) <= FEW
+    drawn = [_series(line, at % COLOURS, x, y, marked) for at, line in enumerate(lines)]
     legend = [_legend(lines)] if standalone and len(lines) > 1 else []
     note = [_text(LEFT, TOP - 2, "logarithmic", "label")] if y.log else []
     return _svg([*_axes(x, y, label), *drawn, *note, *legend], described(lines, title), standalone=standalone)
@@ -113,7 +120,7 @@ def described(lines: Sequence[Line], title: str) -> str:
     """Return a chart of lines in words: the first and last finite value of each."""
     told = []
     for line in lines:
-        known = [(at, value) for at, value in zip(line.x, line.y, strict=True) if math.isfinite(value)]
+        known = [(at, value) for at, value in zip(line.x, line.y, strict=True) if is_shown(value)]
         if known:
             (first, before), (last, after) = known[0], known[-1]
             told.append(f"{line.name}: {_short(before)} at {_short(first)}, {_short(after)} at {_short(last)}")
@@ -124,13 +131,13 @@ def described(lines: Sequence[Line], title: str) -> str:
 
 def histogram(series: Sequence[Bars], *, title: str, bins: int = 20, x_label: str = "") -> Markup:
     """Return a histogram of one or several series over the same bins, each as a share of its own values."""
-    finite = [Bars(each.name, [value for value in each.values if math.isfinite(value)]) for each in series]
+    finite = [Bars(each.name, [value for value in each.values if is_shown(value)]) for each in series]
     everything = [value for each in finite for value in each.values]
     low, high = (min(everything), max(everything)) if everything else (0.0, 1.0)
-    bins = 1 if low == high else bins
+    bins = bins if high - low > 1e-290 else 1
     width = (high - low) / bins or 1.0
     shares = [_shares(each.values, low, width, bins) for each in finite]
-    x = Axis((low, high if high > low else low + width), LEFT, WIDTH - RIGHT)
+    x = Axis((low, low + width * bins), LEFT, WIDTH - RIGHT)
     y = Axis((0.0, max((share for each in shares for share in each), default=1.0) or 1.0), HEIGHT - BOTTOM, TOP)
     drawn = []
     for at, each in enumerate(shares):
@@ -146,11 +153,11 @@ def histogram(series: Sequence[Bars], *, title: str, bins: int = 20, x_label: st
 
 def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str = "") -> Markup:
     """Return a chart with a named bar for each value, from 0 on."""
-    height, known = 26, [value for value in bars.values if math.isfinite(value)]
+    height, known = 26, [value for value in bars.values if is_shown(value)]
     x = Axis((0.0, max(known, default=1.0) or 1.0), 170, WIDTH - 90)
     drawn = []
     for at, (name, value) in enumerate(zip(names, bars.values, strict=True)):
-        top, end = at * height + 4, x(value) if math.isfinite(value) else 170
+        top, end = at * height + 4, x(value) if is_shown(value) else 170
         drawn.append(_text(162, top + 14, name if len(name) < 25 else f"…{name[-23:]}", "label end"))
         drawn.append(_bar(170, top, end - 170, height - 8, 0, f"{name}: {_short(value)}{unit}"))
         drawn.append(_text(end + 6, top + 14, f"{_short(value)}{unit}", "label"))
@@ -161,23 +168,25 @@ def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str =
 def parts_of(values: Sequence[float], most: int) -> list[Sequence[float]]:
     """Return the values in at most ``most`` parts of nearly equal size."""
     count = min(len(values), most)
-    return [values[start:end] for start, end in pairwise(round(at * len(values) / count) for at in range(count + 1))]
+    if count == 0:
+        return []
+    return [values[start:end] for start, end in pairwise(at * len(values) // count for at in range(count + 1))]
 
 
 def mean(values: Iterable[float]) -> float:
     """Return the mean of the finite values; NaN if there is none."""
-    known = [value for value in values if math.isfinite(value)]
+    known = [value for value in values if is_shown(value)]
     return sum(known) / len(known) if known else math.nan
 
 
 def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: int = 12) -> Iterator[str]:
     """Yield the rows of a chart for a terminal, with a letter of ``marks`` for each line and ``*`` where some meet."""
-    x = Axis((at for line in lines for at in line.x if math.isfinite(at)), 0, width - 1)
-    y = Axis((value for line in lines for value in line.y if math.isfinite(value)), height - 1, 0)
+    x = Axis((at for line in lines for at in line.x if is_shown(at)), 0, width - 1)
+    y = Axis((value for line in lines for value in line.y if is_shown(value)), height - 1, 0)
     rows = [[" "] * width for _ in range(height)]
     for line, mark in zip(lines, marks, strict=True):
         for at, value in zip(line.x, line.y, strict=True):
-            if math.isfinite(value):
+            if is_shown(value):
                 row, column = rows[round(y(value))], round(x(at))
                 row[column] = mark if row[column] in (" ", mark) else "*"
     ends = {0: _short(y.high), height - 1: _short(y.low)}
@@ -218,20 +227,20 @@ def _axes(x: Axis, y: Axis, x_label: str) -> Iterator[Markup]:
     yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, "label middle")
 
 
-def _series(line: Line, colour: int, x: Axis, y: Axis) -> Markup:
+def _series(line: Line, colour: int, x: Axis, y: Axis, marked: bool) -> Markup:
     parts = []
     if line.low:
         for start, end in _runs(line.low, line.high):
             there = [f"{x(line.x[at]):.1f} {y(line.high[at]):.1f}" for at in range(start, end)]
             back = [f"{x(line.x[at]):.1f} {y(line.low[at]):.1f}" for at in reversed(range(start, end))]
             parts.append(Markup('<path class="band s{}" d="M{}Z"/>').format(colour, "L".join([*there, *back])))
-    kind = "line dense" if len(line.x) > FEW else "line"
+    kind = "line" if marked else "line dense"
     for start, end in _runs(line.y):
         points = "L".join(f"{x(line.x[at]):.1f} {y(line.y[at]):.1f}" for at in range(start, end))
         if end - start > 1:
             form = '<path class="{} s{}" d="M{}"><title>{}</title></path>'
             parts.append(Markup(form).format(kind, colour, points, line.name))
-        if end - start == 1 or len(line.x) <= FEW:
+        if marked or end - start == 1:
             parts += [_point(line, at, colour, x, y) for at in range(start, end)]
     return Markup().join(parts)
 
@@ -245,7 +254,7 @@ def _runs(*series: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yield the ranges of indices at which all series are finite."""
     start = None
     for at, values in enumerate(zip(*series, strict=True)):
-        known = all(map(math.isfinite, values))
+        known = all(map(is_shown, values))
         if known and start is None:
             start = at
         elif not known and start is not None:

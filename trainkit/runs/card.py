@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from trainkit.config import Plain
 from trainkit.errors import printable
 from trainkit.plain import to_yaml
+from trainkit.report import Line, line_chart
+from trainkit.runs.groups import Group, main_metric
 from trainkit.runs.provenance import said
+from trainkit.runs.record import Record
 from trainkit.security import is_secret
 
 if TYPE_CHECKING:
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
     Trainer = PreparedTrainer[Any]
 
-CARD = "README.md"
+CARD, CURVE = "README.md", "curve.svg"
+POINTS = 200
+"""Points of the curve at most."""
 OURS = "<!-- Every export by trainkit writes this file anew. Remove this line to keep what you change. -->"
 """The line that marks a model card as written by trainkit, not by hand."""
 LIBRARIES = ("torch", "transformers")
@@ -28,8 +33,13 @@ LIBRARIES = ("torch", "transformers")
 def write(trainer: Trainer, building: Path, target: Path) -> None:
     """Write the model card of an export into ``building``, replacing any that a library has written there.
 
-    A card in ``target``, the destination of the export, is kept if it was written by hand.
+    A card in ``target``, the destination of the export, is kept if it was written by hand. The curve that a card shows
+    is written beside it.
     """
+    line = curve(trainer)
+    if line is not None:
+        drawn = line_chart([line], title=f"{line.name} over the steps", standalone=True)
+        (building / CURVE).write_text(drawn, encoding="utf-8")
     if written_by_hand(target / CARD):
         (building / CARD).unlink(missing_ok=True)
     else:
@@ -53,10 +63,23 @@ def model_card(trainer: Trainer) -> str:
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
         _table("## Provenance", _facts(trainer)),
+        _curve(trainer),
         _evaluation(trainer),
         f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def curve(trainer: Trainer) -> Line | None:
+    """Return the metric that says best how good the model is, over the steps so far; None if none is recorded."""
+    run = Record(trainer.run_dir) if trainer.run_dir is not None else None
+    metric = main_metric(run.series) if run is not None else None
+    return None if run is None or metric is None else Group(metric, [run]).line(metric, POINTS)
+
+
+def _curve(trainer: Trainer) -> str:
+    line = curve(trainer)
+    return "" if line is None else f"## Training\n\n![{_cell(line.name)} over the steps]({CURVE})\n"
 
 
 def base_model(trainer: Trainer) -> str | None:

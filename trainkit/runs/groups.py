@@ -69,7 +69,7 @@ class Group:
     def final(self, metric: str) -> dict[Any, float]:
         """Return the final value of a metric by seed: of the last evaluation, or the mean of the last tenth of steps.
 
-        Runs without a finite one are left out.
+        Runs without a finite one are skipped.
         """
         found = {}
         for run in self.runs:

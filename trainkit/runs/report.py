@@ -22,10 +22,10 @@ from trainkit.runs.record import Record
 
 LARGEST = 1_000_000
 """Bytes of a report at most. Curves get fewer points, and fewer samples are shown, until it is that small."""
-DETAIL = ((150, 8, 1500), (100, 8, 1000), (60, 6, 600), (40, 4, 300), (25, 2, 150))
-"""Points of a curve, samples of a run, and characters of a text, from the most to the least."""
-GROUPS, CHARTS, EVALUATIONS = 12, 90, 25
-"""Groups of runs, charts, and rows of a table of evaluations at most."""
+DETAIL = ((150, 8, 1500, 90), (100, 8, 1000, 90), (60, 6, 600, 60), (40, 4, 300, 30), (25, 2, 150, 12))
+"""Points of a curve, samples of a run, characters of a text, and charts, from the most to the least."""
+GROUPS, EVALUATIONS = 12, 25
+"""Groups of runs, and rows of a table of evaluations at most."""
 FIRST = ("eval", "reward", "loss", "policy")
 """The groups of metrics that come first."""
 MEASURED = 6
@@ -61,17 +61,23 @@ def report(runs: Sequence[Record], title: str | None = None, comparison: Compari
             "name fewer (runs that differ by their seed alone count as one)"
         )
     title = title or ", ".join(group.name for group in groups)
-    for points, samples, characters in DETAIL:
-        page = _page(groups, printable(title), comparison, points, samples, characters)
+    for detail in DETAIL:
+        page = _page(groups, printable(title), comparison, *detail)
         if len(page.encode()) <= LARGEST:
             break
     return page
 
 
 def _page(
-    groups: Sequence[Group], title: str, comparison: Comparison | None, points: int, samples: int, characters: int
+    groups: Sequence[Group],
+    title: str,
+    comparison: Comparison | None,
+    points: int,
+    samples: int,
+    characters: int,
+    most: int,
 ) -> str:
-    charts, left_out = curves(groups, points)
+    charts, left_out = curves(groups, points, most)
     facts: dict[str, Any] = {
         "comparison": comparison,
         "runs": [_facts(run, group) for group in groups for run in group.runs],
@@ -124,18 +130,18 @@ def _setting(run: Record, path: str) -> Any:
     return value
 
 
-def curves(groups: Sequence[Group], points: int) -> tuple[dict[str, list[Chart]], list[str]]:
-    """Return charts of the metrics by the first part of their names, and the metrics that are left out."""
+def curves(groups: Sequence[Group], points: int, most: int) -> tuple[dict[str, list[Chart]], list[str]]:
+    """Return charts of the metrics by the first part of their names, and the metrics that are skipped."""
     names = [name for group in groups for name in group.metrics if not name.startswith(("time/", "eval/time"))]
     best = main_metric(names)
     ordered = sorted(dict.fromkeys(names), key=lambda name: (name != best, *_rank(name)))
     charts: dict[str, list[Chart]] = {}
-    for name in ordered[:CHARTS]:
+    for name in ordered[:most]:
         lines = [group.line(name, points) or Line(group.name, [], []) for group in groups]
         lost = sum(group.not_finite(name) for group in groups)
         note = f"{lost} value{'s are' if lost > 1 else ' is'} not finite" if lost else ""
         charts.setdefault(name.partition("/")[0], []).append(Chart(name, line_chart(lines, title=name), note))
-    return charts, ordered[CHARTS:]
+    return charts, ordered[most:]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -147,8 +153,10 @@ def _evaluations(group: Group) -> dict[str, Any]:
     """Return the table of evaluations: a row per step, the mean over the seeds and their deviation in each cell."""
     names = [name for name in group.metrics if name.startswith("eval/") and not name.startswith("eval/time")]
     steps = sorted({step for run in group.runs for name in names for step in run.series.get(name, {})})
-    kept = [steps[round(at * (len(steps) - 1) / (EVALUATIONS - 1))] for at in range(EVALUATIONS)]
-    kept = kept if len(steps) > EVALUATIONS else steps
+    if len(steps) > EVALUATIONS:
+        kept = [steps[at * (len(steps) - 1) // (EVALUATIONS - 1)] for at in range(EVALUATIONS)]
+    else:
+        kept = steps
     rows = []
     for step in kept:
         cells = [[run.series.get(name, {}).get(step) for run in group.runs] for name in names]
@@ -176,7 +184,7 @@ def _timing(group: Group) -> dict[str, Any]:
 
 
 def config_lines(run: Record) -> list[tuple[str, str]]:
-    """Return the lines of a run's configuration, each with where its value is set; directories are left out."""
+    """Return the lines of a run's configuration, each with where its value is set; directories are skipped."""
     lines = (run.path / "config.yaml").read_text(encoding="utf-8", errors="replace").splitlines()
     parts = [line.partition("  # ") for line in map(printable, lines)]
     return [(text, re.sub(r"^.*?([^/\\]+[/\\][^/\\]+:\d+)$", r"\1", place)) for text, _, place in parts]

@@ -1,0 +1,370 @@
+"""Reports and comparisons of runs, and the charts in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+from trainkit.cli import app
+from trainkit.errors import DataError
+from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, parts_of, text_chart
+from trainkit.runs.comparison import Paired, compare, quantile, within
+from trainkit.runs.groups import grouped, main_metric, runs_at
+from trainkit.runs.record import Record
+from trainkit.runs.report import LARGEST, changed, chosen, report
+
+EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m & \"quoted\" 'text'"
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def write_run(
+    path: Path,
+    *,
+    seed: int = 1,
+    method: str = "ppo",
+    steps: int = 20,
+    metrics: list[dict[str, Any]] | None = None,
+    samples: bool = True,
+    lr: float = 1e-3,
+    gain: float = 0.0,
+) -> Path:
+    """Write the files of a run, as a run writes them, without running it."""
+    path.mkdir(parents=True)
+    lines = [
+        "method:",
+        f"  name: {method}  # /home/somebody/project/ppo.yaml:1",
+        "optimizer:",
+        f"  lr: {lr}  # command line",
+        "train:",
+        f"  seed: {seed}  # default",
+        f"  total_steps: {steps}  # default",
+    ]
+    (path / "config.yaml").write_text("\n".join(lines) + "\n")
+    if metrics is None:
+        metrics = [
+            {"step": step, "reward/mean": step / steps + gain, "time/update": 0.5} for step in range(1, steps + 1)
+        ]
+        metrics += [{"step": step, "eval/reward": step / steps + gain, "eval/time": 0.1} for step in (0, steps)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    if samples:
+        rows = [
+            {
+                "step": step,
+                "kind": "evaluation",
+                "prompt": f"p{at} {EVIL}",
+                "output": f"said {step}",
+                "reward": at + gain,
+            }
+            for step in (0, steps)
+            for at in range(12)
+        ]
+        (path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Page(HTMLParser):
+    """What a browser would load or run, and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def reported(*paths: Path) -> str:
+    return report(runs_at(paths))
+
+
+# --------------------------------------------------------------------------------------------------------- reports
+
+
+def test_a_report_refers_to_nothing_outside_and_escapes_everything(tmp_path: Path) -> None:
+    run = write_run(tmp_path / f"run{EVIL.split('/')[0]}")
+    (run / "health.jsonl").write_text(json.dumps({"step": 3, "check": "kl", "message": EVIL}) + "\n")
+    page = reported(run)
+    read = Page(page)
+    assert "script" not in read.tags
+    assert "img" not in read.tags
+    assert [address for address in read.addresses if not address.startswith(("#", "data:,"))] == []
+    assert "<script>alert(1)" in read.text  # shown as text
+    assert "\x1b" not in page
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_a_report_has_every_part(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    start = {"time": "2026-01-02T03:04:05+00:00", "step": 0, "versions": {"torch": "2.13.0"}, "device": "cpu"}
+    (run / "starts.jsonl").write_text(json.dumps({**start, "processes": 2, "makers": []}) + "\n")
+    text = re.sub(r"\s+", " ", Page(reported(run)).text)
+    for part in ("Curves", "Evaluations", "Samples", "Distributions", "Health", "Timing", "Configuration", "Versions"):
+        assert f" {part} " in text
+    assert "eval/reward" in text
+    assert "8 of 12 samples of the evaluation at step 20, beside those at step 0" in text
+    assert "Nothing found in run" in text
+    assert "project/ppo.yaml:1" in text
+    assert "somebody" not in text  # the directory of who ran it
+    assert "torch 2.13.0" in text
+
+
+def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "low" / f"seed{seed}", seed=seed, gain=seed)
+        write_run(tmp_path / "high" / f"seed{seed}", seed=seed, lr=0.1)
+    groups = grouped(runs_at([tmp_path]))
+    assert [group.name for group in groups] == ["high (3 seeds)", "low (3 seeds)"]
+    line = groups[1].line("eval/reward", 100)
+    assert line is not None
+    assert list(line.x) == [0, 20]
+    assert list(line.y) == [2.0, 3.0]  # the mean of the gains 1, 2 and 3
+    assert (list(line.low), list(line.high)) == ([1.0, 2.0], [3.0, 4.0])
+    assert groups[1].final("eval/reward") == {1: 2.0, 2: 3.0, 3: 4.0}
+    text = Page(report(runs_at([tmp_path]))).text
+    assert "optimizer.lr" in text
+    assert "3 ± 1" in text
+
+
+def test_a_report_of_100_000_lines_is_small(tmp_path: Path) -> None:
+    metrics = [
+        {"step": step, **{f"part{at}/x": math.sin(step / 9 + at) for at in range(20)}} for step in range(100_000)
+    ]
+    page = reported(write_run(tmp_path / "run", metrics=metrics, steps=100_000))
+    assert len(page.encode()) <= LARGEST
+
+
+def test_a_report_with_too_many_curves_and_long_samples_stays_within_a_megabyte(tmp_path: Path) -> None:
+    metrics = [{"step": step, **{f"m/{at}": step * at for at in range(120)}} for step in range(500)]
+    for group in range(8):
+        run = write_run(tmp_path / f"run{group}", metrics=metrics, lr=group + 1)
+        rows = [{"step": 0, "kind": "evaluation", "prompt": "é" * 5000, "output": "ü" * 50_000, "reward": 1.0}] * 50
+        (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report(runs_at([tmp_path]))
+    assert len(page.encode()) <= LARGEST
+    assert "Not shown: m/" in Page(page).text
+
+
+def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path: Path) -> None:
+    values = [0.1, math.nan, 0.3, math.inf, -math.inf, 0.6, 0.7]
+    metrics = [{"step": step, "loss/total": value} for step, value in enumerate(values)]
+    run = write_run(tmp_path / "run", metrics=metrics, samples=False)
+    page = reported(run)
+    assert "3 values are not finite" in page
+    paths = re.findall(r'class="line s0" d="([^"]*)"', page)
+    assert len(paths) == 1  # 0.6 to 0.7; the two others are points
+    assert "nan" not in "".join(paths)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "there is no directory"),
+        (lambda path: path.mkdir(), "is no run and holds none"),
+        (lambda path: write_run(path, metrics=[], samples=False), "no metrics have been recorded"),
+        (lambda path: write_run(path, metrics=[{"step": 1}], samples=False), "no metrics have been recorded"),
+        (lambda path: foreign(path), "names no method"),
+        (lambda path: broken(path), r"metrics.jsonl, line 2: not a JSON object"),
+    ],
+    ids=["missing", "empty", "no lines", "no metrics", "foreign", "broken line"],
+)
+def test_what_cannot_be_reported_is_told_in_a_sentence(tmp_path: Path, make: Any, says: str) -> None:
+    make(tmp_path / "run")
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert re.search(says, result.stderr)
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def foreign(path: Path) -> None:
+    write_run(path)
+    (path / "config.yaml").write_text("learning_rate: 3\n")
+
+
+def broken(path: Path) -> None:
+    write_run(path)
+    (path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\nnonsense\n{"step": 2}\n')
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"step": 21, "reward')
+    (run / "run.lock").write_text("{}")
+    page = reported(run)
+    assert "killed" in Page(page).text
+    assert '"step": 21' not in page
+
+
+def test_a_run_without_samples_and_evaluations_is_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", metrics=[{"step": 1, "loss/total": 1.0}], samples=False)
+    text = Page(reported(run)).text
+    assert "run was not evaluated" in text
+    assert "run has no samples of evaluations" in text
+    assert "records no versions" in text
+
+
+def test_the_command_writes_the_report_into_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    result = CliRunner().invoke(app, ["report", str(run), "--title", "Ours & theirs"])
+    assert result.exit_code == 0, result.output
+    assert "<title>Ours &amp; theirs</title>" in (run / "report.html").read_text()
+    result = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "no" / "x.html")])
+    assert "cannot write" in result.stderr
+
+
+def test_samples_are_those_with_the_highest_and_lowest_rewards() -> None:
+    samples = [(("p", at), {"reward": at}) for at in range(10)]
+    assert [sample["reward"] for _, sample in chosen(samples, 4)] == [9, 8, 1, 0]
+    assert chosen([(("p", 0), {"length": 3})], 4) == [(("p", 0), {"length": 3})]
+
+
+def test_changes_are_marked_by_words_or_by_characters() -> None:
+    assert changed("a red <b> fox", "a blue <b> fox", "ins") == "a <ins>blue</ins> &lt;b&gt; fox"
+    assert changed("a red <b> fox", "a blue <b> fox", "del") == "a <del>red</del> &lt;b&gt; fox"
+    assert changed("abc", "abd", "ins") == "ab<ins>d</ins>"
+
+
+# ----------------------------------------------------------------------------------------------------- comparisons
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29])
+def test_the_distribution_of_student_is_that_of_scipy(freedom: int) -> None:
+    for t in (0.0, 0.1, 1.0, 2.5, 12.0):
+        assert within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
+    assert quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-10)
+
+
+def test_the_paired_test_is_that_of_scipy() -> None:
+    a, b = [0.31, 0.52, 0.44, 0.61], [0.42, 0.55, 0.61, 0.70]
+    test = Paired([y - x for x, y in zip(a, b, strict=True)])
+    theirs = stats.ttest_rel(b, a)
+    assert test.p == pytest.approx(theirs.pvalue, rel=1e-9)
+    assert test.interval == pytest.approx(tuple(theirs.confidence_interval(0.95)), rel=1e-9)
+    assert Paired([0.0, 0.0]).p == 1.0
+    assert Paired([1.0, 1.0]).p == 0.0
+    assert math.isnan(Paired([1.0]).p)
+    assert math.isnan(Paired([]).mean)
+
+
+def seeds(path: Path, gains: list[float], **given: Any) -> list[Record]:
+    for seed, gain in enumerate(gains):
+        write_run(path / f"seed{seed}", seed=seed, gain=gain, samples=False, **given)
+    return runs_at([path])
+
+
+def test_a_verdict_needs_seeds_in_common(tmp_path: Path) -> None:
+    a = seeds(tmp_path / "a", [0.0, 0.1, 0.2, 0.1])
+    b = seeds(tmp_path / "b", [0.5, 0.61, 0.7, 0.59], lr=0.1)
+    assert compare(a, b).verdict().startswith("eval/reward of b (4 seeds) is higher than of a (4 seeds): +0.5")
+    assert compare(b, a).verdict().startswith("eval/reward of a (4 seeds) is lower than of b (4 seeds): -0.5")
+    assert compare(a, a).verdict().startswith("No difference shown")
+    assert "one seed in common" in compare(a[:1], b).verdict()
+    assert "no seed in common" in compare(a[:1], b[1:]).verdict()
+    assert [path for path, *_ in compare(a, b).settings] == ["optimizer.lr"]
+
+
+def test_runs_of_different_methods_are_compared_by_what_they_share(tmp_path: Path) -> None:
+    a, b = seeds(tmp_path / "a", [0.0]), seeds(tmp_path / "b", [0.0], method="ilql", steps=30)
+    notes = " ".join(compare(a, b).notes())
+    assert "The methods differ" in notes
+    assert "20 and 30" in notes
+    alone = runs_at([write_run(tmp_path / "c", metrics=[{"step": 1, "loss/nll": 1.0}])])
+    with pytest.raises(DataError, match="no metric in common"):
+        compare(a, alone)
+    with pytest.raises(DataError, match=r"no metric 'eval/rewrad' is in both; did you mean 'eval/reward'\?"):
+        compare(a, b, "eval/rewrad")
+
+
+def test_one_side_of_a_comparison_differs_by_its_seed_alone(tmp_path: Path) -> None:
+    runs = [*seeds(tmp_path / "a", [0.0]), *seeds(tmp_path / "b", [0.0], lr=0.1)]
+    with pytest.raises(DataError, match=r"differ in optimizer.lr \(0.001 and 0.1\)"):
+        compare(runs, runs)
+
+
+def test_compare_prints_settings_curves_values_and_a_verdict(tmp_path: Path) -> None:
+    seeds(tmp_path / "a", [0.0, 0.1])
+    seeds(tmp_path / "b", [0.5, 0.61], lr=0.1)
+    sides = [str(tmp_path / "a"), str(tmp_path / "b")]
+    result = CliRunner().invoke(app, ["compare", *sides, "--out", str(tmp_path / "both.html")])
+    assert result.exit_code == 0, result.output
+    for said in ("optimizer.lr: 0.001 -> 0.1", "eval/reward", "1.05 ± 0.071", "+0.505", "paired t test over 2 seeds"):
+        assert said in result.output
+    assert "paired t test over 2 seeds" in Page((tmp_path / "both.html").read_text()).text
+    plain = json.loads(CliRunner().invoke(app, ["compare", *sides, "--json"]).stdout)
+    assert plain["settings"] == {"optimizer.lr": [0.001, 0.1]}
+    assert plain["metrics"]["eval/reward"]["difference"] == pytest.approx(0.505)
+
+
+def test_the_main_metric_is_a_reward_of_evaluations_before_others() -> None:
+    assert main_metric(["loss/total", "eval/length", "eval/loss/total", "eval/reward@temperature=1"]) == (
+        "eval/reward@temperature=1"
+    )
+    assert main_metric(["loss/total", "eval/length", "eval/optimality"]) == "eval/optimality"
+    assert main_metric(["loss/nll", "loss/total"]) == "loss/total"
+    assert main_metric(["time/update", "x"]) == "x"
+    assert main_metric([]) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- charts
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=80), st.text(max_size=12))
+@settings(deadline=None, max_examples=60)
+def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]], name: str) -> None:
+    name = "".join(character for character in name if character.isprintable())
+    finite = [(x, y) for x, y in points if math.isfinite(x)]
+    line = Line(name, [x for x, _ in finite], [y for _, y in finite])
+    bars = Bars(name, [y for _, y in points])
+    charts = [
+        line_chart([line, line], title=name, standalone=True),
+        histogram([bars], title=name),
+        horizontal_bars(bars, [name] * len(points), title=name),
+    ]
+    for chart in charts:
+        svg = ElementTree.fromstring(chart)
+        numbers = re.findall(r'(?<= [xy]=")[^"]*|(?<= d=")[^"]*', chart)
+        assert "nan" not in " ".join(numbers)
+        assert "inf" not in " ".join(numbers)
+        assert svg.get("aria-label", "").startswith(name)
+    list(text_chart([line], "A"))
+
+
+def test_a_line_is_drawn_to_scale() -> None:
+    chart = line_chart([Line("a", [0, 10], [0.0, 1.0])], title="t")
+    assert 'd="M56.0 204.0L468.0 12.0"' in chart  # from the lower left corner to the upper right one
+    assert 'aria-label="t. a: 0 at 0, 1 at 10"' in chart
+
+
+def test_values_far_apart_are_on_a_logarithmic_axis() -> None:
+    chart = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
+    assert 'd="M56.0 204.0L262.0 108.0L468.0 12.0"' in chart  # a straight line
+    assert "logarithmic" in chart
+
+
+@given(st.lists(st.integers(), max_size=50), st.integers(1, 20))
+def test_parts_are_all_values_in_order_and_nearly_equal(values: list[int], most: int) -> None:
+    parts = parts_of(values, most)
+    assert [value for part in parts for value in part] == values
+    assert len(parts) == min(most, len(values))
+    assert not parts or max(map(len, parts)) - min(map(len, parts)) <= 1
