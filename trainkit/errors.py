@@ -58,6 +58,10 @@ class CheckpointError(TrainkitError, RuntimeError):
     """A checkpoint that cannot be written, read, or resumed with this configuration."""
 
 
+class HubError(TrainkitError, RuntimeError):
+    """The hub of Hugging Face refused a model, or could not be reached."""
+
+
 def describe(value: object, limit: int = 80) -> str:
     """Return ``value`` as error messages quote it: its repr, without secrets and cut to ``limit``, and its type."""
     text = repr(hidden(value))

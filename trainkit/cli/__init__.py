@@ -49,6 +49,7 @@ def _root(
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
+app.command()(models.push)
 app.command("runs")(runs.list_runs)
 app.command()(reports.report)
 app.command()(reports.compare)
