@@ -27,7 +27,7 @@ class Call(BaseHTTPRequestHandler):
         self.server.calls.append((call, self.headers.get("Authorization", "")))
         if (status := self.server.fails(call)) != 0:
             found = None if status else self.reply(self.server, self.path.split("/")[1:], body)
-            text = json.dumps(found).encode()
+            text = json.dumps({"error": "refused"} if found is None else found).encode()
             self.send_response(status or (404 if found is None else 200))
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -55,6 +55,6 @@ class Call(BaseHTTPRequestHandler):
             for key, value in (json.loads(line).values() for line in body.splitlines()[1:]):
                 files[value["path"]] = base64.b64decode(value["content"]) if key == "file" else hub.blobs[value["oid"]]
             return {"commitUrl": f"{hub.url}/{path[2]}/{path[3]}/commit/1", "commitOid": "0" * 40}
-        if path[:2] == ["api", "models"] and len(path) == 4:
-            return {"id": f"{path[2]}/{path[3]}", "private": hub.repos[f"{path[2]}/{path[3]}"] == "private"}
+        if path[:2] == ["api", "models"] and (id := "/".join(path[2:])) in hub.repos:
+            return {"id": id, "private": hub.repos[id] == "private"}
         return {} if "validate-yaml" in path or path[4:5] == ["branch"] else None

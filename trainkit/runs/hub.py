@@ -118,7 +118,7 @@ def push(
     except Exception as error:  # of huggingface_hub, httpx and hf_xet
         again = command(export, repo, private=private, revision=revision)
         raise HubError(
-            f"{repo!r} could not be published on {api.endpoint}: {_reason(error)}. To continue: {again}"
+            f"{repo!r} could not be published on {api.endpoint}: {_reason(error)}. To try again: {again}"
         ) from error
     return f"{api.endpoint}/{repo}{f'/tree/{revision}' * bool(revision)}"
 
@@ -167,9 +167,10 @@ def _additions(files: dict[str, Path | bytes]) -> Iterator[CommitOperationAdd]:
 
 def _reason(error: BaseException) -> str:
     """Return why an upload failed, on one line, without the signatures that addresses of storage have."""
-    while error.__cause__ is not None:
+    while type(error) is RuntimeError and error.__cause__ is not None:  # it says which file
         error = error.__cause__
-    text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", " ".join(str(error).split()))
+    text = re.sub(r" For more information check: \S+", "", " ".join(str(error).split()))
+    text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
     status = getattr(getattr(error, "response", None), "status_code", None)
     hint = " (does the token have the right to write there?)" if status in (401, 403, 404) else ""
     return printable(f"{type(error).__name__}: {text[:300]}{hint}")
