@@ -41,7 +41,8 @@ def check(repo: str, token: str | None = None) -> None:
         ConfigError: the id is none, there is no token, or ``HF_HUB_OFFLINE`` is set.
     """
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
@@ -185,16 +186,16 @@ def command(export: Path, repo: str, *, private: bool = True, revision: str | No
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
     """Disable the progress bars of huggingface_hub inside the block, unless standard error is a terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub import utils
 
-    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    hides = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
     if hides:
-        disable_progress_bars()
+        utils.disable_progress_bars()  # type: ignore[attr-defined]
     try:
         yield
     finally:
         if hides:
-            enable_progress_bars()
+            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 def push_at_end(trainer: Trainer) -> None:
