@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import configs, doctor, examples, models, plugins, reports, runs, training
-from trainkit.cli.console import TRACEBACK, ExplainedErrors, WithOverrides
+from trainkit.cli.console import ExplainedErrors, WithOverrides
+from trainkit.errors import TRACEBACK
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
