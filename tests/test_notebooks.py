@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from traitlets.config import Config
 
-from trainkit.errors import ConfigError
+from trainkit.errors import TRACEBACK, ConfigError
 from trainkit.runs.history import COLUMNS, POINTS, ROWS, History
 from trainkit.testing.trainers import tiny_trainer
 
@@ -146,10 +147,10 @@ def test_a_notebook_shows_responses_as_a_table(trained: Any) -> None:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.delenv("TRAINKIT_TRACEBACK", raising=False)
-    made = InteractiveShell.instance(colors="nocolor")
-    made.history_manager.enabled = False
+    monkeypatch.setenv(TRACEBACK, "0")
+    made = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}), colors="nocolor")
     yield made
+    made.restore_sys_module_state()
     InteractiveShell.clear_instance()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -14,6 +14,10 @@ from trainkit.runs.groups import main_metric
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from trainkit.trainer.setup import PreparedTrainer
+
+    Trainer = PreparedTrainer[Any]
 
 ROWS = 10
 """Evaluations that the table of a history has at most."""
@@ -113,6 +117,22 @@ class Charts(Mapping[str, str]):
     def _repr_html_(self) -> str:
         """Return the charts as images, so that their style sheet does not apply to the notebook."""
         return Markup().join(map(_figure, self, self.values())) or "no metrics yet"
+
+
+def overview(trainer: Trainer) -> Markup:
+    """Return a table of a trainer: the method, the directory, how far the run is, and the last evaluation."""
+    at, total = trainer.progress, trainer.total_steps if trainer.pipeline is not None else 0
+    early = f"ended early: {at.stop_reason}" if at.stop_reason else ""
+    state = early or ("done" if total and trainer.done else "begun" if at.step else "not begun")
+    facts: list[tuple[str, object]] = [
+        ("method", trainer.config.method.name),
+        ("run", trainer.run_dir or trainer.config.train.run_dir or ""),
+        ("step", f"{at.step} of {total}" if total else at.step),
+        ("state", state),
+    ]
+    evaluation = [row for row in sorted(at.evaluation.items()) if not row[0].startswith("eval/time")]
+    facts += [(f"evaluated after step {at.evaluated}", "")] if evaluation else []
+    return table([*facts, *evaluation], caption=type(trainer).__name__)
 
 
 def _figure(name: str, svg: str) -> Markup:

@@ -30,11 +30,10 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
-from trainkit.report import table
 from trainkit.runs import Record, RunLock, hub, provenance, run, saving
 from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.health import Health
-from trainkit.runs.history import History
+from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -549,18 +548,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks: the method, the directory, how far the run is, and the last evaluation."""
-        at, total = self.progress, self.total_steps if self.pipeline is not None else 0
-        early = f"ended early: {at.stop_reason}" if at.stop_reason else ""
-        state = early or ("done" if total and self.done else "begun" if at.step else "not begun")
-        facts: list[tuple[str, object]] = [
-            ("method", self.config.method.name),
-            ("run", self.run_dir or self.config.train.run_dir or ""),
-            ("step", f"{at.step} of {total}" if total else at.step),
-            ("state", state),
-        ]
-        evaluation = [row for row in sorted(at.evaluation.items()) if not row[0].startswith("eval/time")]
-        facts += [(f"evaluated after step {at.evaluated}", "")] if evaluation else []
-        return table([*facts, *evaluation], caption=type(self).__name__)
+        return overview(self)
 
     # ------------------------------------------------------------------------------------------------------ saving
 
