@@ -50,7 +50,7 @@ def check(repo: str, token: str | None = None) -> None:
         raise ConfigError(f"{describe(repo)} is no id of a repository: {error}") from error
     if "/" not in repo:
         raise ConfigError(f"the id of a repository is owner/name; given {describe(repo)}")
-    if constants.is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{repo!r} cannot be published while HF_HUB_OFFLINE is set; unset it, or publish later")
     if not (token or get_token()):
         raise ConfigError(
