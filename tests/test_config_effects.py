@@ -88,6 +88,7 @@ ELSEWHERE = {
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
     "train.timeout": "reliability/test_distributed.py::test_g2_one_process_that_hangs_ends_both",
     "train.on_save_error": "test_checkpoint.py::test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written",
+    "train.push_to_hub": "test_publishing.py::test_a_run_publishes_its_model_when_it_ends",
     "train.save_async": "test_saving.py::test_the_training_goes_on_while_a_checkpoint_is_written",
     "train.sharding": "test_sharding.py::test_sharded_runs_equal_replicated_ones",
     "rollout.engine": "test_staleness.py::test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits",

@@ -25,7 +25,7 @@ LAZY = {
     ("api", "data"), ("api", "trainer"),
     ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "models"), ("cli", "plain"), ("cli", "plugins"),
     ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"),
-    ("examples", "api"), ("examples", "config"),
+    ("data", "report"), ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version
 }  # fmt: skip
 """Arrows of imports inside functions, which run when they are called: for speed, or for the version."""

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+
 from trainkit.security import hidden
+
+TRACEBACK = "TRAINKIT_TRACEBACK"
+"""The environment variable with which the command line and notebooks show the traceback of errors."""
 
 
 class TrainkitError(Exception):
@@ -12,6 +22,16 @@ class TrainkitError(Exception):
     """Whether all processes of the run raise it at the same time, and so can still act together."""
     elsewhere = False
     """Whether it is the error of another process, which reports it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows of the error: the lines of the user's own code, and the message."""
+        if os.environ.get(TRACEBACK, "").lower() not in ("", "0", "false", "no", "off"):
+            return traceback.format_exception(self)
+        cause = self.__cause__
+        own = [*user_lines(self.__traceback__), *user_lines(None if cause is None else cause.__traceback__)]
+        hint = [] if cause is None else [f"(%env {TRACEBACK}=1, and %tb, show the traceback)"]
+        message = "\n".join(map(printable, str(self).split("\n")))
+        return [*dict.fromkeys(own), f"{type(self).__name__}: {message}", *hint]
 
 
 class ConfigError(TrainkitError, ValueError):
@@ -56,6 +76,22 @@ class ProcessError(TrainkitError, RuntimeError):
 
 class CheckpointError(TrainkitError, RuntimeError):
     """A checkpoint that cannot be written, read, or resumed with this configuration."""
+
+
+class HubError(TrainkitError, RuntimeError):
+    """The hub of Hugging Face refused a model, or could not be reached."""
+
+
+def user_lines(trace: TracebackType | None) -> Iterator[str]:
+    """Yield the lines of a traceback that are neither in trainkit and its plugins nor in installed packages."""
+    paths = sysconfig.get_paths()
+    installed = tuple(f"{paths[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        line = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
+        if line and not code.co_filename.startswith(installed) and not module.startswith("trainkit"):
+            yield printable(f"line {trace.tb_lineno}{f' in {code.co_name}' * (code.co_name[0] != '<')}: {line}")
+        trace = trace.tb_next
 
 
 def describe(value: object, limit: int = 80) -> str:

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import configs, doctor, examples, models, plugins, reports, runs, training
-from trainkit.cli.console import TRACEBACK, ExplainedErrors, WithOverrides
+from trainkit.cli.console import ExplainedErrors, WithOverrides
+from trainkit.errors import TRACEBACK
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
@@ -49,6 +50,7 @@ def _root(
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
+app.command()(models.push)
 app.command("runs")(runs.list_runs)
 app.command()(reports.report)
 app.command()(reports.compare)

@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trainkit.errors import ConfigError, TrainkitError, printable
-
-TRACEBACK = "TRAINKIT_TRACEBACK"
+from trainkit.errors import TRACEBACK, ConfigError, TrainkitError, printable
 
 RemoteCode = Annotated[
     bool,

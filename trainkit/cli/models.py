@@ -23,3 +23,21 @@ def merge(
 
     merge_export(adapter, out, base, trust_remote_code=trust_remote_code)
     typer.echo(f"{out}: load it with transformers, or give it as model.model_path")
+
+
+def push(
+    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run, or an exported model.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="The id of the repository: owner/name.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public; it is private by default.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="The branch; main by default.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Publish best/ of the run instead of model/.")] = False,
+) -> None:
+    """Publish an exported model on the hub of Hugging Face, with its card and the configuration and metrics of the run.
+
+    An upload that failed is continued by the same command. The token is that of HF_TOKEN or of `hf auth login`.
+    """
+    from trainkit.runs.hub import find_export, push
+
+    typer.echo(push(find_export(model, best=best), repo, private=not public, revision=revision))

@@ -306,6 +306,9 @@ class TrainConfig(Section):
     """How many of the newest checkpoints are kept on disk."""
     save_best: bool = False
     """Export the model to `best/` whenever the evaluation's mean reward is the highest so far."""
+    push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """The id of a repository on the hub, `owner/name`, where the exported model is published when the run ends, with
+    its card, configuration and metrics. A new repository is private. Needs a token: `hf auth login` or `HF_TOKEN`."""
     run_dir: str | None = None
     """Directory of the run. None: `runs/<method>-<date>-<time>`."""
     resume: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -22,6 +22,8 @@ Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
 
+SHOWN = 20
+"""Responses that a notebook shows of rollouts."""
 BATCH_CLASSES: dict[str, type[Batch]] = {}
 """All defined subclasses of `Batch` by qualified name; a checkpoint may contain no others."""
 
@@ -379,6 +381,18 @@ class Rollouts:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first prompts and outputs, for notebooks."""
+        from trainkit.report import table
+
+        columns, count = ["prompt", "output", "ended"], len(self)
+        ended = ["yes" if end else "truncated" for end in self.terminated.tolist()]
+        cells: list[Sequence[object]] = [self.prompts, self.outputs, ended]
+        if self.rewards is not None:
+            columns, cells = [*columns, "reward"], [*cells, self.rewards.sum(1).tolist()]
+        told = f"the first {SHOWN} of {count} responses" if count > SHOWN else f"{count} response{'s' * (count != 1)}"
+        return table(islice(zip(*cells, strict=True), SHOWN), columns, caption=told)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the rollouts with their tensors on ``device``."""

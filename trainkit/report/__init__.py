@@ -2,5 +2,17 @@
 
 from trainkit.report.charts import Bars, Line, histogram, horizontal_bars, line_chart, mean, parts_of, text_chart
 from trainkit.report.page import render
+from trainkit.report.tables import table
 
-__all__ = ["Bars", "Line", "histogram", "horizontal_bars", "line_chart", "mean", "parts_of", "render", "text_chart"]
+__all__ = [
+    "Bars",
+    "Line",
+    "histogram",
+    "horizontal_bars",
+    "line_chart",
+    "mean",
+    "parts_of",
+    "render",
+    "table",
+    "text_chart",
+]

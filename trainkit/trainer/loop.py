@@ -19,7 +19,7 @@ from trainkit.data import Batch, Pipeline, RolloutStore, shuffled
 from trainkit.errors import DataError, NonFiniteError, PluginError, RewardError
 from trainkit.functional import exact
 from trainkit.rollouts import name_of
-from trainkit.runs import run, saving
+from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
 from trainkit.trainer import optim
@@ -102,6 +102,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             except Interrupted:
                 self.back_to_last_step()
                 run.stop(self, run.requests(self)[0])
+        hub.push_at_end(self)
 
     def _learn(self) -> None:
         """Train and export, unless the run is finished."""

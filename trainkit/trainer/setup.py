@@ -30,9 +30,10 @@ from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
 from trainkit.plugins.registry import is_tracker
-from trainkit.runs import RunLock, provenance, run, saving
+from trainkit.runs import Record, RunLock, hub, provenance, run, saving
 from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.health import Health
+from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -125,6 +126,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
             )
         optim.check(config)
+        if config.train.push_to_hub is not None and self.accelerator.is_main_process:
+            hub.check(config.train.push_to_hub)
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
         """The reference that the user chose, a model object or what names one; None: the model's start."""
@@ -538,11 +541,51 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _time(self, name: str, started: float) -> None:
         self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
 
+    @property
+    def history(self) -> History:
+        """The metrics of the run so far, as its directory has them: a table, `to_pandas` and `plot` in notebooks."""
+        return History({} if self.run_dir is None else Record(self.run_dir).series)
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: the method, the directory, how far the run is, and the last evaluation."""
+        return overview(self)
+
     # ------------------------------------------------------------------------------------------------------ saving
 
     def save_pretrained(self, directory: str | Path | None = None) -> Path:
         """Export the model, by default to the run directory."""
         return run.export(self, directory)
+
+    def push_to_hub(
+        self,
+        repo: str | None = None,
+        *,
+        private: bool = True,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Export the model to the run directory, publish it on the hub of Hugging Face, and return its address.
+
+        The model card, the configuration without secrets, and the metrics of the run are published with it. If the
+        upload fails, another call continues it. Only the main process uploads; the others wait.
+
+        Args:
+            repo: the id of the repository, ``owner/name``. None: that of `train.push_to_hub`.
+            private: whether a new repository is private; one that exists keeps its visibility.
+            revision: the branch, which is created if there is none. None: ``main``.
+            token: the token of the hub. None: that of ``HF_TOKEN`` or of ``hf auth login``.
+
+        Raises:
+            ConfigError: no repository is given, its id is not valid, there is no token, or ``HF_HUB_OFFLINE`` is set.
+            CheckpointError: the export cannot be written.
+            HubError: the hub refused the model or could not be reached; the export is in the run directory.
+        """
+        id = repo if repo is not None else self.config.train.push_to_hub
+        if id is None:
+            raise ConfigError("push_to_hub() needs the id of a repository: give owner/name, or set train.push_to_hub")
+        on_main(self, lambda: hub.check(id, token))
+        export = self.save_pretrained()
+        return on_main(self, lambda: hub.push(export, id, private=private, revision=revision, token=token))
 
     @abstractmethod
     def write_model(self, building: Path, target: Path) -> None:

@@ -1,0 +1,143 @@
+"""The metrics of a run in a notebook: a table, a data frame, charts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from trainkit.errors import ConfigError, describe, suggest
+from trainkit.report import Line, line_chart, mean, parts_of, table
+from trainkit.runs.groups import main_metric
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from trainkit.trainer.setup import PreparedTrainer
+
+    Trainer = PreparedTrainer[Any]
+
+ROWS = 10
+"""Evaluations that the table of a history has at most."""
+COLUMNS = 6
+"""Metrics of evaluations that it has at most."""
+POINTS = 500
+"""Points of a chart at most; the curves of longer runs are means of equal parts."""
+USUAL = ("reward/mean", "loss/total", "policy/kl")
+"""What is plotted if nothing is named, besides the main metric, of what the run has."""
+
+
+class History(Mapping[str, dict[int, float]]):
+    """The metrics of a run by their names, each a dict of values by step. A notebook shows the evaluations.
+
+    Args:
+        series: the metrics, such as `Record.series` returns.
+    """
+
+    def __init__(self, series: Mapping[str, dict[int, float]]) -> None:
+        self._series = dict(series)
+
+    def __getitem__(self, name: str) -> dict[int, float]:
+        return self._series[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def __len__(self) -> int:
+        return len(self._series)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there are metrics."""
+        return sorted({step for values in self.values() for step in values})
+
+    def to_pandas(self) -> DataFrame:
+        """Return a data frame with a row per step and a column per metric; NaN where a step has no value."""
+        from pandas import DataFrame, Index
+
+        columns = {name: list(map(values.get, self.steps)) for name, values in self.items()}
+        return DataFrame(columns, index=Index(self.steps, name="step"), dtype=float)
+
+    def plot(self, *names: str) -> Charts:
+        """Return charts of metrics over the steps, which a notebook shows.
+
+        Args:
+            *names: the metrics. None: the one that says best how good the model is, and what the run has of
+                ``reward/mean``, ``loss/total`` and ``policy/kl``.
+
+        Raises:
+            ConfigError: there is no metric of a name.
+        """
+        for name in names:
+            if name not in self:
+                known = ", ".join(self) or "none yet"
+                raise ConfigError(f"no metric is called {describe(name)}{suggest(str(name), self)}; there are: {known}")
+        usual = [main_metric(self), *(name for name in USUAL if name in self)]
+        chosen = dict.fromkeys(names or (name for name in usual if name is not None))
+        return Charts({name: self._chart(name) for name in chosen})
+
+    def _chart(self, name: str) -> Markup:
+        x, y = (list(map(mean, parts_of(list(each), POINTS))) for each in (self[name], self[name].values()))
+        return line_chart([Line(name, x, y)], title=name, standalone=True)
+
+    def __repr__(self) -> str:
+        steps = self.steps
+        return f"History({len(self)} metrics" + (f", steps {steps[0]} to {steps[-1]})" if steps else ")")
+
+    def _repr_html_(self) -> str:
+        """Return a table of the last evaluations, or of the last metrics if there was none."""
+        evaluated = sorted({step for name, values in self.items() if name.startswith("eval/") for step in values})
+        kinds = [name for name in self if name.startswith("eval/") == bool(evaluated)]
+        chosen = sorted(kinds, key=lambda name: (name != main_metric(kinds), "time/" in name))[:COLUMNS]
+        steps = (evaluated or self.steps)[-ROWS:]
+        rows = [(step, *(self[name].get(step) for name in chosen)) for step in steps]
+        return table(rows, ["step", *chosen], caption=f"{self!r}; .to_pandas() and .plot() show all")
+
+
+class Charts(Mapping[str, str]):
+    """Charts by the names of their metrics, each the text of an SVG file. A notebook shows them."""
+
+    def __init__(self, charts: Mapping[str, str]) -> None:
+        self._charts = dict(charts)
+
+    def __getitem__(self, name: str) -> str:
+        return self._charts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._charts)
+
+    def __len__(self) -> int:
+        return len(self._charts)
+
+    def __repr__(self) -> str:
+        return f"Charts({', '.join(self)})"
+
+    def _repr_html_(self) -> str:
+        """Return the charts as images, so that their style sheet does not apply to the notebook."""
+        return Markup().join(map(_figure, self, self.values())) or "no metrics yet"
+
+
+def overview(trainer: Trainer) -> Markup:
+    """Return a table of a trainer: the method, the directory, how far the run is, and the last evaluation."""
+    at, total = trainer.progress, trainer.total_steps if trainer.pipeline is not None else 0
+    early = f"ended early: {at.stop_reason}" if at.stop_reason else ""
+    state = early or ("done" if total and trainer.done else "begun" if at.step else "not begun")
+    facts: list[tuple[str, object]] = [
+        ("method", trainer.config.method.name),
+        ("run", trainer.run_dir or trainer.config.train.run_dir or ""),
+        ("step", f"{at.step} of {total}" if total else at.step),
+        ("state", state),
+    ]
+    evaluation = [row for row in sorted(at.evaluation.items()) if not row[0].startswith("eval/time")]
+    facts += [(f"evaluated after step {at.evaluated}", "")] if evaluation else []
+    return table([*facts, *evaluation], caption=type(trainer).__name__)
+
+
+def _figure(name: str, svg: str) -> Markup:
+    form = (
+        '<figure style="display:inline-block;margin:4px"><figcaption>{}</figcaption><img alt="{}" width="480" '
+        'style="color-scheme:light dark;background:Canvas" src="data:image/svg+xml;base64,{}"></figure>'
+    )
+    return Markup(form).format(name, name, base64.b64encode(svg.encode()).decode())
