@@ -21,8 +21,10 @@ from transformers.utils import logging as transformers_logging
 
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
+from trainkit.runs import console as console_module
 from trainkit.runs import default_trackers, trackers
-from trainkit.runs.trackers import AccelerateTracker, Console, clock, count, excerpt, flatten, number
+from trainkit.runs.console import Console, clock, count, excerpt, number
+from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]\n\r\x9b2J\u202e"
@@ -311,7 +313,7 @@ def test_log_handlers_follow_a_captured_stream_and_nothing_else(monkeypatch: pyt
     for handler in handlers:
         logger.addHandler(handler)
     monkeypatch.setattr(sys, "stderr", replacement)
-    moved = trackers._move_log_handlers([captured])
+    moved = console_module._move_log_handlers([captured])
     logger.warning("hello")
     for handler in handlers:
         logger.removeHandler(handler)

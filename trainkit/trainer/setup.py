@@ -134,7 +134,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
-        others = [name for name in config.train.trackers if isinstance(name, str) and not is_tracker(name)]
+        others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
         trackers = [entry for entry in config.train.trackers if entry not in others]
         own = self._own_plugin()
         self.hooks = hook_manager(
