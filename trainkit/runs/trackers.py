@@ -112,7 +112,7 @@ class AccelerateTracker:
         tracker = self.make(run_dir, config, known if isinstance(known, dict) else {}, begun_at)
         tracker.start()
         self._tracker = tracker
-        self._close = weakref.finalize(self, tracker.finish)  # a loop that the user drives has no on_train_end
+        self._close = weakref.finalize(self, self.closing())  # a loop that the user drives has no on_train_end
         if identity := self.identity():
             _write_identity(run_dir, self.name, identity)
         self.store_config(config, run_dir)
@@ -141,6 +141,10 @@ class AccelerateTracker:
     def identity(self) -> dict[str, Any]:
         """Return what identifies the open run to the tracker, and is given to `make` when it is resumed."""
         return {}
+
+    def closing(self) -> Callable[[], object]:
+        """Return what closes the tracker; it must not refer to ``self``."""
+        return self._tracker.finish  # type: ignore[no-any-return]
 
     def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
         """Log the configuration of the run."""
@@ -238,6 +242,12 @@ class Trackio(AccelerateTracker):
         """Return the name of the run."""
         return {"name": str(self._tracker.tracker.name)}
 
+    def closing(self) -> Callable[[], object]:
+        """Return trackio's function, which also forgets the run: it would be closed again by the next one."""
+        import trackio
+
+        return trackio.finish  # type: ignore[no-any-return, unused-ignore]
+
     def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
         """Store the file of the configuration, which is logged already."""
         self.store(run_dir / "config.yaml", "config")
@@ -281,10 +291,15 @@ class Mlflow(AccelerateTracker):
         self.store(run_dir / "config.yaml", "config")
 
     def show_table(self, columns: Columns, step: int) -> None:
-        """Append samples to a table, which is an artifact."""
+        """Store samples as an artifact that ``mlflow.load_table`` reads, and name the newest one as the run's table.
+
+        `mlflow.log_table` is not used: it reads all earlier rows again to append to them.
+        """
         import mlflow
 
-        mlflow.log_table(columns, "eval/samples.json")
+        file = f"eval/samples/step_{step:08}.json"
+        mlflow.log_dict({"columns": list(columns), "data": _rows(columns)}, file)
+        mlflow.set_tag("mlflow.loggedArtifacts", json.dumps([{"path": file, "type": "table"}]))
 
     def store(self, path: Path, kind: str) -> None:
         """Log an artifact."""
