@@ -9,18 +9,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import rich.console
+from rich.cells import cell_len
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.errors import printable
+from trainkit.errors import DataError, printable
 from trainkit.plugins import hookimpl
+from trainkit.runs.record import read_lines
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts
@@ -40,6 +42,13 @@ SHOWN = (
     ("lr", "train/lr", None),
 )
 """(label, metric, metric of its spread) of what the console shows, as far as the run logs it."""
+ROWS = 20
+"""The most evaluations in the table at the end of a run."""
+WIDEST = 32
+"""The most characters of a metric's name in this table."""
+
+Evaluations = dict[int, dict[str, float]]
+"""The metrics of evaluations by their step, without times and the prefix ``eval/``."""
 
 
 class Console:
@@ -58,27 +67,41 @@ class Console:
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._running = False
         self._unit = "tok"
-        self._reset("", 0)
+        self._reset("")
 
-    def _reset(self, title: str, total: int) -> None:
-        self._title, self._total, self._step = title, total, 0
+    def _reset(self, title: str) -> None:
+        self._title, self._total, self._step, self._followed = title, 0, 0, False
         self._metrics: dict[str, float] = {}
         self._evaluation = self._sample = ""
+        self._evaluations: Evaluations = {}
         self._pace, self._last_line = Pace(), time.monotonic()
 
     @hookimpl(trylast=True)  # so that no other hook can fail after the table is started
     def on_train_begin(self, trainer: Trainer) -> None:
         """Show the method and the run's directory; on a terminal, start the table."""
-        # without a pipeline the user drives the loop and may print anything: no table
-        total = trainer.config.train.total_steps or 0 if trainer.pipeline is None else trainer.total_steps
-        self._reset(f"{trainer.config.method.name}  {trainer.run_dir}", total)
+        self._reset(f"{trainer.config.method.name}  {trainer.run_dir}")
         self._running = True
-        if self.output.is_terminal and not self.output.is_dumb_terminal and trainer.pipeline is not None:
-            self._start_live()
-        else:
-            self._say(f"{trainer.config.method.name}  {total} steps  {trainer.run_dir}")
+        if trainer.progress.step and trainer.run_dir is not None:
+            with suppress(DataError):  # the run goes on without the history of before
+                for line in read_lines(trainer.run_dir / "metrics.jsonl"):
+                    self._remember(line["step"], line)
+        self._follow(trainer)
+        if self._live is None:
+            steps = f"  {self._total} steps" if self._followed else ""
+            self._say(f"{trainer.config.method.name}{steps}  {trainer.run_dir}")
         for line in trainer.resumed:
             self._say(line)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Show where the run ends, and on a terminal the table, from when `learn` makes its steps.
+
+        A loop of the user's own may end anywhere, and may print anything.
+        """
+        if self._followed or not trainer.learning:
+            return
+        self._followed, self._total = True, trainer.total_steps
+        if self.output.is_terminal and not self.output.is_dumb_terminal:
+            self._start_live()
 
     @hookimpl
     def on_experience(self, rollouts: list[Rollouts]) -> None:
@@ -90,6 +113,8 @@ class Console:
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Keep the metrics; if there is no table and the interval is over, print them."""
         trained = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
+        if self._running:
+            self._follow(trainer)
         if not self._running or not trained:
             return
         self._step = step
@@ -107,8 +132,8 @@ class Console:
         if not self._running:
             return
         self._step = step
-        named = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        shown = "  ".join(f"{name} {number(value)}" for name, value in named.items() if not name.startswith("time"))
+        self._remember(step, metrics)
+        shown = "  ".join(f"{name} {number(value)}" for name, value in self._evaluations.get(step, {}).items())
         self._evaluation = f"step {step}  {shown}"
         if samples:
             self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
@@ -118,17 +143,57 @@ class Console:
 
     @hookimpl(tryfirst=True)
     def on_train_end(self, trainer: Trainer) -> None:
-        """Stop the table, and print how the run ended."""
+        """Stop the table, print the evaluations as a table that stays, and how the run ended."""
         self._stop_live()
         if not self._running:
             return
+        for line in self._history():
+            self._say(line)
         self._running, at = False, trainer.progress
         self._step = at.step
         self._say(
             f"{self._step_of_total()}  {'done' if trainer.done and not at.stop_reason else 'stopped'} after "
             f"{clock(at.seconds)}  "
-            f"{count(at.samples)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
+            f"{count(at.trained)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
         )
+
+    # --------------------------------------------------------------------------------------------------- history
+
+    def _remember(self, step: int, metrics: dict[str, float]) -> None:
+        named = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        if found := {name: value for name, value in named.items() if not name.startswith("time")}:
+            self._evaluations[step] = found
+
+    def _history(self) -> Iterator[str]:
+        """Yield the lines of a table of the evaluations, a row each; evenly thinned out if there are many."""
+        steps = sorted(self._evaluations)
+        if not steps:
+            return
+        last, rows = len(steps) - 1, min(len(steps), ROWS)
+        shown = [steps[round(row * last / max(rows - 1, 1))] for row in range(rows)]
+        names = list(dict.fromkeys(name for found in self._evaluations.values() for name in found))
+        columns = [["step", *map(str, shown)]]
+        columns += [[_heading(name), *(_figure(self._evaluations[step].get(name)) for step in shown)] for name in names]
+        widths = [max(map(cell_len, column)) for column in columns]
+        fitting = self._fitting(widths)
+        for cells in zip(*columns[:fitting], strict=True):
+            yield "  ".join(" " * (width - cell_len(cell)) + cell for cell, width in zip(cells, widths, strict=False))
+        if left_out := self._left_out(len(steps) - rows, len(columns) - fitting):
+            yield f"not shown, in metrics.jsonl: {left_out}"
+
+    def _fitting(self, widths: list[int]) -> int:
+        """Return how many columns fit into a line of the terminal, two at least; elsewhere lines have any length."""
+        if not self.output.is_terminal:
+            return len(widths)
+        ends = [sum(widths[: index + 1]) + 2 * index for index in range(len(widths))]
+        return max(2, sum(end < self.output.width for end in ends))
+
+    @staticmethod
+    def _left_out(evaluations: int, metrics: int) -> str:
+        parts = [f"{evaluations} evaluations between these"] * (evaluations > 0) + [f"{metrics} metrics"] * (
+            metrics > 0
+        )
+        return " and ".join(parts)
 
     # ------------------------------------------------------------------------------------------------------ text
 
@@ -240,6 +305,15 @@ def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[
         if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
             moved.append((handler, handler.setStream(sys.stderr)))
     return moved
+
+
+def _heading(name: str) -> str:
+    name = printable(name)
+    return name if len(name) <= WIDEST else f"{name[: WIDEST - 1]}…"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else number(value)
 
 
 def excerpt(prompt: str, output: str) -> str:

@@ -105,6 +105,7 @@ def running(trainer: Trainer) -> Iterator[None]:
         HookError: an observer failed in `on_train_end`; all others were called. If the run itself ends with an error,
             that error is raised, and the observer's is logged.
     """
+    trainer.learning = True
     begin(trainer)
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
@@ -146,6 +147,7 @@ def _end(trainer: Trainer) -> list[HookError]:
         answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
         trainer._stop.reason = ""
+        trainer.learning = False
         _unlock(trainer)
     return [answer for answer in answers if isinstance(answer, HookError)]
 
@@ -235,6 +237,7 @@ def begin(trainer: Trainer) -> None:
         everywhere(trainer, lambda: _tidy(trainer, run_dir) if trainer.accelerator.is_main_process else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
     except BaseException:
+        trainer.learning = False
         _unlock(trainer)
         raise
 

@@ -32,7 +32,7 @@ ROWS = 16
 DRAWN = ("reward", "length")
 """Numbers of samples that trackers show as histograms."""
 IDENTITIES = "trackers.json"
-"""The file in a run's directory with what identifies the run to the trackers, by which a resumed run goes on in them."""
+"""The file of what identifies the run to the trackers, by which a resumed run goes on in them."""
 
 Columns = dict[str, list[Any]]
 
@@ -427,7 +427,9 @@ def markdown_table(columns: Columns) -> str:
     """Return columns as a table in Markdown; no character of a cell has an effect as markup or HTML."""
     lines = [list(columns), ["---"] * len(columns), *_rows(columns)]
     head, rule, *body = lines
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (map(_cell, head), rule, *(map(_cell, row) for row in body)))
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (map(_cell, head), rule, *(map(_cell, row) for row in body))
+    )
 
 
 def _cell(value: Any) -> str:

@@ -143,6 +143,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        self.learning = False
+        """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
         """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
