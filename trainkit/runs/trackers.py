@@ -18,6 +18,7 @@ from trainkit.config import PluginConfig
 from trainkit.config.trackers import TRACKERS
 from trainkit.errors import ConfigError, printable, suggest
 from trainkit.plugins import hookimpl
+from trainkit.plugins.guard import said
 from trainkit.plugins.hooks import name_of
 from trainkit.runs.console import Console
 from trainkit.runs.journal import JsonLines, Sample
@@ -110,7 +111,13 @@ class AccelerateTracker:
         known = _identities(run_dir).get(self.name)
         config = flatten(trainer.config.to_dict())
         tracker = self.make(run_dir, config, known if isinstance(known, dict) else {}, begun_at)
-        tracker.start()
+        try:
+            tracker.start()
+        except Exception as error:
+            raise ConfigError(
+                f"the tracker {self.name!r} cannot open a run: {said(error)}. Log in, change its settings in "
+                "train.trackers, or remove it from there"
+            ) from error
         self._tracker = tracker
         self._close = weakref.finalize(self, self.closing())  # a loop that the user drives has no on_train_end
         if identity := self.identity():
@@ -324,14 +331,19 @@ class Aim(AccelerateTracker):
     """Aim, with its repository in the directory of the run."""
 
     def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
-        """Return accelerate's tracker."""
+        """Return accelerate's tracker; a resumed run goes on in its run."""
         name, project = self.settings.run_name or run_dir.name, self.settings.project
-        return self._class(name, run_dir, experiment=project)
+        return self._class(name, run_dir, experiment=project, **known)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the hash of the run."""
+        return {"run_hash": str(self._tracker.tracker.hash)}
 
     def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
         """Add the tags, and log the configuration."""
-        for tag in self.settings.tags:
-            self._tracker.tracker.add_tag(tag)
+        run = self._tracker.tracker
+        for tag in {*self.settings.tags} - {*run.tags}:
+            run.add_tag(tag)
         super().store_config(config, run_dir)
 
 
