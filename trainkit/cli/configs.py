@@ -44,7 +44,7 @@ def show_config(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Print an algorithm's defaults, the entry of another plugin or a tracker, or a whole configuration, as YAML with comments.
+    """Print an algorithm's defaults, a plugin's or tracker's entry, or a whole configuration, as YAML with comments.
 
     Of a configuration file every value is printed, with where it comes from: the file and its line, the command line,
     the method's own defaults, or the defaults.

@@ -89,8 +89,8 @@ class Console:
         if self._live is None:
             steps = f"  {self._total} steps" if self._followed else ""
             self._say(f"{trainer.config.method.name}{steps}  {trainer.run_dir}")
-        for line in trainer.resumed:
-            self._say(line)
+        for note in trainer.resumed:
+            self._say(note)
 
     def _follow(self, trainer: Trainer) -> None:
         """Show where the run ends, and on a terminal the table, from when `learn` makes its steps.
