@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import re
@@ -21,8 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
+from trainkit.runs import console as console_module
 from trainkit.runs import default_trackers, trackers
-from trainkit.runs.trackers import AccelerateTracker, Console, clock, count, excerpt, flatten, number
+from trainkit.runs.console import Console, clock, count, excerpt, number
+from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold]\n\r\x9b2J\u202e"
@@ -39,10 +42,10 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 def stub_trainer(**more: Any) -> Any:
     train = SimpleNamespace(total_steps=10)
     config = SimpleNamespace(method=SimpleNamespace(name="toy"), train=train)
-    progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, samples=0, stop_reason="")
+    progress = SimpleNamespace(step=0, tokens=0, seconds=0.0, trained=0, stop_reason="")
     return SimpleNamespace(
         config=config,
-        pipeline=object(),
+        learning=True,
         unit="tokens",
         total_steps=10,
         done=False,
@@ -108,7 +111,10 @@ def test_tensorboard_gets_metrics_at_their_steps_the_config_and_samples_in_one_r
         assert [(e.step, e.value) for e in events.Scalars(key)] == expected
         assert expected
     assert "_hparams_/session_start_info" in events.summary_metadata
-    assert "→" in events.Tensors("eval/samples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert (
+        "| step | prompt | output |"
+        in events.Tensors("eval/samples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    )
 
 
 def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fails(
@@ -118,12 +124,12 @@ def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fa
 
     class Recorder(GeneralTracker):
         name = "clearml"
-        requires_logging_directory = True
+        requires_logging_directory = False
         tracker = None
 
-        def __init__(self, run_name: str, logging_dir: Path) -> None:
+        def __init__(self, run_name: str, **arguments: str) -> None:
             super().__init__()
-            seen.append(("open", run_name, logging_dir))
+            seen.append(("open", run_name, arguments))
 
         def store_init_configuration(self, values: dict[str, Any]) -> None:
             seen.append(("config", values))
@@ -141,7 +147,7 @@ def test_any_tracker_of_accelerate_is_opened_fed_and_closed_also_when_the_run_fa
         trainer.learn()
     trainer.evaluate()  # the run is over: its tracker stays closed
     assert [entry[0] for entry in seen] == ["open", "config", "log", "log", "close"]
-    assert seen[0] == ("open", "clearml", run_dir)
+    assert seen[0] == ("open", "clearml", {"project_name": "trainkit", "task_name": "run"})
     assert seen[2:4] == [("log", 1, True), ("log", 2, True)]
     assert seen[1][1]["train.batch_size"] == 8
     assert {type(value) for value in seen[1][1].values()} <= {bool, int, float, str}
@@ -166,7 +172,7 @@ def test_tracker_whose_package_is_missing_says_what_to_install(monkeypatch: pyte
 
 def test_a_tracker_is_made_once_however_often_it_is_named() -> None:
     made = default_trackers(["tensorboard", "tensorboard"])
-    assert [type(tracker).__name__ for tracker in made] == ["Console", "JsonLines", "AccelerateTracker"]
+    assert [type(tracker).__name__ for tracker in made] == ["Console", "JsonLines", "TensorBoard"]
     assert isinstance(made[2], AccelerateTracker)
 
 
@@ -205,8 +211,14 @@ def test_lines_say_beginning_steps_evaluations_and_end(tmp_path: Path) -> None:
     assert len({line.index("kl") for line in training}) == 1, "lines stand below each other"
     rewards = [re.findall(r"reward +(\S+)", line)[0] for line in training]
     assert rewards[0] == rewards[7], "a collection's reward stays until the next collection"
+    history = [line.split() for line in lines[14:-1]]
+    assert history[0] == ["step", "length", "reward"]
+    assert [row[0] for row in history[1:]] == ["0", "5", "10"]
+    assert [f"length {row[1]}  reward {row[2]}" for row in history[1:]] == [
+        re.findall(r"evaluation  (.*)  sample", line)[0] for line in lines if "evaluation" in line
+    ]
     assert lines[-1].startswith("step 10/10  done after 0:0")
-    assert len(lines) == 15
+    assert len(lines) == 19
 
 
 def test_lines_show_the_metrics_that_there_are(tmp_path: Path) -> None:
@@ -299,9 +311,100 @@ def test_outside_a_run_the_console_is_silent() -> None:
 def test_a_loop_that_the_user_drives_has_lines_instead_of_the_table() -> None:
     shown, text = console(terminal=True)
     trainer = stub_trainer()
-    trainer.pipeline = None
+    trainer.learning = False
     shown.on_train_begin(trainer)
-    assert text.getvalue() == "toy  10 steps  runs/toy\n"
+    shown.log_metrics(trainer, 11, {"loss/total": 1.0})
+    shown.on_evaluate(step=11, metrics={"eval/reward": 1.0}, samples=[])
+    assert text.getvalue().splitlines() == [
+        "toy  runs/toy", "step 11  loss  1.00", "step 11  evaluation  reward 1.00",
+    ]  # fmt: skip
+
+
+def test_a_loop_that_begins_before_learn_has_an_end_from_when_learn_drives_it(tmp_path: Path) -> None:
+    shown, text = console()
+    trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[shown], train__total_steps=2)
+    trainer.begin()
+    trainer.learn()
+    lines = text.getvalue().splitlines()
+    assert lines[0] == f"sft  {tmp_path / 'run'}"
+    assert [line[:8] for line in lines[1:3]] == ["step 1/2", "step 2/2"]
+
+
+# ------------------------------------------------------------------------------------------------ the history
+
+
+def history_of(count: int, *, terminal: bool = False, names: tuple[str, ...] = ("reward",)) -> list[str]:
+    shown, text = console(terminal=terminal)
+    trainer = stub_trainer()
+    trainer.learning = not terminal
+    shown.on_train_begin(trainer)
+    for step in range(count):
+        shown.on_evaluate(step=step, metrics={f"eval/{name}": float(step) for name in (*names, "time")}, samples=[])
+    text.truncate(0)
+    text.seek(0)
+    shown.on_train_end(trainer)
+    return text.getvalue().splitlines()[:-1]
+
+
+def test_the_evaluations_stay_in_the_scrollback_of_a_terminal(tmp_path: Path) -> None:
+    shown, text = console(terminal=True)
+    tiny_trainer("ppo", tmp_path / "run", callbacks=[shown], train__total_steps=4, train__eval_interval=2).learn()
+    after = text.getvalue().rpartition("\x1b[?25h")[2].splitlines()  # what is printed when the live table has ended
+    rows = [line.split() for line in after if line.strip()]
+    assert [row[0] for row in rows] == ["step", "0", "2", "4", "step"]
+    logged = [m for m in read(tmp_path / "run" / "metrics.jsonl") if "eval/reward" in m]
+    assert [row[1:] for row in rows[1:4]] == [[number(m["eval/length"]), number(m["eval/reward"])] for m in logged]
+
+
+def test_many_evaluations_are_thinned_out_evenly_with_the_first_and_the_last() -> None:
+    head, *rows, note = history_of(58)
+    steps = [int(row.split()[0]) for row in rows]
+    assert (head.split(), len(steps), steps[0], steps[-1]) == (["step", "reward"], 20, 0, 57)
+    assert {after - before for before, after in itertools.pairwise(steps)} == {3}
+    assert note == "not shown, in metrics.jsonl: 38 evaluations between these"
+    assert len(history_of(20)) == 21, "twenty are shown, and no note"
+
+
+def test_metrics_that_do_not_fit_a_terminal_are_counted_and_in_a_pipe_all_are_shown() -> None:
+    names = tuple(f"metric_number_{index}" for index in range(12))
+    lines = history_of(2, terminal=True, names=names)
+    assert all(len(line) <= 100 for line in lines)
+    assert (len(lines[0].split()), lines[-1]) == (6, "not shown, in metrics.jsonl: 7 metrics")
+    assert history_of(2, names=names)[0].split() == ["step", *names]
+
+
+def test_a_metric_that_an_evaluation_lacks_leaves_its_cell_empty_and_a_resumed_run_keeps_the_history(
+    tmp_path: Path,
+) -> None:
+    changes = {"train__eval_interval": 2, "train__save_interval": 2, "train__resume": "auto"}
+    tiny_trainer("ppo", tmp_path / "run", train__total_steps=2, **changes).learn()
+    shown, text = console()
+    extra = {"metric_fn": lambda outputs, **_: {"more": 1.0}}
+    tiny_trainer(
+        "ppo", tmp_path / "run", callbacks=[shown], train__total_steps=4, arguments=extra, **changes
+    ).learn()  # fmt: skip
+    lines = text.getvalue().splitlines()
+    table = [line.split() for line in lines[-5:-1]]
+    assert [row[0] for row in table] == ["step", "0", "2", "4"]
+    assert [len(row) for row in table] == [4, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "trained"),
+    [
+        ("sft", {"train__total_steps": 3, "train__batch_size": 4}, 12),  # of a dataset of more
+        ("sft", {"train__epochs": 2, "train__total_steps": None}, 2 * 16),
+        ("ppo", {"train__total_steps": 10}, 10 * 8),  # two collections of 16, in four passes each
+    ],
+)
+def test_samples_are_those_that_steps_were_made_on(
+    tmp_path: Path, name: str, changes: dict[str, Any], trained: int
+) -> None:
+    shown, text = console()
+    trainer = tiny_trainer(name, tmp_path / "run", callbacks=[shown], **changes)
+    trainer.learn()
+    assert trainer.progress.trained == trained
+    assert f"  {trained} samples  " in text.getvalue().splitlines()[-1]
 
 
 def test_log_handlers_follow_a_captured_stream_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +414,7 @@ def test_log_handlers_follow_a_captured_stream_and_nothing_else(monkeypatch: pyt
     for handler in handlers:
         logger.addHandler(handler)
     monkeypatch.setattr(sys, "stderr", replacement)
-    moved = trackers._move_log_handlers([captured])
+    moved = console_module._move_log_handlers([captured])
     logger.warning("hello")
     for handler in handlers:
         logger.removeHandler(handler)

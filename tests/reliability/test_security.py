@@ -27,7 +27,7 @@ from trainkit.errors import CheckpointError, ConfigError, TrainkitError
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.runs import checkpoint
 from trainkit.runs.card import _cell, fenced
-from trainkit.runs.trackers import Console, excerpt
+from trainkit.runs.console import Console, excerpt
 from trainkit.security import MASK, file_name
 from trainkit.testing.trainers import tiny_trainer
 

@@ -38,13 +38,13 @@ def show_config(
         str,
         typer.Argument(
             metavar="METHOD|FILE",
-            help="An algorithm, another plugin, or a configuration file.",
+            help="An algorithm, another plugin or a tracker, or a configuration file.",
             autocompletion=complete_method,
         ),
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Print an algorithm's defaults, the entry of another plugin, or a whole configuration, as YAML with comments.
+    """Print an algorithm's defaults, a plugin's or tracker's entry, or a whole configuration, as YAML with comments.
 
     Of a configuration file every value is printed, with where it comes from: the file and its line, the command line,
     the method's own defaults, or the defaults.
@@ -53,6 +53,7 @@ def show_config(
         typer.echo(_read(source, overrides).placed_yaml(), nl=False)
         return
     from trainkit.config import default_config
+    from trainkit.config.trackers import TRACKERS
     from trainkit.plugins import find_plugin, get_hooks, is_registered
     from trainkit.plugins.discovery import is_installed
     from trainkit.plugins.inspection import TRAINER
@@ -65,6 +66,8 @@ def show_config(
     if part:
         section, key = part.key.split(".")
         typer.echo(entry_yaml([f"{section}:", f"  {key}:\n    name: {name}"], get_part(part, name).settings), nl=False)
+    elif name in TRACKERS:
+        typer.echo(entry_yaml(["train:", f"  trackers:\n  - name: {name}"], TRACKERS[name]), nl=False)
     elif hooks:
         head = ["train:", f"  trackers:\n  - name: {name}"] if hooks.tracker else [f"plugins:\n- name: {name}"]
         typer.echo(entry_yaml(head, hooks.settings), nl=False)

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, SerializeAsAny
 from pydantic_core import PydanticCustomError
 
 from trainkit.config.base import Plain, PluginConfig
+from trainkit.config.trackers import TRACKERS
 from trainkit.errors import RegistryError, suggest
 from trainkit.plugins import get_hooks
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, of_kind, why_disabled
@@ -52,7 +53,7 @@ def _of_part(part: Part, value: Any) -> str | PluginConfig:
 HooksEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_hooks)]
 """A plugin with hooks: its name, or its settings if it has settings."""
 TrackerEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(_of_tracker)]
-"""A tracker: its name, or its settings if it is a plugin with settings."""
+"""A tracker: its name, or its settings if it has settings."""
 EngineEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, ENGINES))]
 """A generation engine: its name, or its settings if it has settings."""
 ShardingEntry = Annotated[str | SerializeAsAny[PluginConfig], BeforeValidator(partial(_of_part, SHARDINGS))]
@@ -64,7 +65,9 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     given, name = given_entry(value)
     if why_disabled(name):  # a run does without it
         return _Unread(name=name, **given) if given else name
-    settings = _settings(name, tracker)
+    if tracker and name in ACCELERATE_TRACKERS and not given:
+        return name
+    settings = settings_class(name, tracker)
     if settings is None:
         if given:
             raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")
@@ -72,10 +75,10 @@ def _entry(value: Any, *, tracker: bool) -> str | PluginConfig:
     return settings.model_validate({**given, "name": name.lower()})
 
 
-def _settings(name: str, tracker: bool) -> type[PluginConfig] | None:
+def settings_class(name: str, tracker: bool) -> type[PluginConfig] | None:
     """Return the class of the settings of a tracker, or of other hooks; None if it has none."""
     if tracker and name in ACCELERATE_TRACKERS:
-        return None
+        return TRACKERS.get(name)
     if tracker and not is_known(name):
         known = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
         raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}")

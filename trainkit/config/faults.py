@@ -10,12 +10,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from trainkit.config.entries import given_entry
+from trainkit.config.entries import given_entry, settings_class
 from trainkit.config.names import dotted
 from trainkit.config.places import PYTHON, Places, nearest_place, place_of
 from trainkit.errors import describe, suggest
 from trainkit.plain import Key
-from trainkit.plugins import get_hooks
 from trainkit.plugins.registry import PARTS, get_part
 from trainkit.security import MASK, is_secret
 
@@ -109,8 +108,7 @@ def _fields_at(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]
 
     model: type[BaseModel] | None = TRLConfig
     if at := _settings_at(loc):
-        hooks = get_hooks(_plugin_at(loc[:at], data))
-        model, loc = hooks.settings if hooks else None, loc[at:]
+        model, loc = settings_class(_plugin_at(loc[:at], data), loc[0] == "train"), loc[at:]
     elif named := [part for part in PARTS if ".".join(map(str, loc[:2])) == part.key]:
         model, loc = get_part(named[0], _plugin_at(loc[:2], data)).settings, loc[2:]
     for part in loc:

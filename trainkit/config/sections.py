@@ -316,7 +316,8 @@ class TrainConfig(Section):
     from that checkpoint."""
     trackers: Annotated[list[TrackerEntry], Field(max_length=MOST), AfterValidator(named_once)] = ["tensorboard"]
     """Where metrics are logged besides the console and `metrics.jsonl`: `tensorboard`, another accelerate tracker, or
-    a plugin that is a tracker, by its name or by a mapping with its `name` and settings."""
+    a plugin that is a tracker, by its name or by a mapping with its `name` and settings, such as `{name: wandb,
+    project: x}`."""
 
     health: Literal["warn", "stop", "off"] = "warn"
     """What to do when the metrics show that training goes wrong: log it once, with what to do about it; also end the

@@ -125,7 +125,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     made |= {"trainkit": str(core["version"])}
     made |= {name: version(name) for name in LIBRARIES}
     ended = {"ended early": trainer.progress.stop_reason} if trainer.progress.stop_reason else {}
-    return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.samples)}
+    return {**made, "steps": str(trainer.progress.step), **ended, "samples": str(trainer.progress.trained)}
 
 
 def _evaluation(trainer: Trainer) -> str:

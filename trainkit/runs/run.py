@@ -7,6 +7,7 @@
               run.lock              the process that uses the directory, while one does
               metrics.jsonl         one line per step or evaluation
               samples.jsonl         evaluation samples, and the first few of every collection
+              trackers.json         what identifies the run to wandb, trackio or mlflow, if one is on
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
               best/                 export with the highest evaluation reward, with train.save_best
@@ -32,14 +33,16 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from trainkit.config import TRLConfig
+from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
 from trainkit.runs import card, checkpoint, provenance, saving
+from trainkit.runs.console import without_progress_bars
 from trainkit.runs.fingerprints import differing
+from trainkit.runs.journal import append
 from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.record import STARTS
@@ -47,7 +50,7 @@ from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
 from trainkit.runs.symptoms import Verdict
-from trainkit.runs.trackers import append, default_trackers, without_progress_bars
+from trainkit.runs.trackers import default_trackers
 from trainkit.security import file_name
 
 if TYPE_CHECKING:
@@ -87,9 +90,9 @@ LENGTH = ("train.total_steps", "train.epochs", "train.health", "plugins")
 T = TypeVar("T")
 
 
-def trackers(names: list[str], accelerator: Accelerator) -> list[object]:
-    """Return trainkit's own trackers and accelerate's by name; there are none on processes other than the main one."""
-    return default_trackers(names) if accelerator.is_main_process else []
+def trackers(entries: list[str | PluginConfig], accelerator: Accelerator) -> list[object]:
+    """Return trainkit's own trackers and accelerate's; there are none on processes other than the main one."""
+    return default_trackers(entries) if accelerator.is_main_process else []
 
 
 @contextmanager
@@ -102,6 +105,7 @@ def running(trainer: Trainer) -> Iterator[None]:
         HookError: an observer failed in `on_train_end`; all others were called. If the run itself ends with an error,
             that error is raised, and the observer's is logged.
     """
+    trainer.learning = True
     begin(trainer)
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
@@ -143,6 +147,7 @@ def _end(trainer: Trainer) -> list[HookError]:
         answers = trainer.hooks.hook.on_train_end(trainer=trainer)
     finally:
         trainer._stop.reason = ""
+        trainer.learning = False
         _unlock(trainer)
     return [answer for answer in answers if isinstance(answer, HookError)]
 
@@ -232,6 +237,7 @@ def begin(trainer: Trainer) -> None:
         everywhere(trainer, lambda: _tidy(trainer, run_dir) if trainer.accelerator.is_main_process else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
     except BaseException:
+        trainer.learning = False
         _unlock(trainer)
         raise
 

@@ -1,168 +1,70 @@
-"""Trackers, which record a run's metrics and samples: the console, files, and the trackers of accelerate."""
+"""The trackers of a run: the console, JSON lines, and the trackers of accelerate, which get samples and files, too."""
 
 from __future__ import annotations
 
-import atexit
 import json
-import logging
 import math
-import sys
-import time
+import re
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.console
 import torch
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-from torch import Tensor
 
+from trainkit.config import PluginConfig
+from trainkit.config.trackers import TRACKERS
 from trainkit.errors import ConfigError, printable, suggest
 from trainkit.plugins import hookimpl
+from trainkit.plugins.guard import said
+from trainkit.plugins.hooks import name_of
+from trainkit.runs.console import Console
+from trainkit.runs.journal import JsonLines, Sample
 
 if TYPE_CHECKING:
-    from trainkit.data import Rollouts
     from trainkit.trainer.loop import AcceleratedLoop
 
     Trainer = AcceleratedLoop[Any]
 
-log = logging.getLogger(__name__)
+ROWS = 16
+"""The number of samples of an evaluation that trackers show in a table."""
+DRAWN = ("reward", "length")
+"""Numbers of samples that trackers show as histograms."""
+IDENTITIES = "trackers.json"
+"""The file of what identifies the run to the trackers, by which a resumed run goes on in them."""
 
-Sample = dict[str, Any]
-
-FEW = 4
-"""The number of rollouts of a collection, or samples of an evaluation, that are shown."""
+Columns = dict[str, list[Any]]
 
 
-def default_trackers(names: list[str]) -> list[object]:
-    """Return the trackers of a run: the console, ``*.jsonl`` files, and accelerate's trackers by name.
+def default_trackers(entries: Sequence[str | PluginConfig]) -> list[object]:
+    """Return the trackers of a run: the console, ``*.jsonl`` files, and accelerate's trackers.
+
+    Args:
+        entries: accelerate's trackers, by name or by their settings.
 
     Raises:
         ConfigError: accelerate knows no tracker of that name, or its package is not installed.
     """
-    return [Console(), JsonLines(), *(AccelerateTracker(name) for name in dict.fromkeys(names))]
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers ("Loading weights", "Writing model shards") inside the block."""
-    from transformers.utils import logging as bars
-
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
-
-
-# --------------------------------------------------------------------------------------------------------- files
-
-
-class JsonLines:
-    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the first rollouts of collections."""
-
-    @hookimpl
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Remove the lines written after the checkpoint that this run resumes from: they will be written again."""
-        at = trainer.progress.step or -1  # the evaluation before the first step is made again
-        for name in ("metrics.jsonl", "health.jsonl"):
-            _keep_lines(trainer.run_dir, name, lambda line: line["step"] <= at)
-        # rollouts are collected after the checkpoint of their step, evaluations before
-        _keep_lines(trainer.run_dir, "samples.jsonl", lambda line: line["step"] <= at - (line["kind"] == "rollout"))
-
-    @hookimpl
-    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Append a line of metrics."""
-        append(trainer.run_dir, "metrics.jsonl", [{"step": step, **metrics}])
-
-    @hookimpl
-    def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Append a line per evaluated sample, without its tensors."""
-        plain = [{key: value for key, value in sample.items() if not isinstance(value, Tensor)} for sample in samples]
-        records = [{"step": step, "kind": "evaluation", **sample} for sample in plain]
-        append(trainer.run_dir, "samples.jsonl", records)
-
-    @hookimpl
-    def on_experience(self, trainer: Trainer, rollouts: list[Rollouts]) -> None:
-        """Append a line for each of the first few rollouts of a collection."""
-        step = trainer.progress.step
-        records = [
-            {"step": step, "kind": "rollout", "prompt": prompt, "output": output}
-            for prompt, output in islice(_texts(rollouts), FEW)
-        ]
-        episodes = chain.from_iterable(getattr(part, "turns", None) or [] for part in rollouts)
-        for record, turns in zip(records, episodes, strict=False):
-            record["episode"] = turns
-        append(trainer.run_dir, "samples.jsonl", records)
-
-
-def append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> None:
-    """Append records to a file of the run's directory, a line each; do nothing without a directory."""
-    if run_dir is None:
-        return
-    with (run_dir / name).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the lines of a file that are not ``wanted``, and an incomplete last line.
-
-    Lines that cannot be read are moved to ``NAME.corrupt``, with a warning.
-    """
-    if run_dir is None or not (run_dir / name).exists():
-        return
-    lines = (run_dir / name).read_bytes().splitlines(keepends=True)
-    kept: list[bytes] = []
-    for number, line in enumerate(lines, 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            if wanted(json.loads(line)):
-                kept.append(line)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            log.warning(
-                "line %d of %s cannot be read (%s); it is moved to %s.corrupt", number, run_dir / name, error, name
-            )
-            with (run_dir / f"{name}.corrupt").open("ab") as aside:
-                aside.write(line)
-    if len(kept) < len(lines):
-        (run_dir / f".{name}").write_bytes(b"".join(kept))
-        (run_dir / f".{name}").replace(run_dir / name)
-
-
-def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
-    return chain.from_iterable(zip(part.prompts, part.outputs, strict=True) for part in rollouts)
-
-
-# ------------------------------------------------------------------------------------------ trackers of accelerate
-
-_PLACES = {"wandb": ("dir", "."), "dvclive": ("dir", "dvclive"), "swanlab": ("logdir", "swanlab")}
-"""Trackers that need to be told where to write: the argument for it, and the folder in the run's directory."""
+    named = {name_of(entry): entry for entry in entries}
+    return [Console(), JsonLines(), *(KINDS.get(name, AccelerateTracker)(entry) for name, entry in named.items())]
 
 
 class AccelerateTracker:
-    """A tracker of accelerate, such as TensorBoard. It is open from a run's first metrics to the run's end.
+    """A tracker of accelerate. It is open from a run's first metrics to the run's end.
 
     Args:
-        name: its name in accelerate, e.g. ``"tensorboard"`` or ``"wandb"``.
+        entry: its name in accelerate, e.g. ``"tensorboard"`` or ``"wandb"``, or its settings.
 
     Raises:
         ConfigError: accelerate knows no tracker of that name, or its package is not installed.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self._class = name, _tracker_class(name)
+    def __init__(self, entry: str | PluginConfig) -> None:
+        self.name = name_of(entry)
+        self._class = _tracker_class(self.name)
+        self.settings: Any = TRACKERS.get(self.name, PluginConfig)(name=self.name) if isinstance(entry, str) else entry
         self._begun_at: int | None = None
         self._tracker: Any = None
         self._close: Callable[[], object] = lambda: None
@@ -180,41 +82,307 @@ class AccelerateTracker:
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
-        """Write the text of a few samples to TensorBoard, and the ``image`` of those that have one."""
-        if samples and self.name == "tensorboard" and self._opened(trainer) is not None:
-            if images := [sample["image"] for sample in samples[:FEW] if "image" in sample]:
-                self._tracker.writer.add_images("eval/images", torch.stack(images), step)
-            shown = [f"{printable(s['prompt'])} → {printable(s['output'])}" for s in samples[:FEW]]
-            # an indented block is shown verbatim: completions must not be rendered as Markdown
-            self._tracker.writer.add_text("eval/samples", "\n".join(f"    {line}" for line in shown), step)
+        """Show the first samples of an evaluation as a table, and histograms of all, if the tracker has them."""
+        if samples and self._opened(trainer) is not None:
+            self.show_table(table_of(samples[:ROWS], step), step)
+            for name, values in drawn(samples).items():
+                self.show_histogram(f"eval/{name}/histogram", values, step)
+            if images := [sample["image"] for sample in samples[:ROWS] if "image" in sample]:
+                self.show_images("eval/images", torch.stack(images), step)
 
     @hookimpl
-    def on_train_end(self) -> None:
-        """Close the tracker."""
-        self._close()
-        self._begun_at = self._tracker = None
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Store the exported model if the settings say so, and close the tracker."""
+        from trainkit.runs.run import finished
+
+        try:
+            if self._tracker is not None and getattr(self.settings, "log_model", False) and finished(trainer):
+                assert trainer.run_dir is not None
+                self.store(trainer.run_dir / "model", "model")
+        finally:
+            self._close()
+            self._begun_at = self._tracker = None
 
     def _opened(self, trainer: Trainer) -> Any:
         """Return the tracker, or None outside a run. The first call opens it and logs the configuration."""
         run_dir, begun_at = trainer.run_dir, self._begun_at
         if self._tracker is not None or run_dir is None or begun_at is None:
             return self._tracker
-        if self._class.requires_logging_directory:
-            # TensorBoard hides the events written after the checkpoint that this run resumes from
-            purge = {"purge_step": begun_at + 1 if begun_at else 0} if self.name == "tensorboard" else {}
-            tracker = self._class(self.name, run_dir, **purge)
-        else:
-            argument, folder = _PLACES.get(self.name, ("", ""))
-            tracker = self._class("trainkit", **({argument: str(run_dir / folder)} if argument else {}))
-        tracker.start()
+        known = _identities(run_dir).get(self.name)
         config = flatten(trainer.config.to_dict())
-        if self.name == "tensorboard":
-            _write_hparams(tracker.writer, config)
-        else:
-            tracker.store_init_configuration(config)
+        tracker = self.make(run_dir, config, known if isinstance(known, dict) else {}, begun_at)
+        try:
+            tracker.start()
+        except Exception as error:
+            raise ConfigError(
+                f"the tracker {self.name!r} cannot open a run: {said(error)}. Log in, change its settings in "
+                "train.trackers, or remove it from there"
+            ) from error
         self._tracker = tracker
-        self._close = weakref.finalize(self, tracker.finish)  # a loop that the user drives has no on_train_end
+        self._close = weakref.finalize(self, self.closing())  # a loop that the user drives has no on_train_end
+        if identity := self.identity():
+            _write_identity(run_dir, self.name, identity)
+        self.store_config(config, run_dir)
         return tracker
+
+    # ---------------------------------------------------------------------------------- what a kind of tracker does
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker, which is not open yet.
+
+        Args:
+            run_dir: the directory of the run.
+            config: the configuration of the run, flat.
+            known: what `identity` has returned before the run was resumed; empty for a new run.
+            begun_at: the step after which the run begins.
+        """
+        return self._class(self.settings.project, **self.arguments(run_dir))
+
+    def arguments(self, run_dir: Path) -> dict[str, Any]:
+        """Return the arguments by which the tracker opens the run, named after the run's directory if not otherwise."""
+        settings = self.settings
+        if not settings.run_name:
+            settings = settings.model_copy(update={"run_name": run_dir.name})
+        return dict(settings.arguments())
+
+    def identity(self) -> dict[str, Any]:
+        """Return what identifies the open run to the tracker, and is given to `make` when it is resumed."""
+        return {}
+
+    def closing(self) -> Callable[[], object]:
+        """Return what closes the tracker; it must not refer to ``self``."""
+        return self._tracker.finish  # type: ignore[no-any-return]
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Log the configuration of the run."""
+        self._tracker.store_init_configuration(config)
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Show samples as a table."""
+
+    def show_histogram(self, name: str, values: list[float], step: int) -> None:
+        """Show finite numbers as a histogram."""
+
+    def show_images(self, name: str, images: torch.Tensor, step: int) -> None:
+        """Show images. [N, C, H, W]."""
+
+    def store(self, path: Path, kind: str) -> None:
+        """Store a file or a directory as an artifact."""
+
+
+class TensorBoard(AccelerateTracker):
+    """TensorBoard, with its events in the directory of the run."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; events written after the checkpoint that the run resumes from are hidden."""
+        return self._class(self.name, run_dir, purge_step=begun_at + 1 if begun_at else 0)
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Write the configuration into the run's own event file.
+
+        accelerate's tracker and `SummaryWriter.add_hparams` are not used: both create a second directory, which
+        TensorBoard lists as another run.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(config, {}):
+            self._tracker.writer.file_writer.add_summary(summary)
+        self._tracker.writer.flush()
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Write samples as a Markdown table, in which nothing of their text has an effect."""
+        self._tracker.writer.add_text("eval/samples", markdown_table(columns), step)
+
+    def show_histogram(self, name: str, values: list[float], step: int) -> None:
+        """Write a histogram."""
+        self._tracker.writer.add_histogram(name, torch.tensor(values, dtype=torch.float64), step)
+
+    def show_images(self, name: str, images: torch.Tensor, step: int) -> None:
+        """Write images."""
+        self._tracker.writer.add_images(name, images, step)
+
+
+class Wandb(AccelerateTracker):
+    """Weights & Biases, with its files in the directory of the run."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; a resumed run goes on in its run, which ignores the steps that it has."""
+        again = {"id": known["id"], "resume": "allow"} if "id" in known else {}
+        return self._class(self.settings.project, dir=str(run_dir), **again, **self.arguments(run_dir))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the id of the run."""
+        return {"id": str(self._tracker.tracker.id)}
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Log the configuration, and store its file."""
+        super().store_config(config, run_dir)
+        self.store(run_dir / "config.yaml", "config")
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Log samples as a table."""
+        self._tracker.log_table("eval/samples", list(columns), _rows(columns), step=step)
+
+    def show_histogram(self, name: str, values: list[float], step: int) -> None:
+        """Log a histogram."""
+        import wandb
+
+        self._tracker.log({name: wandb.Histogram(values)}, step=step)
+
+    def store(self, path: Path, kind: str) -> None:
+        """Log an artifact."""
+        run = self._tracker.tracker
+        run.log_artifact(str(path), name=f"{kind}-{run.id}", type=kind)
+
+
+class Trackio(AccelerateTracker):
+    """trackio, with its database where the variable TRACKIO_DIR says, or in a Hugging Face Space."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; a resumed run goes on in the run of its name."""
+        arguments = self.arguments(run_dir)
+        again = {"resume": "allow"} if known.get("name") == arguments["name"] else {}
+        # trackio keeps the configuration that it is given at the beginning, and no later one
+        return self._class(self.settings.project, config=config, embed=False, **again, **arguments)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the name of the run."""
+        return {"name": str(self._tracker.tracker.name)}
+
+    def closing(self) -> Callable[[], object]:
+        """Return trackio's function, which also forgets the run: it would be closed again by the next one."""
+        import trackio
+
+        return trackio.finish  # type: ignore[no-any-return, unused-ignore]
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Store the file of the configuration, which is logged already."""
+        self.store(run_dir / "config.yaml", "config")
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Log samples as a table."""
+        import trackio
+
+        self._tracker.log({"eval/samples": trackio.Table(columns=list(columns), data=_rows(columns))}, step=step)
+
+    def show_histogram(self, name: str, values: list[float], step: int) -> None:
+        """Log a histogram."""
+        import trackio
+
+        self._tracker.log({name: trackio.Histogram(values)}, step=step)
+
+    def store(self, path: Path, kind: str) -> None:
+        """Log an artifact."""
+        run = self._tracker.tracker
+        run.log_artifact(str(path), name=f"{kind}-{run.id}", type=kind)
+
+
+class Mlflow(AccelerateTracker):
+    """MLflow, with its runs where the variable MLFLOW_TRACKING_URI says."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; a resumed run goes on in its run."""
+        again = {"run_id": known["run_id"]} if "run_id" in known else {}
+        settings = self.settings
+        arguments = {**again, **self.arguments(run_dir)}
+        return self._class(settings.project, logging_dir=settings.artifact_location, **arguments)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the id of the run."""
+        return {"run_id": str(self._tracker.tracker.info.run_id)}
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Log the parameters that the run does not have yet, as MLflow cannot change one, and store the file."""
+        known = self._tracker.tracker.data.params
+        super().store_config({name: value for name, value in config.items() if name not in known}, run_dir)
+        self.store(run_dir / "config.yaml", "config")
+
+    def show_table(self, columns: Columns, step: int) -> None:
+        """Store samples as an artifact that ``mlflow.load_table`` reads, and name the newest one as the run's table.
+
+        `mlflow.log_table` is not used: it reads all earlier rows again to append to them.
+        """
+        import mlflow
+
+        file = f"eval/samples/step_{step:08}.json"
+        mlflow.log_dict({"columns": list(columns), "data": _rows(columns)}, file)
+        mlflow.set_tag("mlflow.loggedArtifacts", json.dumps([{"path": file, "type": "table"}]))
+
+    def store(self, path: Path, kind: str) -> None:
+        """Log an artifact."""
+        if path.is_dir():
+            self._tracker.log_artifacts(str(path), kind)
+        else:
+            self._tracker.log_artifact(str(path))
+
+
+class Comet(AccelerateTracker):
+    """Comet, which is told the name and the tags of a run when it is open."""
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Name the run, and log the configuration."""
+        self._tracker.tracker.set_name(self.settings.run_name or run_dir.name)
+        if self.settings.tags:
+            self._tracker.tracker.add_tags(list(self.settings.tags))
+        super().store_config(config, run_dir)
+
+
+class Aim(AccelerateTracker):
+    """Aim, with its repository in the directory of the run."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; a resumed run goes on in its run."""
+        name, project = self.settings.run_name or run_dir.name, self.settings.project
+        return self._class(name, run_dir, experiment=project, **known)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the hash of the run."""
+        return {"run_hash": str(self._tracker.tracker.hash)}
+
+    def store_config(self, config: dict[str, Any], run_dir: Path) -> None:
+        """Add the tags, and log the configuration."""
+        run = self._tracker.tracker
+        for tag in {*self.settings.tags} - {*run.tags}:
+            run.add_tag(tag)
+        super().store_config(config, run_dir)
+
+
+class ClearML(AccelerateTracker):
+    """ClearML."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker."""
+        return self._class(self.name, project_name=self.settings.project, **self.arguments(run_dir))
+
+
+class DVCLive(AccelerateTracker):
+    """DVCLive, with its files in the directory of the run."""
+
+    def make(self, run_dir: Path, config: dict[str, Any], known: dict[str, Any], begun_at: int) -> Any:
+        """Return accelerate's tracker; without ``resume``, it would remove the files of before."""
+        return self._class(dir=str(run_dir / "dvclive"), resume=begun_at > 0, **self.arguments(run_dir))
+
+
+class SwanLab(AccelerateTracker):
+    """SwanLab, with its files in the directory of the run."""
+
+    def arguments(self, run_dir: Path) -> dict[str, Any]:
+        """Return the arguments by which the tracker opens the run."""
+        return {"logdir": str(run_dir / "swanlab"), **super().arguments(run_dir)}
+
+
+KINDS: dict[str, type[AccelerateTracker]] = {
+    "aim": Aim,
+    "clearml": ClearML,
+    "comet_ml": Comet,
+    "dvclive": DVCLive,
+    "mlflow": Mlflow,
+    "swanlab": SwanLab,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": Wandb,
+}
+"""accelerate's trackers by name."""
 
 
 def _tracker_class(name: str) -> Any:
@@ -234,17 +402,63 @@ def _tracker_class(name: str) -> Any:
     return tracker
 
 
-def _write_hparams(writer: Any, config: dict[str, Any]) -> None:
-    """Write the configuration into the run's own event file.
+def _identities(run_dir: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads((run_dir / IDENTITIES).read_text(encoding="utf-8")))
+    return {}
 
-    accelerate's tracker and `SummaryWriter.add_hparams` are not used: both create a second directory, which TensorBoard
-    lists as another run.
-    """
-    from torch.utils.tensorboard.summary import hparams
 
-    for summary in hparams(config, {}):
-        writer.file_writer.add_summary(summary)
-    writer.flush()
+def _write_identity(run_dir: Path, name: str, identity: dict[str, Any]) -> None:
+    found = {**_identities(run_dir), name: identity}
+    (run_dir / f".{IDENTITIES}").write_text(json.dumps(found), encoding="utf-8")
+    (run_dir / f".{IDENTITIES}").replace(run_dir / IDENTITIES)
+
+
+# ----------------------------------------------------------------------------------------- what trackers are given
+
+
+def table_of(samples: list[Sample], step: int) -> Columns:
+    """Return samples as columns: the step, prompt and output, and every other text or number."""
+    plain = [{key: value for key, value in each.items() if isinstance(value, bool | int | float | str)}
+             for each in samples]  # fmt: skip
+    names = dict.fromkeys(["prompt", "output", *(key for each in plain for key in each)])
+    cells = {name: [_storable(each.get(name)) for each in plain] for name in names}
+    return {"step": [step] * len(samples), **cells}
+
+
+def _storable(value: Any) -> Any:
+    """Return text without the surrogates that no file can hold, and anything else as it is."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _rows(columns: Columns) -> list[list[Any]]:
+    return [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def markdown_table(columns: Columns) -> str:
+    """Return columns as a table in Markdown; no character of a cell has an effect as markup or HTML."""
+    lines = [list(columns), ["---"] * len(columns), *_rows(columns)]
+    head, rule, *body = lines
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (map(_cell, head), rule, *(map(_cell, row) for row in body))
+    )
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", printable(text))
+
+
+def drawn(samples: list[Sample]) -> dict[str, list[float]]:
+    """Return the finite rewards and lengths of samples; of a sweep, under names like ``reward@temperature=0.5``."""
+    found: dict[str, list[float]] = {}
+    for each in samples:
+        suffix = f"@{each['setting']}" if "setting" in each else ""
+        for name in DRAWN:
+            value = each.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(f"{name}{suffix}", []).append(float(value))
+    return found
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -256,246 +470,3 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
-
-
-# ------------------------------------------------------------------------------------------------------- console
-
-SHOWN = (
-    ("reward", "reward/mean", "reward/std"),
-    ("kl", "policy/kl", None),
-    ("entropy", "policy/entropy", None),
-    ("clip", "policy/clipfrac", None),
-    ("nll", "loss/nll", None),
-    ("loss", "loss/total", None),
-    ("lr", "train/lr", None),
-)
-"""(label, metric, metric of its spread) of what the console shows, as far as the run logs it."""
-
-
-class Console:
-    """Console output of a run: on a terminal a table that is updated in place, elsewhere a line every few seconds.
-
-    Args:
-        output: where to print; None for standard output.
-        interval: least seconds between two lines of training metrics, if there is no table.
-    """
-
-    def __init__(self, output: rich.console.Console | None = None, *, interval: float = 5.0) -> None:
-        # no colours and no table in files and pipes, whatever FORCE_COLOR says
-        self.output = output or rich.console.Console(force_terminal=None if sys.stdout.isatty() else False)
-        self.interval = interval
-        self._live: Live | None = None
-        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-        self._running = False
-        self._unit = "tok"
-        self._reset("", 0)
-
-    def _reset(self, title: str, total: int) -> None:
-        self._title, self._total, self._step = title, total, 0
-        self._metrics: dict[str, float] = {}
-        self._evaluation = self._sample = ""
-        self._pace, self._last_line = Pace(), time.monotonic()
-
-    @hookimpl(trylast=True)  # so that no other hook can fail after the table is started
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Show the method and the run's directory; on a terminal, start the table."""
-        # without a pipeline the user drives the loop and may print anything: no table
-        total = trainer.config.train.total_steps or 0 if trainer.pipeline is None else trainer.total_steps
-        self._reset(f"{trainer.config.method.name}  {trainer.run_dir}", total)
-        self._running = True
-        if self.output.is_terminal and not self.output.is_dumb_terminal and trainer.pipeline is not None:
-            self._start_live()
-        else:
-            self._say(f"{trainer.config.method.name}  {total} steps  {trainer.run_dir}")
-        for line in trainer.resumed:
-            self._say(line)
-
-    @hookimpl
-    def on_experience(self, rollouts: list[Rollouts]) -> None:
-        """Keep the newest rollout, to show it."""
-        if rollouts:
-            self._sample = excerpt(rollouts[-1].prompts[-1], rollouts[-1].outputs[-1])
-
-    @hookimpl
-    def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Keep the metrics; if there is no table and the interval is over, print them."""
-        trained = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
-        if not self._running or not trained:
-            return
-        self._step = step
-        self._metrics = {**self._metrics, **trained}
-        self._pace.add(step, trainer.progress.tokens)
-        self._unit = "tok" if trainer.unit == "tokens" else trainer.unit
-        now = time.monotonic()
-        if self._live is None and now - self._last_line >= self.interval:
-            self._last_line = now
-            self._say("  ".join([self._step_of_total(), *self._fields(), *self._pace_fields()]))
-
-    @hookimpl
-    def on_evaluate(self, step: int, metrics: dict[str, float], samples: list[Sample]) -> None:
-        """Show an evaluation and one of its samples."""
-        if not self._running:
-            return
-        self._step = step
-        named = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        shown = "  ".join(f"{name} {number(value)}" for name, value in named.items() if not name.startswith("time"))
-        self._evaluation = f"step {step}  {shown}"
-        if samples:
-            self._sample = excerpt(samples[0]["prompt"], samples[0]["output"])
-        if self._live is None:
-            sample = f"  sample  {self._sample}" if samples else ""
-            self._say(f"{self._step_of_total()}  evaluation  {shown}{sample}")
-
-    @hookimpl(tryfirst=True)
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Stop the table, and print how the run ended."""
-        self._stop_live()
-        if not self._running:
-            return
-        self._running, at = False, trainer.progress
-        self._step = at.step
-        self._say(
-            f"{self._step_of_total()}  {'done' if trainer.done and not at.stop_reason else 'stopped'} after "
-            f"{clock(at.seconds)}  "
-            f"{count(at.samples)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
-        )
-
-    # ------------------------------------------------------------------------------------------------------ text
-
-    def _say(self, text: str) -> None:
-        self.output.print(Text(self._encodable(printable(text))), soft_wrap=True)
-
-    def _encodable(self, text: str) -> str:
-        """Return ``text`` without the characters that the output's encoding lacks: printing them would end the run."""
-        return text.encode(self.output.encoding, "replace").decode(self.output.encoding)
-
-    def _step_of_total(self) -> str:
-        return f"step {self._step:>{len(str(self._total))}}/{self._total}" if self._total else f"step {self._step}"
-
-    def _fields(self) -> list[str]:
-        """Return the known metrics as text of constant width, so that successive lines align."""
-        return [f"{label} {value}" for label, value in self._values() if label != "lr"]
-
-    def _values(self) -> list[tuple[str, str]]:
-        found, known = [], self._metrics
-        for label, key, spread in SHOWN:
-            if key in known:
-                around = f" ± {number(known[spread]):<4}" if spread in known else ""
-                found.append((label, f"{number(known[key]):>5}{around}"))
-        return found
-
-    def _pace_fields(self) -> list[str]:
-        rate = self._pace.tokens_per_second
-        left = self._pace.seconds_left(self._total)
-        return [
-            *([f"{count(rate):>5} {self._unit}/s"] if rate is not None else []),
-            *([f"left {clock(left)}"] if left is not None else []),
-        ]
-
-    # ----------------------------------------------------------------------------------------------------- table
-
-    def _start_live(self) -> None:
-        captured = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
-        self._live = Live(
-            get_renderable=self._table,
-            console=self.output,
-            redirect_stdout=sys.stdout in captured,
-            redirect_stderr=sys.stderr in captured,
-        )
-        atexit.register(self._live.stop)  # a loop that the user drives has no on_train_end
-        self._live.start()
-        self._moved = _move_log_handlers(captured)
-
-    def _stop_live(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-            atexit.unregister(live.stop)
-        for handler, stream in self._moved:
-            handler.setStream(stream)
-        self._moved = []
-
-    def _table(self) -> Panel:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-        grid.add_row("progress", self._progress())
-        rows = [*self._values(), ("pace", "  ".join(self._pace_fields()).strip())]
-        rows += [("evaluation", self._evaluation), ("sample", self._sample)]
-        for label, value in rows:
-            if value:
-                grid.add_row(label, Text(self._encodable(printable(value))))
-        return Panel(grid, title=Text(self._encodable(printable(self._title))), title_align="left")
-
-    def _progress(self) -> Table:
-        line = Table.grid(padding=(0, 2))
-        line.add_row(Text(self._step_of_total()), ProgressBar(self._total or 1, self._step, width=40))
-        return line
-
-
-class Pace:
-    """The speed of a run over its last hundred steps."""
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[float, int, int]] = deque(maxlen=100)
-
-    def add(self, step: int, tokens: int) -> None:
-        """Record the run's present step and number of tokens."""
-        self._marks.append((time.monotonic(), step, tokens))
-
-    def _gained(self, index: int) -> float:
-        return self._marks[-1][index] - self._marks[0][index] if self._marks else 0.0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens (or rows) trained on per second, sampling and evaluation included; None if not known yet."""
-        return self._gained(2) / self._gained(0) if self._gained(0) > 0 else None
-
-    def seconds_left(self, total: int) -> float | None:
-        """Return the seconds until step ``total``, or None if not known yet."""
-        if self._gained(1) <= 0 or not total:
-            return None
-        return max(total - self._marks[-1][1], 0) * self._gained(0) / self._gained(1)
-
-
-def _move_log_handlers(captured: list[Any]) -> list[tuple[logging.StreamHandler[Any], Any]]:
-    """Point the log handlers of a captured stream to its replacement, so that they do not break the table.
-
-    Return each such handler with its earlier stream.
-    """
-    known = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers}
-    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-    for handler in handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream in captured:
-            moved.append((handler, handler.setStream(sys.stderr)))
-    return moved
-
-
-def excerpt(prompt: str, output: str) -> str:
-    """Return the end of a prompt and the beginning of its output, on one line."""
-    prompt, output = printable(prompt), printable(output)
-    start = prompt if len(prompt) <= 24 else f"…{prompt[-23:]}"
-    return f"{start} → {output if len(output) <= 60 else f'{output[:59]}…'}"
-
-
-def number(value: float) -> str:
-    """Return ``value`` in about five characters: 0.83, 12.3, 4.1k, 3e-5."""
-    size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if math.isfinite(size) and size >= limit:
-            return f"{value / limit:.1f}{unit}"
-    if 0 < size < 0.005:
-        return f"{value:.0e}".replace("e-0", "e-")
-    return f"{value:.2f}" if size < 10 else f"{value:.1f}" if size < 100 else f"{value:.0f}"
-
-
-def count(value: float) -> str:
-    """Return a count in about five characters: 16, 4.1k."""
-    return number(value) if value >= 1000 else f"{value:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Return ``seconds`` as 0:23 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

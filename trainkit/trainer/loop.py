@@ -391,15 +391,17 @@ class AcceleratedLoop(TrainerInputs[M]):
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        if verdict is Verdict.STEP and not self._overflowed and self._acts_after_steps:
-            with self.sharding.whole(write=True):
-                self.after_step()
+        if verdict is Verdict.STEP and not self._overflowed:
+            at.trained += len(batch) * self.accelerator.num_processes
+            self._after_step()
         self._torn = False
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
 
-    @property
-    def _acts_after_steps(self) -> bool:
-        return getattr(self.after_step, "__func__", None) is not BaseRLTrainer.after_step
+    def _after_step(self) -> None:
+        """Call `after_step`; the model is gathered for it only if it is overridden."""
+        if getattr(self.after_step, "__func__", None) is not BaseRLTrainer.after_step:
+            with self.sharding.whole(write=True):
+                self.after_step()
 
     @property
     def _overflowed(self) -> bool:

@@ -32,6 +32,9 @@ class Progress:
     """Responses of `generate` so far: a key of their random numbers."""
     samples: int = 0
     """Rows of experience made so far, over all processes."""
+    trained: int = 0
+    """Rows that the steps so far were made on, over all processes. A row counts in each pass and epoch anew, and not in
+    a step that was skipped."""
     tokens: int = 0
     """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, over all processes."""
     seconds: float = 0.0

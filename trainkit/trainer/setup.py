@@ -137,7 +137,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
-        others = [name for name in config.train.trackers if isinstance(name, str) and not is_tracker(name)]
+        others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
         trackers = [entry for entry in config.train.trackers if entry not in others]
         own = self._own_plugin()
         self.hooks = hook_manager(
@@ -146,6 +146,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        self.learning = False
+        """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
         """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
