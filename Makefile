@@ -11,6 +11,7 @@
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
+#   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
 #   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
 #   make parity    the losses beside TRL's
@@ -28,7 +29,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api docs mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -85,6 +86,10 @@ check: lint types test
 api: $(VENV)/made
 	$(BIN)/python docs/make_plugin_api.py
 
+# the notice is about versions of MkDocs that constraints.txt excludes
+docs: $(VENV)/made-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 mutants: $(VENV)/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python -m mutants
 
@@ -127,4 +132,8 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 $(VENV)/made: pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	touch $@
+
+$(VENV)/made-docs: $(VENV)/made
+	$(BIN)/python -m pip install $(PINS) -e '.[docs]'
 	touch $@
