@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer.main
+from pages import LAUNCH, NOT_RUN, STANDS_FOR, Reader, blocks, commands
 
 import trainkit
 from trainkit.cli import app
@@ -31,7 +32,7 @@ from trainkit.testing.trainers import tiny_trainer
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 STARTED = ROOT / "docs/getting-started.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.stem not in ("plugins", "plugin-api")]
 """Pages whose code is run and needs no further look."""
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
@@ -55,16 +56,15 @@ def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
+def has_launches(document: Path) -> bool:
+    found = (command for block in blocks(document, "console") for command in commands(block))
+    return any(re.match(LAUNCH, c) and not any(re.match(p, c) for p in NOT_RUN) for c in found)
+
+
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
 # ------------------------------------------------------------------------------------------------ reading Markdown
-
-
-class Block(NamedTuple):
-    language: str
-    line: int
-    text: str
 
 
 class Table(NamedTuple):
@@ -75,13 +75,6 @@ class Table(NamedTuple):
     def names(self) -> list[str]:
         """The code spans of the first column."""
         return [span for row in self.rows for span in spans(row[0])]
-
-
-def blocks(document: Path, language: str) -> list[Block]:
-    """The fenced blocks of one language, each with the line it starts after."""
-    text = document.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [Block(m[1], text.count("\n", 0, m.start(2)), m[2]) for m in found if m[1] == language]
 
 
 def prose(document: Path) -> str:
@@ -122,26 +115,24 @@ def resolve(path: str) -> Any:
 
 
 @pytest.fixture
-def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Any]]:
-    """``execute(document)``: its Python blocks in order, in one module and an empty directory. Trainers go again."""
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
+    """``reader()`` follows pages in an empty directory. Trainers and imported files of the pages go again."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in trainkit.available_trainers():
         trainkit.get_trainer(name)  # a module registers once in a process, so not in the copy that goes afterwards
     monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))
-
-    def execute(document: Path) -> Any:
-        module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        for block in blocks(document, "python"):
-            source = "\n" * block.line + block.text  # so that tracebacks show the document's lines
-            exec(compile(source, str(document), "exec", dont_inherit=True), vars(module))
-        return module
-
     before = set(sys.modules)
-    yield execute
+    yield lambda **given: Reader(tmp_path, monkeypatch, **given)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def execute(reader: Callable[..., Reader]) -> Callable[[Path], Any]:
+    """``execute(document)``: its files, Python blocks and quick commands in order, in one module."""
+    return lambda document: reader().follow(document)
 
 
 def test_the_readme_runs_and_its_model_learns_what_it_says(execute: Callable[[Path], Any]) -> None:
@@ -161,12 +152,31 @@ def test_the_page_to_begin_with_runs_and_its_models_learn_what_it_says(execute: 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 @pytest.mark.parametrize(
     "document",
-    [page for page in PAGES if page.stem not in ("getting-started", "plugins", "plugin-api", "tutorial")],
+    [
+        *(page for page in PAGES if page.stem not in ("getting-started", "plugins", "plugin-api", "tutorial", "index")),
+        *(page for page in ALGORITHM_READMES if page.parent.name != "ddpo" and blocks(page, "python")),
+    ],
     ids=name_of,
 )
 def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
     assert blocks(document, "python")
     execute(document)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if has_launches(d)], ids=name_of)
+def test_the_launches_of_pages_run(document: Path, reader: Callable[..., Reader]) -> None:
+    reader(launches=True).follow(document)
+
+
+def test_contributings_commands_run(execute: Callable[[Path], Any]) -> None:
+    execute(ROOT / "CONTRIBUTING.md")
+
+
+def test_every_exception_from_running_is_used() -> None:
+    shown = [command for document in DOCUMENTS for b in blocks(document, "console") for command in commands(b)]
+    assert [p for p in NOT_RUN if not any(re.match(p, command) for command in shown)] == []
+    assert [p for p, _ in STANDS_FOR if not any(re.search(p, command) for command in shown)] == []
 
 
 def test_the_page_about_plugins_runs_and_its_algorithm_prefers_what_was_rewarded(
@@ -225,7 +235,8 @@ def test_plugin_examples_work_as_distributions_and_conform(
 
 def whole_configs() -> list[Any]:
     found = [(d, b) for d in DOCUMENTS for b in blocks(d, "yaml") if re.search(r"^method:", b.text, flags=re.MULTILINE)]
-    return [pytest.param(b.text, id=f"{name_of(d)}:{b.line}") for d, b in found]
+    names_of_others = "old.yaml"  # of the page about migrating, which shows what is said of it
+    return [pytest.param(b.text, id=f"{name_of(d)}:{b.line}") for d, b in found if b.file != names_of_others]
 
 
 @pytest.mark.parametrize("text", whole_configs())

@@ -1,0 +1,200 @@
+"""Following a page: its files are written, its Python blocks run, and its commands are executed, in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from trainkit import cli
+from trainkit.testing import character_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+class Block(NamedTuple):
+    """A fenced block of Markdown."""
+
+    language: str
+    line: int
+    """The line it starts after."""
+    text: str
+    before: str
+    """The line of text before it: of a file, its path in backquotes; of a command that fails, that it does."""
+
+    @property
+    def file(self) -> str:
+        """The path of the file that the block shows; empty if it shows none."""
+        found = re.fullmatch(r"`([\w./-]+)`:", self.before)
+        return found[1] if found else ""
+
+
+def blocks(document: Path, *languages: str) -> list[Block]:
+    """The fenced blocks of some languages, or of all."""
+    text = document.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    every = [
+        Block(m[1], text.count("\n", 0, m.start(2)), m[2], text[: m.start()].rstrip().rpartition("\n")[2])
+        for m in found
+    ]
+    return [block for block in every if not languages or block.language in languages]
+
+
+NOT_RUN = {
+    r"make (demo|test)": "continuous integration runs them",
+    r"git switch": "the checkout is not the test's",
+    r"trainkit --install-completion": "it changes the files with which the user's shell starts",
+    r"trainkit train ddpo\.yaml": "it loads Stable Diffusion from the hub; plugins/ddpo tests the same with tiny parts",
+    r"trainkit train ahead\.yaml": "it needs vLLM; make engines runs such runs",
+    r"(torchrun|accelerate launch) .*(--nnodes|--num_machines)": "it needs two machines",
+    r"accelerate launch --multi_gpu": "it needs GPUs; torchrun launches the same on CPUs",
+    r"ray (start|stop)": "it needs Ray and several machines; make engines runs with Ray",
+    r"trainkit train .*rollout\.engine='\{name: ray": "it needs Ray; make engines runs with it",
+}
+"""Commands that are not executed, as patterns, and why."""
+MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo")))
+STANDS_FOR = [
+    (r"--prompts FILE", "--prompts prompts.jsonl"),
+    (r"--samples FILE", "--samples samples.jsonl"),
+    (r"--eval-(prompts|samples) FILE", r"--eval-\1 \1.jsonl"),
+    (r"(trainkit train CONFIG\.yaml train\.seed=2)", r"\1 train.run_dir=runs/first"),
+    (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
+    (r"plugins check NAME", "plugins check sft"),
+    (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
+    (r"--no-plugin NAME", "--no-plugin early_stop"),
+    (r"(examples run randomwalks)", r"\1 --steps 2 --sft-epochs 1"),
+    (r"(trainkit train examples/randomwalks/sft\.yaml)", r"\1 train.epochs=null train.total_steps=2"),
+    (r"trainkit plugins list --probe", f"TRAINKIT_DISABLE_PLUGINS={MOST} trainkit plugins list --probe"),
+    (r"--nproc_per_node=8", "--nproc_per_node=2"),
+    (r" \.\.\.$", " --task FILE.py:function train.run_dir=runs/on-cpus"),
+]
+"""What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
+LAUNCH = r"(\w+=\S+ )*torchrun|trainkit plugins list --probe"
+"""Commands that start further processes, which takes their time; they are slow tests."""
+WORLD = {
+    "CONFIG.yaml": """
+method: ppo
+model: {model_path: {model_type: gpt2, vocab_size: 30, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 64,
+                     bos_token_id: null, eos_token_id: null}}
+tokenizer: {tokenizer_path: letters}
+rollout: {max_new_tokens: 4, num_rollouts: 8}
+train: {batch_size: 8, total_steps: 2, eval_interval: 0, trackers: []}
+""",
+    "run.yaml": "method: ppo\nmodel: {model_path: openai-community/gpt2}\ntrain: {total_steps: 2}\n",
+    "other.yaml": "method: {name: ppo, gamma: 0.9}\nmodel: {model_path: openai-community/gpt2}\n",
+    "prompts.jsonl": '"a"\n"bc"\n',
+    "samples.jsonl": '{"prompt": "a", "completion": "b"}\n' * 8,
+    "labelled.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n' * 4
+    + '{"prompt": "a", "completion": "c", "label": false}\n' * 4,
+    "FILE.py": """
+def function(*_, outputs=None, **__):
+    if outputs is not None:
+        return [float(output.count("a")) for output in outputs]
+    return {"reward_fn": function, "prompts": ["a", "bc"]}
+""",
+    "game.py": """
+from trainkit.rollouts import Turn
+
+class GuessNumber:
+    def __init__(self, row):
+        self.row = row
+
+    def step(self, output):
+        return Turn(reward=float(len(output)), done=True)
+""",
+}
+"""The files that placeholders of commands name."""
+
+
+class Reader:
+    """Somebody who does what a page says, in an empty directory with the files of `WORLD`."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, *, launches: bool = False) -> None:
+        self.monkeypatch, self.launches, self.printed = monkeypatch, launches, ""
+        """What the last block printed."""
+        for name, text in WORLD.items():
+            (home / name).write_text(text, encoding="utf-8")
+        character_tokenizer("abcdefghijklmnopqrstuvwxyz").save_pretrained(home / "letters")
+        (home / "examples").symlink_to(ROOT / "examples")
+
+    def follow(self, document: Path) -> ModuleType:
+        """Follow a page from top to bottom, and return the module in which its Python blocks ran.
+
+        With ``launches``, only files are written and only commands that start processes are executed.
+        """
+        module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
+        self.monkeypatch.setitem(sys.modules, module.__name__, module)
+        for block in blocks(document):
+            if block.file:
+                Path(block.file).write_text(block.text, encoding="utf-8")
+            if block.language == "python" and not self.launches:
+                source = "\n" * block.line + block.text  # so that tracebacks show the document's lines
+                with redirect_stdout(StringIO()) as printed:
+                    exec(compile(source, str(document), "exec", dont_inherit=True), vars(module))
+                self.printed = printed.getvalue()
+            elif block.language == "console":
+                found = [c for c in commands(block) if bool(re.match(LAUNCH, c)) == self.launches]
+                self.printed = "".join(self.run(c, fails=block.before.endswith("fails:")) for c in found)
+            elif block.language == "text" and self.printed:
+                compare(block.text, self.printed)
+        return module
+
+    def run(self, command: str, *, fails: bool) -> str:
+        """Execute a command, check its exit code, and return what it printed."""
+        if any(re.match(pattern, command) for pattern in NOT_RUN):
+            return ""
+        for pattern, replacement in STANDS_FOR:
+            command = re.sub(pattern, replacement, command)
+        simple = re.match(r"((?:\w+=\S+ )*)trainkit ([^>]*?)(?: > (\S+))?$", command)
+        if simple is None or re.match(LAUNCH, command):
+            return self.shell(command)
+        words = shlex.split(simple[2])
+        if words[0] == "train" and not any(word.startswith("--") and word != "--no-plugin" for word in words):
+            words += ["--samples", "samples.jsonl"]
+        if "CONFIG.yaml" in words:
+            method = "kto" if "labelled.jsonl" in words else "sft" if "--samples" in words else "ppo"
+            Path("CONFIG.yaml").write_text(WORLD["CONFIG.yaml"].replace("ppo", method), encoding="utf-8")
+        with self.monkeypatch.context() as patch:
+            for name, _, value in (word.partition("=") for word in simple[1].split()):
+                patch.setenv(name, value)
+            result = CliRunner().invoke(cli.app, words, prog_name="trainkit")
+        assert (result.exit_code != 0) == fails, f"$ {command}\n{result.output}\n{result.exception!r}"
+        if simple[3]:
+            Path(simple[3]).write_text(result.stdout, encoding="utf-8")
+        return result.output
+
+    def shell(self, command: str) -> str:
+        """Execute a command of another program, on CPUs, with the programs of this environment."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        given = {**os.environ, "PATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(["bash", "-c", command], env=given, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+
+def commands(block: Block) -> Iterator[str]:
+    """The commands after ``$`` of a block, without comments; lines that end in a backslash continue."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            yield re.sub(r"\s+#.*|\s+$", "", line[2:]).replace("   ", " ")
+
+
+def compare(shown: str, printed: str) -> None:
+    """Check that every line that is shown was printed, in this order; ``...`` stands for any text."""
+    at = 0
+    for line in shown.splitlines():
+        pattern = r"\s+".join(re.escape(word).replace(r"\.\.\.", ".*") for word in line.split())
+        found = re.compile(rf"^\s*{pattern}\s*$", flags=re.MULTILINE).search(printed, at)
+        assert found is not None, f"{line!r} is not in what was printed:\n{printed[at:]}"
+        at = found.end()
