@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer.main
-from pages import LAUNCH, NOT_RUN, STANDS_FOR, Reader, blocks, commands
 
 import trainkit
+from pages import LAUNCH, NOT_RUN, STANDS_FOR, Reader, blocks, commands
 from trainkit.cli import app
 from trainkit.cli.configs import ShowByDefault
 from trainkit.config import TRLConfig

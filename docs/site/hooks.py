@@ -56,7 +56,7 @@ def outside_of_code(text: str, change: Callable[[str], str]) -> str:
 
 
 def target(link: str, path: str) -> str | None:
-    """Return the file of the repository that a link in ``path`` leads to; None for links to elsewhere or to a folder."""
+    """Return the file of the repository that a link in ``path`` leads to; None if it leads elsewhere or to a folder."""
     if "://" in link or not link:
         return None
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -99,7 +99,7 @@ def sources(pages: dict[str, str]) -> dict[str, str]:
                 code = (ROOT / file).read_text(encoding="utf-8").rstrip()
                 found[place(file)] = (
                     f"---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n# {file}\n\n"
-                    f"````{language} linenums=\"1\"\n{code}\n````\n"
+                    f'````{language} linenums="1"\n{code}\n````\n'
                 )
     return found
 
