@@ -21,6 +21,23 @@ from trainkit import cli
 from trainkit.testing import character_tokenizer
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+STARTED = ROOT / "docs/getting-started.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
+ALGORITHM_READMES = [
+    page for page in PLUGIN_READMES if page.parent.name not in ("deepspeed", "early_stop", "ray", "vllm")
+]
+"""Those of plugins that are trainers."""
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *PAGES,
+    *PLUGIN_READMES,
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "examples/plugins").rglob("README.md")),
+]
 
 
 class Block(NamedTuple):
@@ -51,9 +68,42 @@ def blocks(document: Path, *languages: str) -> list[Block]:
     return [block for block in every if not languages or block.language in languages]
 
 
+class Table(NamedTuple):
+    header: str
+    rows: list[list[str]]
+
+    @property
+    def names(self) -> list[str]:
+        """The code spans of the first column."""
+        return [span for row in self.rows for span in spans(row[0])]
+
+
+def prose(document: Path) -> str:
+    """The document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def tables(document: Path) -> list[Table]:
+    """Every table: what stands in its first header cell, and its rows."""
+    found = []
+    for lines in re.findall(r"(?:^\|.*\|\n)+", prose(document) + "\n", flags=re.MULTILINE):
+        header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
+        found.append(Table(header[0].strip("`"), rows))
+    return found
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
 NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
+    r"trainkit push": "it publishes a model on the hub; tests/test_publishing.py does so on a server of its own",
     r"trainkit --install-completion": "it changes the files with which the user's shell starts",
     r"trainkit train ddpo\.yaml": "it loads Stable Diffusion from the hub; plugins/ddpo tests the same with tiny parts",
     r"trainkit train ahead\.yaml": "it needs vLLM; make engines runs such runs",
@@ -80,6 +130,7 @@ STANDS_FOR = [
     (r" \.\.\.$", " --task FILE.py:function train.run_dir=runs/on-cpus"),
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
+NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."
 LAUNCH = r"(\w+=\S+ )*torchrun|trainkit plugins list --probe"
 """Commands that start further processes, which takes their time; they are slow tests."""
 WORLD = {
@@ -169,7 +220,7 @@ class Reader:
             for name, _, value in (word.partition("=") for word in simple[1].split()):
                 patch.setenv(name, value)
             result = CliRunner().invoke(cli.app, words, prog_name="trainkit")
-        assert (result.exit_code != 0) == fails, f"$ {command}\n{result.output}\n{result.exception!r}"
+        assert (result.exit_code != 0) == fails, f"$ {command}\n{result.output}{result.exception!r}\n{NEW}"
         if simple[3]:
             Path(simple[3]).write_text(result.stdout, encoding="utf-8")
         return result.output

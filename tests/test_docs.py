@@ -14,13 +14,30 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import typer.main
 
 import trainkit
-from pages import LAUNCH, NOT_RUN, STANDS_FOR, Reader, blocks, commands
+from pages import (
+    ALGORITHM_READMES,
+    DOCUMENTS,
+    LAUNCH,
+    NOT_RUN,
+    PAGES,
+    README,
+    STANDS_FOR,
+    STARTED,
+    Reader,
+    Table,
+    blocks,
+    commands,
+    name_of,
+    prose,
+    spans,
+    tables,
+)
 from trainkit.cli import app
 from trainkit.cli.configs import ShowByDefault
 from trainkit.config import TRLConfig
@@ -30,30 +47,7 @@ from trainkit.testing import check_trainer
 from trainkit.testing.trainers import tiny_trainer
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-STARTED = ROOT / "docs/getting-started.md"
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-TUTORIALS = [page for page in PAGES if page.stem not in ("plugins", "plugin-api")]
-"""Pages whose code is run and needs no further look."""
-PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
-ALGORITHM_READMES = [
-    page for page in PLUGIN_READMES if page.parent.name not in ("deepspeed", "early_stop", "ray", "vllm")
-]
-"""Those of plugins that are trainers."""
-DOCUMENTS = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *PAGES,
-    *PLUGIN_READMES,
-    ROOT / "examples/README.md",
-    *sorted((ROOT / "examples/plugins").rglob("README.md")),
-]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
-
-
-def name_of(document: Path) -> str:
-    return str(document.relative_to(ROOT))
 
 
 def has_launches(document: Path) -> bool:
@@ -65,34 +59,6 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
 # ------------------------------------------------------------------------------------------------ reading Markdown
-
-
-class Table(NamedTuple):
-    header: str
-    rows: list[list[str]]
-
-    @property
-    def names(self) -> list[str]:
-        """The code spans of the first column."""
-        return [span for row in self.rows for span in spans(row[0])]
-
-
-def prose(document: Path) -> str:
-    """The document without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def spans(text: str) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", text)
-
-
-def tables(document: Path) -> list[Table]:
-    """Every table: what stands in its first header cell, and its rows."""
-    found = []
-    for lines in re.findall(r"(?:^\|.*\|\n)+", prose(document) + "\n", flags=re.MULTILINE):
-        header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
-        found.append(Table(header[0].strip("`"), rows))
-    return found
 
 
 def tables_about(start: str) -> Iterator[tuple[Path, Table]]:

@@ -1,0 +1,166 @@
+"""The documentation site: every page is in it, its reference is complete, and what its tables say is in the sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import trainkit
+from pages import DOCUMENTS, name_of, prose, spans, tables
+from trainkit import errors
+from trainkit.plain import read_yaml
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "docs/site"
+HOSTS = {"docs.ray.io", "docs.vllm.ai", "tenacity.readthedocs.io", "www.deepspeed.ai"}
+"""The hosts that documents link to; tests do not ask them."""
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The generator of the reference pages, which needs no MkDocs."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("reference", SITE / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ----------------------------------------------------------------------------------------------------- the pages
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    """The pages of a navigation."""
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from leaves(part)
+    if isinstance(nav, str):
+        yield nav
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = [page for page in leaves(read_yaml(SITE / "mkdocs.yml")["nav"]) if page.endswith(".md")]
+    assert len(named) == len(set(named))
+    generated = {"plugin-api.md"}  # reference/api/ is generated from the same names
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - generated
+    assert pages - set(named) == set(), "add the page to nav in docs/site/mkdocs.yml"
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    config = read_yaml(SITE / "mkdocs.yml")
+    assert config["theme"]["font"] is False
+    for asset in [*config["extra"]["polyfills"], *config["extra_css"]]:
+        assert (SITE / "theme" / asset).is_file()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_to_headings_and_hosts_are_known(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            assert urlsplit(link).hostname in HOSTS, f"{link}: add the host, if it should be linked to"
+        elif anchor:
+            assert anchor in anchors(document.parent / path if path else document), link
+
+
+@cache
+def anchors(document: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(document), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def test_the_reference_describes_every_setting(reference: ModuleType) -> None:
+    pages = reference.setting_pages()
+    for section, cls in reference._sections().items():
+        for name, field in cls.model_fields.items():
+            assert f"{{ #{section}.{name} }}" in pages["reference/settings.md"]
+            assert field.description
+    for plugin in reference.plugins():
+        for name in reference.entries(plugin):
+            page = pages["reference/methods.md" if reference.trains(plugin) else "reference/plugins.md"]
+            assert f"## {name} {{ #{name} }}" in page
+            for field in trainkit.get_trainer(name).method_class.model_fields if reference.trains(plugin) else ():
+                assert field == "name" or f"{{ #method.{name}.{field} }}" in page
+
+
+def test_the_reference_says_type_bounds_and_default(reference: ModuleType) -> None:
+    page = reference.setting_pages()["reference/settings.md"]
+    found = page.partition("{ #rollout.top_p }")[2].partition("###")[0]
+    assert "`float, > 0, ≤ 1`, default `1.0`" in found
+
+
+def test_settings_that_descriptions_name_are_links(reference: ModuleType) -> None:
+    text = "Set `train.seed` and `train.seed: 2`, not `trainkit.seed` or [`train.seed`](x).\n# `train.seed`\n"
+    assert reference.link_settings(text, "s.md") == (
+        "Set [`train.seed`](s.md#train.seed) and [`train.seed: 2`](s.md#train.seed), not `trainkit.seed` or "
+        "[`train.seed`](x).\n# `train.seed`\n"
+    )
+
+
+def test_the_reference_has_every_command(reference: ModuleType) -> None:
+    page = reference.command_page()
+    for command in ("train", "config check", "plugins check", "examples run", "doctor", "runs", "merge", "new-plugin"):
+        assert f" trainkit {command}\n" in page
+    assert "Error" not in page
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+@cache
+def messages() -> tuple[str, ...]:
+    """The texts in the sources of trainkit; what differs from message to message is `…`."""
+    found = []
+    for path in [*(ROOT / "trainkit").rglob("*.py"), *(ROOT / "plugins").glob("*/trainkit_*/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return tuple(found)
+
+
+def quoted() -> list[str]:
+    return [name for table in tables(ROOT / "docs/errors.md") if table.header == "message" for name in table.names]
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_the_messages_of_the_page_of_errors_are_those_of_the_sources(message: str) -> None:
+    pieces = [piece.strip() for piece in message.split("…") if piece.strip()]
+    pattern = re.compile(".*?".join(map(re.escape, pieces)), flags=re.DOTALL)
+    assert max(map(len, pieces)) >= 5
+    assert any(pattern.search(text) for text in messages())
+
+
+def test_the_page_of_errors_has_every_class_and_its_exit_code() -> None:
+    (table,) = (table for table in tables(ROOT / "docs/errors.md") if table.header == "trainkit.errors")
+    classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
+    assert table.names == list(classes)
+    assert len(quoted()) >= 30
+    for row in table.rows[1:]:
+        assert row[1] == ("2" if issubclass(classes[spans(row[0])[0]], errors.ConfigError) else "1")
+
+
+def test_the_table_of_other_names_is_what_the_messages_know() -> None:
+    (table,) = (table for table in tables(ROOT / "docs/guides/migrating.md") if table.header == "other names")
+    listed = {}
+    for others, own in table.rows:
+        section = "method." if own.endswith("in `method`") else ""
+        listed.update(dict.fromkeys(spans(others), section + spans(own)[0]))
+    assert listed == tomllib.loads((ROOT / "trainkit/config/peers.toml").read_text(encoding="utf-8"))
