@@ -131,8 +131,8 @@ STANDS_FOR = [
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
 NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."
-LAUNCH = r"(\w+=\S+ )*torchrun|trainkit plugins list --probe"
-"""Commands that start further processes, which takes their time; they are slow tests."""
+LAUNCH = r"(\w+=\S+ )*torchrun|trainkit (plugins list --probe|plugins check (NAME|my_algo)$|examples run randomwalks)"
+"""Commands that take several seconds, most of them because they start further processes; they are slow tests."""
 WORLD = {
     "CONFIG.yaml": """
 method: ppo
@@ -182,7 +182,7 @@ class Reader:
     def follow(self, document: Path) -> ModuleType:
         """Follow a page from top to bottom, and return the module in which its Python blocks ran.
 
-        With ``launches``, only files are written and only commands that start processes are executed.
+        With ``launches``, only files are written, and only the commands of `LAUNCH` are executed.
         """
         module = ModuleType(f"document_{document.stem.lower().replace('-', '_')}")
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -208,7 +208,7 @@ class Reader:
         for pattern, replacement in STANDS_FOR:
             command = re.sub(pattern, replacement, command)
         simple = re.match(r"((?:\w+=\S+ )*)trainkit ([^>]*?)(?: > (\S+))?$", command)
-        if simple is None or re.match(LAUNCH, command):
+        if simple is None:
             return self.shell(command)
         words = shlex.split(simple[2])
         if words[0] == "train" and not any(word.startswith("--") and word != "--no-plugin" for word in words):

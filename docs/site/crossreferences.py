@@ -16,6 +16,10 @@ import reference  # noqa: E402
 NAME = re.compile(r"(?<![`\[])`([A-Za-z_]\w*(?:\.\w+)*)`(?![`\]])")
 
 
+SHAPE = re.compile(r"(`+.*?`+)|\[[^][`]*\]", flags=re.DOTALL)
+"""Code, which stays as it is, or a shape such as [B, *], whose star would begin emphasis."""
+
+
 class CrossReferences(griffe.Extension):
     """Link every `name` that a public module documents, and every setting; leave all others as code."""
 
@@ -38,7 +42,10 @@ class CrossReferences(griffe.Extension):
     def _walk(self, thing: Any) -> None:
         """Rewrite the docstrings of an object and of its members."""
         if thing.docstring:
-            thing.docstring.value = NAME.sub(lambda found: self._linked(found[1], thing), thing.docstring.value)
+            text = SHAPE.sub(
+                lambda found: found[0] if found[1] else found[0].replace("*", r"\*"), thing.docstring.value
+            )
+            thing.docstring.value = NAME.sub(lambda found: self._linked(found[1], thing), text)
         for member in thing.members.values():
             if not member.is_alias:
                 self._walk(member)

@@ -91,9 +91,10 @@ def setting_pages() -> dict[str, str]:
             found: Any = get_part(part, name).settings if part else hooks and hooks.settings
             where = f"In `{part.key}`.\n" if part else "In `plugins`.\n"
             others.append(head + where + "".join(_fields(found, f"{name}") if found else ["\nIt has no settings.\n"]))
+    boosted = "---\nsearch:\n  boost: 4\n---\n\n"  # who searches for the name of a setting looks for its description
     return {
-        "reference/settings.md": _page("Settings", SECTIONS, sections),
-        "reference/methods.md": _page("Settings of methods", METHODS, methods),
+        "reference/settings.md": boosted + _page("Settings", SECTIONS, sections),
+        "reference/methods.md": boosted + _page("Settings of methods", METHODS, methods),
         "reference/plugins.md": _page("Settings of plugins", OTHERS, others),
     }
 
@@ -119,7 +120,7 @@ def _page(title: str, head: str, parts: list[str]) -> str:
 def _suggested(cls: Any) -> str:
     """Return the defaults of other sections that an algorithm brings, as a sentence."""
     found = [f"`{s}.{f}: {_literal(v)}`" for s, fields in cls.section_defaults.items() for f, v in fields.items()]
-    return f"Defaults in other sections: {', '.join(found)}.\n" if found else "\n"
+    return link_settings(f"Defaults in other sections: {', '.join(found)}.\n", "settings.md") if found else "\n"
 
 
 def _fields(cls: Any, owner: str) -> Iterator[str]:
@@ -127,7 +128,8 @@ def _fields(cls: Any, owner: str) -> Iterator[str]:
     for name, field in cls.model_fields.items():
         if name != "name" or owner in ("optimizer", "scheduler"):
             about = link_settings(field.description or "", "" if owner in _sections() else "settings.md")
-            yield f"\n### {name} {{ #{owner}.{name} }}\n\n{_kind(field)}\n{{ .setting }}\n\n{about}\n"
+            title = f"{owner}.{name}" if owner in _sections() else name
+            yield f"\n### {title} {{ #{owner}.{name} }}\n\n{_kind(field)}\n\n{about}\n"
 
 
 def _kind(field: FieldInfo) -> str:
