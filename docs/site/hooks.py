@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,8 @@ READMES = sorted(
     for path in (ROOT / part).rglob("README.md")
 )
 LINK = re.compile(r"(?<!!)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+ELSEWHERE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*')
+"""What a page would load from another server; links that a reader may follow are not meant."""
 FENCES = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".sh": "bash", ".c": "c", ".json": "json", ".yaml": "yaml"}
 
@@ -139,3 +143,14 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page of docs/ with the links of the site."""
     return markdown if page.file.generated_by else relinked(markdown, f"docs/{page.file.src_uri}")
+
+
+@event_priority(-200)  # after the search index is written
+def on_post_build(config: Any) -> None:
+    """Check that no page loads anything from another server, and that the index for the search from files is there."""
+    site = Path(config.site_dir)
+    for page in site.rglob("*.html"):
+        if found := ELSEWHERE.search(page.read_text(encoding="utf-8")):
+            raise PluginError(f"{page.relative_to(site)} loads something from elsewhere: {found[0]}")
+    if not (site / "search/search_index.js").is_file():
+        raise PluginError("search/search_index.js is missing, without which the search needs a server")

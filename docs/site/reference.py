@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import sys
@@ -162,8 +164,6 @@ def _type(annotation: Any) -> str:
 
 def _literal(value: Any) -> str:
     """Return a value as it is written in YAML, on one line."""
-    import json
-
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -216,8 +216,6 @@ def api_pages() -> dict[str, str]:
     for module, place in API.items():
         source = tree(module)
         assert source is not None
-        import ast
-
         about = first_paragraph(ast.get_docstring(source))
         rows.append(f"| [`{module}`]({module}.md) | {about} |\n")
         names = [name for name in exported(module) if tree(f"{module}.{name}") is None]
