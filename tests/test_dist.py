@@ -66,6 +66,12 @@ def test_this_project_has_its_licences_and_one_version() -> None:
     assert "Copyright 2026 The trainkit authors" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
+def test_every_tested_version_is_pinned_once() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    names = [line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line]
+    assert sorted(names) == sorted(set(names))  # pip could install nothing
+
+
 def test_every_distribution_declares_its_licence_and_has_py_typed() -> None:
     for project in dist.read_projects(ROOT):
         declared = tomllib.loads((project.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
