@@ -123,7 +123,7 @@ def test_every_fault_names_the_plugin_its_setting_what_was_given_and_what_is_all
         [
             {"name": "fake-keeps"},
             {"name": "fake-keeps", "prefix": "a", "prefx": "b"},
-            {"name": "wandb", "project": "p"},
+            {"name": "tensorboard", "project": "p"},
         ],
     )
     given = "should be a plugin's name, or a mapping with its 'name' and settings"
@@ -131,7 +131,8 @@ def test_every_fault_names_the_plugin_its_setting_what_was_given_and_what_is_all
         "train.trackers.0 (fake-keeps).prefix: required, not given",
         "train.trackers.1 (fake-keeps).prefx: unknown field; did you mean 'prefix'? (given 'b' (str); known: name, "
         "prefix)",
-        "train.trackers.2: 'wandb' has no settings; remove 'project' (given {'name': 'wandb', 'project': 'p'} (dict))",
+        "train.trackers.2: 'tensorboard' has no settings; remove 'project' "
+        "(given {'name': 'tensorboard', 'project': 'p'} (dict))",
     ]
     assert found[3:7] == [
         "plugins.0 (fake-counts).every: should be greater than or equal to 1 (given 0 (int))",
