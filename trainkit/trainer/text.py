@@ -37,12 +37,9 @@ from trainkit.data.columns import is_given, without
 from trainkit.data.pipeline import (
     EncodedSide,
     EqualSidesError,
-    cut_sample,
-    encode_apart,
-    encode_pair,
-    encode_pair_apart,
-    encode_sample,
-    one_output,
+    encode_pair_within,
+    encode_within,
+    lost_by_truncation,
 )
 from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
@@ -289,14 +286,7 @@ class TextTrainer(AcceleratedLoop[M]):
     @property
     def _lost(self) -> str:
         """What truncated samples lose, in words."""
-        side = self.tokenizer.truncation_side
-        end = "end" if side == "right" else "beginning"
-        if "pairs" in self.inputs or self.apart:
-            which = "outputs" if self.apart else "outputs that are still too long"
-            what = f"prompts lose their beginning, and {which} their {end}"
-        else:
-            what = f"they lose their {end}"
-        return f"{what} (the tokenizer's truncation_side is {side!r})"
+        return lost_by_truncation(self.tokenizer, pairs="pairs" in self.inputs, apart=self.apart)
 
     def _check_pairs(self, rows: list[Row], first: int) -> int:
         """Encode all pairs, and return how many are truncated.
@@ -320,7 +310,7 @@ class TextTrainer(AcceleratedLoop[M]):
         return cut
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return (encode_pair_apart if self.apart else encode_pair)(self.tokenizer, row, self.limit, what)
+        return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -332,11 +322,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        if self.apart:
-            return encode_apart(self.tokenizer, *one_output(row, what), self.limit, what)
-        whole, mask = encode_sample(self.tokenizer, row, None, what)
-        ids, chosen = cut_sample(self.tokenizer, whole, mask, self.limit, what)
-        return ids, chosen, len(ids) < len(whole)
+        return encode_within(self.tokenizer, row, self.limit, what, apart=self.apart)
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
