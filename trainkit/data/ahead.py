@@ -66,7 +66,7 @@ class TokenizerAhead:
         return {**found, "offset_mapping": encoding.offsets} if return_offsets_mapping else found
 
     def _with_specials(self, encoding: Any) -> Any:
-        return self.tokenizer.backend_tokenizer.post_process(encoding, None, True)  # type: ignore[attr-defined]
+        return self.tokenizer.backend_tokenizer.post_process(encoding, None, True)
 
     def _agrees(self, texts: list[str], encodings: list[Any]) -> bool:
         """Return whether the first text, encoded alone, is what the batch has; a class may encode in its own way."""

@@ -115,8 +115,8 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
     """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
 
     A prompt is text or a conversation, or a dict with one of them under ``prompt``. Unless prompts are ``needed``, a
-    dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``. ``first`` is
-    the index of the first prompt in error messages.
+    dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``.
+    ``first`` is the index of the first prompt in error messages.
 
     Raises:
         DataError: there are no prompts, or one is not text, is empty or cannot be encoded, or its columns show that it

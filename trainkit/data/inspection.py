@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -138,6 +137,8 @@ class Lengths:
     """The rows of each bar."""
 
 
+Numbered = tuple[int, Row]
+"""A row with its index."""
 Part = tuple[str, bool]
 """A piece of a text, and whether it is trained on."""
 
@@ -189,7 +190,7 @@ def inspect(
         shown: the index of the row to return as an example; None: the first that is not refused.
         progress: called with the number of rows that have been read since the last call.
     """
-    return _Inspector(reading, shown).run(rows, progress or (lambda count: None))
+    return _Inspector(reading, shown).run(rows, progress)
 
 
 class _Inspector:
@@ -220,7 +221,7 @@ class _Inspector:
                 for limit in (None, reading.limit)
             ]
 
-    def run(self, rows: Sequence[Any], progress: Callable[[int], None]) -> Inspection:
+    def run(self, rows: Sequence[Any], progress: Callable[[int], None] | None) -> Inspection:
         found = self.found
         found.rows = len(rows)
         with ThreadPoolExecutor(1) as pool:
@@ -232,23 +233,20 @@ class _Inspector:
                     self.ahead.use(encodings.result())
                 for index, row in read:
                     self._measure(index, row)
-                progress(count)
+                if progress is not None:
+                    progress(count)
         found.formats, found.labels = dict(self.formats.most_common()), dict(self.labels)
         found.columns = {name: dict(uses) for name, uses in self.columns.items()}
         found.lengths = {name: _distribution(lengths) for name, lengths in self.lengths.items()}
         found.faults = [*self._whole(rows), *self.faults.values()]
         return found
 
-    def _chunks(
-        self, rows: Sequence[Any], pool: ThreadPoolExecutor
-    ) -> Iterator[tuple[int, list[tuple[int, Row]], Any]]:
-        """Yield the number of rows in a chunk, those that can be read with their indices, and their encodings."""
+    def _chunks(self, rows: Sequence[Any], pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Numbered], Any]]:
+        """Yield the number of rows in a chunk, those that can be read, and their encodings, in progress."""
         for first in range(0, len(rows), CHUNK):
-            given = (
-                list(islice(rows, first, first + CHUNK)) if not isinstance(rows, list) else rows[first : first + CHUNK]
-            )
-            read = [(index, row) for index, raw in enumerate(given, first) for row in self._converted(index, raw)]
-            texts = [text for _, row in read for text in self._texts(row)] if self.ahead is not None else []
+            given = range(first, min(first + CHUNK, len(rows)))
+            read = [(index, row) for index in given for row in self._converted(index, rows[index])]
+            texts = [text for _, row in read for text in self._texts(row)]
             yield len(given), read, pool.submit(self.ahead.encoded, texts) if self.ahead is not None else None
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -363,20 +361,17 @@ class _Inspector:
 
     def _shows(self, index: int) -> bool:
         """Return whether the row is the example."""
-        if index == self.shown or (self.shown is None and self.found.example_row is None):
+        if wanted := self._wants(index):
             self.found.example_row = index
-            return True
-        return False
+        return wanted
 
     def _measure_sample(self, index: int, row: Row) -> None:
         turns, outputs = row["turns"], row["outputs"]
-        given = {} if all(outputs) else {"prompt": 0}
+        parts = list(zip(turns, outputs, strict=True))
         if self.ahead is None:
-            sizes = [
-                sum(len(t) for t, out in zip(turns, outputs, strict=True) if out == side) for side in (False, True)
-            ]
+            sizes = [sum(len(text) for text, out in parts if out == side) for side in (False, True)]
             if self._shows(index):
-                self.found.example["sample"] = list(zip(turns, outputs, strict=True))
+                self.found.example["sample"] = parts
         else:
             whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
             ids, chosen = self._within(index, row, whole, mask)
@@ -384,8 +379,9 @@ class _Inspector:
             self._note_cut(index, len(whole) - len(ids))
             if self._shows(index):
                 self.found.example["sample"] = self._pieces(ids, chosen)
-        self._note_lengths(**dict.fromkeys(given, sizes[0]), output=sizes[1], whole=sum(sizes))
-        if not all(self._says(t) for t, out in zip(turns, outputs, strict=True) if out):
+        asked = {} if all(outputs) else {"prompt": sizes[0]}
+        self._note_lengths(**asked, output=sizes[1], whole=sum(sizes))
+        if not all(self._says(text) for text, out in parts if out):
             self._find("empty", index)
 
     def _within(self, index: int, row: Row, whole: list[int], mask: list[bool]) -> EncodedSide:
@@ -450,13 +446,14 @@ class _Inspector:
         else:
             whole = self.prompts[0](prompt, f"prompt {index}")
             self._note_lengths(prompt=len(whole))
-            if self.reading.limit is not None and len(whole) > self.reading.limit:
-                self._find("dropped" if self.reading.overlong == "drop" else "no room", index)
-                if self.reading.overlong == "drop":
+            overlong, limit = self.reading.overlong, self.reading.limit
+            if limit is not None and len(whole) > limit and overlong != "truncate":
+                self._find("dropped" if overlong == "drop" else "no room", index)
+                if overlong == "drop":
                     return
             ids = self.prompts[1](prompt, f"prompt {index}", may_drop=True)
             self._note_cut(index, len(whole) - len(ids))
-            parts = self._pieces(ids, [False] * len(ids)) if self._wants(index) else []
+            parts = [(self._decode(ids), False)] if self._wants(index) else []
         if self._shows(index):
             self.found.example["prompt"] = parts
 
@@ -562,5 +559,5 @@ def _roles(row: Mapping[str, Any], reading: Reading) -> dict[Any, str]:
     if (*asked, output) == ALPACA:
         roles["text"] = "not read; it repeats prompt and output"
     if recognise(row) == "unpaired preference":
-        roles["label"] = "label" if reading.kind == "labels" else "reward"
+        roles["label"] = {"labels": "label", "rewards": "reward"}.get(reading.kind, "refused")
     return roles

@@ -43,13 +43,11 @@ from trainkit.data.pipeline import (
 )
 from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
-from trainkit.models import (
-    context_length,
-    load_tokenizer,
-)
+from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
     eos_ids,
+    length_limit,
     load_model_config,
     pad_id,
 )
@@ -183,16 +181,14 @@ class TextTrainer(AcceleratedLoop[M]):
 
         It is the smaller of train.seq_length and the model's context.
         """
-        context, asked = context_length(self.model_config), self.config.train.seq_length
-        if context and asked and asked > context:
-            raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+        limit = length_limit(self.model_config, self.config.train.seq_length)
         vocabulary = self.model_config.get_text_config().vocab_size
         if len(self.tokenizer) > vocabulary:
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the model {vocabulary}; give the tokenizer that "
                 "belongs to the model, or a model with vocab_size to match"
             )
-        limit, room = asked or context, self.config.rollout.max_new_tokens
+        room = self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
             what = "the decoder's start token" if self.apart else "a prompt"
             raise ConfigError(
