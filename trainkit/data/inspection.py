@@ -131,8 +131,8 @@ class Lengths:
     mean: float
     percentile_95: float
     most: int
-    bounds: list[float]
-    """The limits of the histogram's bars, one more than there are bars."""
+    bounds: list[int]
+    """The limits of the histogram's bars, one more than there are bars; a bar includes its lower one alone."""
     counts: list[int]
     """The rows of each bar."""
 
@@ -518,14 +518,17 @@ def _has_conversation(row: Any) -> bool:
 def _distribution(lengths: list[int]) -> Lengths:
     values = np.asarray(lengths)
     least, most = int(values.min()), int(values.max())
-    counts, bounds = np.histogram(values, bins=min(BARS, most - least + 1), range=(least, most + 1))
+    width = -(-(most - least + 1) // BARS)  # whole numbers, the same for each bar
+    bounds = [*range(least, most + 1, width)]
+    bounds.append(bounds[-1] + width)
+    counts, _ = np.histogram(values, bins=bounds)
     return Lengths(
         least=least,
         median=float(np.median(values)),
         mean=round(float(values.mean()), 2),
         percentile_95=float(np.percentile(values, 95)),
         most=most,
-        bounds=[round(float(bound), 2) for bound in bounds],
+        bounds=bounds,
         counts=counts.tolist(),
     )
 
