@@ -36,18 +36,17 @@ LONGEST = 2000
 WIDTH = 40
 """The length of the longest bar of a histogram."""
 MEANINGS = {
-    "truncated": "rows are truncated",
-    "dropped": "prompts are too long and dropped (rollout.overlong_prompts is 'drop')",
-    "no room": "rows have no room for an output within the limit",
-    "equal after truncation": "pairs are equal after truncation",
-    "empty": "rows have an output of nothing but blanks and EOS",
-    "duplicate": "rows are duplicates of a row before",
-    "contradictory": "rows contradict a row before: the same outputs with another label, or as chosen and rejected swapped",
-    "repeated prompt": "rows repeat the prompt of a row before, with another output",
+    "truncated": "truncated",
+    "dropped": "too long and dropped (rollout.overlong_prompts is 'drop')",
+    "empty": "with an output of nothing but blanks and EOS",
+    "duplicate": "the same as a row before",
+    "contradictory": "the same as a row before but for the label, or for chosen and rejected, which are swapped",
 }
-"""What is said of each finding, in this order."""
-HARMLESS = ("repeated prompt",)
-"""Findings that are no fault even if checks are strict: several outputs to a prompt are common."""
+"""What is said of rows that training accepts and may not be meant."""
+REPEATED = "repeated prompt", "with the prompt of a row before and another output"
+"""What is said of rows that are as common as not, and no fault even if checks are strict."""
+LOST = {"no room": "no room for an output", "equal after truncation": "equal sides after truncation"}
+"""What is said of rows that are refused because of truncation."""
 
 
 def check_data(
@@ -128,9 +127,8 @@ def _settle(
 
     changes = parse_overrides(overrides)
     named = changes.get("method.name") or changes.get("method")
-    if model is not None:
-        if (other := changes.setdefault("model.model_path", model)) != model:
-            raise ConfigError(f"--model is {model!r} and model.model_path={other!r}; give one of the two")
+    if model is not None and (other := changes.setdefault("model.model_path", model)) != model:
+        raise ConfigError(f"--model is {model!r} and model.model_path={other!r}; give one of the two")
     if file is not None:
         settled = read_config(file, changes)
         if method is not None and method.lower() != settled.method.name:
@@ -159,7 +157,7 @@ def _usual(rows: Sequence[Any], ignored: Any) -> str:
 
 def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[Reading, str]:
     """Return how the rows are read, and in words as what, and why."""
-    from trainkit.data.inspection import EXPECTED_AS, Reading, kind_of, usual_kind
+    from trainkit.data.inspection import Reading, kind_of, usual_kind
     from trainkit.plugins import get_trainer
 
     name, ignored, trainer = config.method.name, tuple(config.data.ignore_columns), None
@@ -174,15 +172,28 @@ def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[
         inputs, kind, why = (), usual_kind(rows, ignored), ""
     if not named:
         why = f"the format of the first row; {name!r} is the method for it if none is named"
-    why = f"{kind if kind in ('prompts', 'pairs', 'samples') else f'samples with {kind}'}, {EXPECTED_AS[kind]} ({why})"
+    why = f"{f'samples with {kind}' if kind in ('labels', 'rewards') else kind} ({why})"
     reading = Reading(
         kind=kind,
         columns=tuple(getattr(trainer, "columns", ())),
         ignored=ignored,
         scored=not inputs or bool({"reward_fn", "environment"} & {*inputs}),
+        left_out=_own_checks(name, trainer),
         **(_limits(config, kind) if trainer is None or hasattr(trainer, "columns") else {}),
     )
     return reading, why
+
+
+def _own_checks(name: str, trainer: Any) -> tuple[str, ...]:
+    """Return in words what only training checks: what the algorithm's class adds to the reading of data."""
+    if trainer is None:
+        return ()
+    if not hasattr(trainer, "columns"):
+        return (f"lengths in tokens: {name!r} has its own way to read text",)
+    reads = next(base for base in trainer.__mro__ if "read_samples" in vars(base))
+    if reads.__module__.partition(".")[0] != "trainkit":
+        return (f"what {name!r} checks itself of its samples",)
+    return ()
 
 
 def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
@@ -231,13 +242,18 @@ def _warnings(found: Inspection) -> list[str]:
     """Return what training accepts and may not be meant, in sentences."""
     warnings = []
     for name, meaning in MEANINGS.items():
-        if name in found.findings and name not in HARMLESS:
+        if name in found.findings:
+            some = found.findings[name]
             lost = f", which removes {found.tokens_lost} tokens: {found.lost}" if name == "truncated" else ""
-            warnings.append(f"{found.findings[name].count} {meaning}{lost} {_indices(found.findings[name])}")
+            warnings.append(f"{_rows(some.count)} {meaning}{lost} {_indices(some)}")
     unread = [name for name, uses in found.columns.items() if "not read" in uses]
     if unread:
         warnings.append(f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}")
     return warnings
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
 
 
 def _indices(some: Found, by_line: bool = False) -> str:
@@ -251,7 +267,7 @@ def _indices(some: Found, by_line: bool = False) -> str:
 def _report(found: Inspection, why: str, source: str, by_line: bool, asked: int | None) -> Iterator[str]:
     """Yield the lines of the report."""
     forms = ", ".join(f"{count} {form}" for form, count in found.formats.items())
-    yield printable(f"{source}: {found.rows} rows{f': {forms}' if forms else ''}")
+    yield printable(f"{source}: {_rows(found.rows)}{f': {forms}' if forms else ''}")
     yield f"read as {why}"
     if found.labels:
         yield "labels: " + ", ".join(f"{count} {label}" for label, count in found.labels.items())
@@ -261,9 +277,8 @@ def _report(found: Inspection, why: str, source: str, by_line: bool, asked: int 
     yield ""
     for sentence in _warnings(found):
         yield printable(f"! {sentence}")
-    if "repeated prompt" in found.findings:
-        some = found.findings["repeated prompt"]
-        yield f"  {some.count} {MEANINGS['repeated prompt']} {_indices(some)}"
+    if some := found.findings.get(REPEATED[0]):
+        yield f"  {_rows(some.count)} {REPEATED[1]} {_indices(some)}"
     yield from _faults(found, by_line)
 
 
@@ -274,19 +289,19 @@ def _columns(found: Inspection) -> Iterator[str]:
     yield "columns:"
     wide = max(map(len, map(printable, found.columns)))
     for name, uses in found.columns.items():
-        yield f"  {printable(name):{wide}}  " + "; ".join(f"{count} rows: {use}" for use, count in uses.items())
+        yield f"  {printable(name):{wide}}  " + "; ".join(f"{_rows(count)}: {use}" for use, count in uses.items())
 
 
 def _lengths(found: Inspection) -> Iterator[str]:
-    if found.left_out:
-        yield f"left out: {found.left_out}; give one by --model"
+    for each in found.left_out:
+        yield f"left out: {printable(each)}"
     if not found.lengths:
         return
     yield ""
     yield f"lengths in {found.unit}" + (f", before truncation to {found.limit}:" if found.limit else ":")
     yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}"
-    for name, each in found.lengths.items():
-        numbers = (each.least, each.median, each.mean, each.percentile_95, each.most)
+    for name, lengths in found.lengths.items():
+        numbers = (lengths.least, lengths.median, lengths.mean, lengths.percentile_95, lengths.most)
         yield f"  {name:8} " + " ".join(f"{number:7.4g}" if number < 1e4 else f"{number:7.0f}" for number in numbers)
     name = "whole" if "whole" in found.lengths else next(iter(found.lengths))
     yield ""
@@ -329,11 +344,16 @@ def _part(part: Part) -> str:
 
 def _faults(found: Inspection, by_line: bool) -> Iterator[str]:
     """Yield what training refuses."""
+    from trainkit.data.inspection import EXPECTED_AS
+
     if not found.faults:
         yield f"{mark(True)} training accepts all rows"
         return
-    whole = f"{mark(False)} training refuses the data"
-    yield f"{mark(False)} training refuses {found.refused} of {found.rows} rows:" if found.refused else f"{whole}:"
+    which = f"{found.refused} of {_rows(found.rows)}" if found.refused else "the data"
+    yield f"{mark(False)} training refuses {which}; expected are {EXPECTED_AS[found.kind]}"
+    for name, meaning in LOST.items():
+        if some := found.findings.get(name):
+            yield f"  {_rows(some.count)} with {meaning} within {found.limit} tokens {_indices(some)}"
     for fault in found.faults[:SHOWN]:
         yield lines(f"  {fault.message}{f' {_indices(fault, by_line)}' if fault.rows else ''}")
     if len(found.faults) > SHOWN:

@@ -103,6 +103,8 @@ class Reading:
     """Whether the model reads prompt and output separately."""
     overlong: Literal["error", "truncate", "drop"] = "error"
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
+    left_out: tuple[str, ...] = ()
+    """What else training checks, in words."""
 
 
 @dataclass
@@ -175,8 +177,8 @@ class Inspection:
     """The text of one row after truncation, by side of a pair, in pieces."""
     example_row: int | None = None
     """The index of that row."""
-    left_out: str = ""
-    """What could not be found out, and what it needs; empty if nothing."""
+    left_out: list[str] = field(default_factory=list)
+    """What is not checked, in words."""
 
 
 def inspect(
@@ -198,7 +200,7 @@ class _Inspector:
 
     def __init__(self, reading: Reading, shown: int | None) -> None:
         self.reading, self.shown = reading, shown
-        self.found = Inspection(kind=reading.kind, limit=reading.limit)
+        self.found = Inspection(kind=reading.kind, limit=reading.limit, left_out=[*reading.left_out])
         self.lengths: dict[str, list[int]] = {}
         self.columns: dict[str, Counter[str]] = {}
         self.formats: Counter[str] = Counter()
@@ -211,7 +213,7 @@ class _Inspector:
         self.ahead: Any = None
         if reading.tokenizer is None:
             self.found.unit = "characters"
-            self.found.left_out = "tokens, truncation and the chat template, which need the tokenizer of a model"
+            self.found.left_out.append("tokens, truncation and the chat template, which need a tokenizer; name a model")
         else:
             self.ahead = TokenizerAhead(reading.tokenizer)
             lost = lost_by_truncation(reading.tokenizer, pairs=reading.kind == "pairs", apart=reading.apart)
