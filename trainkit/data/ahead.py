@@ -33,19 +33,19 @@ class TokenizerAhead:
         return getattr(self.tokenizer, name)
 
     def encoded(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Return encodings of the texts for `use`; may be called in another thread. None if they cannot be batched."""
+        """Return encodings of the texts for `use`, in any thread; none if they cannot be batched."""
         different = list(dict.fromkeys(texts))
         if not different or not self._batches:
             return {}
         with self._lock:
             try:
-                batch = self.tokenizer(
-                    different, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
-                )
+                alone = [self.tokenizer(different[0], add_special_tokens=add)["input_ids"] for add in (False, True)]
+                batch = self.tokenizer.backend_tokenizer.encode_batch(different, add_special_tokens=False)
             except Exception:  # one of the texts cannot be encoded: the error is raised when it is asked for
                 return {}
-            self._batches = self._agrees(different, batch.encodings)
-            return dict(zip(different, batch.encodings, strict=True)) if self._batches else {}
+            specials = self._with_specials(batch[0]) if self._specials else batch[0]
+            self._batches = alone == [batch[0].ids, specials.ids]  # a class of tokenizers may encode in its own way
+        return dict(zip(different, batch, strict=True)) if self._batches else {}
 
     def use(self, encodings: dict[str, Any]) -> None:
         """Answer from these encodings, in the place of those before."""
@@ -67,9 +67,3 @@ class TokenizerAhead:
 
     def _with_specials(self, encoding: Any) -> Any:
         return self.tokenizer.backend_tokenizer.post_process(encoding, None, True)
-
-    def _agrees(self, texts: list[str], encodings: list[Any]) -> bool:
-        """Return whether the first text, encoded alone, is what the batch has; a class may encode in its own way."""
-        alone = [self.tokenizer(texts[0], add_special_tokens=specials)["input_ids"] for specials in (False, True)]
-        ahead = encodings[0] if not self._specials else self._with_specials(encodings[0])
-        return alone == [encodings[0].ids, ahead.ids]

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -206,10 +205,11 @@ class _Inspector:
         self.formats: Counter[str] = Counter()
         self.labels: Counter[str] = Counter()
         self.faults: dict[str, Found] = {}
-        self.seen: dict[bytes, Any] = {}  # the label, by digests of prompt and output
-        self.asked: set[bytes] = set()  # digests of prompts
-        self._uses: dict[Any, dict[str, str]] = {}
+        self.seen: dict[Any, Any] = {}  # the label, by prompt and outputs
+        self.asked: set[Any] = set()
+        self._uses: dict[Any, tuple[str, dict[Any, str]]] = {}
         self._plain: PreTrainedTokenizerBase | None = None
+        self.eos = "" if reading.tokenizer is None else str(reading.tokenizer.eos_token)
         self.ahead: Any = None
         if reading.tokenizer is None:
             self.found.unit = "characters"
@@ -255,17 +255,18 @@ class _Inspector:
 
     def _converted(self, index: int, raw: Any) -> list[Row]:
         """Return the row as it is before it is encoded, in a list; an empty one if it is refused."""
-        row = row_without(raw, self.reading.ignored)
-        self._note_columns(raw, row)
+        row = row_without(raw, self.reading.ignored) if self.reading.ignored else raw
+        talk = is_conversation(row) or (isinstance(row, Mapping) and any(map(is_conversation, row.values())))
+        self._note_columns(raw, row, talk)
         try:
-            return self._rows([row], index)
+            return self._rows([row], index, talk)
         except DataError as error:
             self._refuse(index, error)
             return []
 
-    def _rows(self, rows: list[Any], first: int) -> list[Row]:
+    def _rows(self, rows: list[Any], first: int, talk: bool) -> list[Row]:
         """Do what the trainer does to read rows: see `trainkit.trainer.text.TextTrainer.read_samples`."""
-        reading, talk = self.reading, any(map(_has_conversation, rows))
+        reading = self.reading
         tokenizer = self._plain_tokenizer() if talk and reading.tokenizer is None else reading.tokenizer
         if reading.kind == "prompts":
             made = prompt_rows(rows, first=first)
@@ -284,21 +285,21 @@ class _Inspector:
 
             whole = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
             self._plain = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>")
-            self._plain.chat_template = PLAIN_TEMPLATE
+            self._plain.chat_template, self.eos = PLAIN_TEMPLATE, "<eos>"
         return self._plain
 
-    def _note_columns(self, raw: Any, row: Any) -> None:
+    def _note_columns(self, raw: Any, row: Any, talk: bool) -> None:
         """Count the row's format, and what becomes of its columns."""
         if not isinstance(row, Mapping):
             self.formats["messages" if is_conversation(row) else "text" if isinstance(row, str) else "turns"] += 1
             return
-        form = recognise(row)
-        self.formats[form or "no known format"] += 1
-        talk = _has_conversation(row)
-        key = form, talk, tuple(raw)
+        key = tuple(raw), talk, repr(row["label"]) if "label" in row else None  # what the format follows from
         if key not in self._uses:
-            self._uses[key] = {name: _use(name, row, self.reading, talk) for name in raw}
-        for name, use in self._uses[key].items():
+            uses = {name: _use(name, row, self.reading, talk) for name in raw}
+            self._uses[key] = recognise(row) or "no known format", uses
+        form, uses = self._uses[key]
+        self.formats[form] += 1
+        for name, use in uses.items():
             if is_given(raw[name]):
                 self.columns.setdefault(str(name), Counter())[use] += 1
 
@@ -315,7 +316,7 @@ class _Inspector:
         """Yield what training refuses of the whole dataset."""
         try:
             if not len(rows):
-                self._rows([], 0)
+                self._rows([], 0, talk=False)
             if self.reading.kind == "labels" and self.labels:
                 check_both(self.labels["true"], self.labels["false"])
             dropped = self.found.findings.get("dropped")
@@ -377,7 +378,8 @@ class _Inspector:
         else:
             whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
             ids, chosen = self._within(index, row, whole, mask)
-            sizes = [len(mask) - sum(mask), sum(mask)]
+            trained = sum(mask)
+            sizes = [len(mask) - trained, trained]
             self._note_cut(index, len(whole) - len(ids))
             if self._shows(index):
                 self.found.example["sample"] = self._pieces(ids, chosen)
@@ -464,8 +466,7 @@ class _Inspector:
 
     def _says(self, text: str) -> bool:
         """Return whether an output is more than blanks and EOS."""
-        tokenizer = self.reading.tokenizer or self._plain
-        return bool(text.replace(str(tokenizer.eos_token), "").strip() if tokenizer else text.strip())
+        return bool(text.replace(self.eos, "").strip() if self.eos else text.strip())
 
     def _pieces(self, ids: list[int], mask: list[bool]) -> list[Part]:
         """Return the text of token ids, in pieces that are trained on or not."""
@@ -486,17 +487,15 @@ class _Inspector:
     def _note_repeated(self, index: int, row: Row) -> None:
         """Count rows that are the same as one before, or differ only in the output or the label."""
         asked, answers, label = self._learnt(row)
-        key = _digest((asked, *answers))
-        swapped = _digest((asked, *answers[::-1])) if self.reading.kind == "pairs" else None
-        prompt = _digest(asked)
+        key = asked, answers
         if key in self.seen:
             self._find("duplicate" if self.seen[key] == label else "contradictory", index)
-        elif swapped in self.seen:
+        elif self.reading.kind == "pairs" and (asked, answers[::-1]) in self.seen:
             self._find("contradictory", index)
-        elif asked and prompt in self.asked:
+        elif asked and asked in self.asked:
             self._find("repeated prompt", index)
         self.seen.setdefault(key, label)
-        self.asked.add(prompt)
+        self.asked.add(asked)
 
     def _learnt(self, row: Row) -> tuple[Any, tuple[Any, ...], Any]:
         """Return prompt, outputs and label of a row; of a prompt, its other columns in the place of outputs."""
@@ -507,14 +506,6 @@ class _Inspector:
         start = row["outputs"].index(True)
         rating = row.get("label", row.get("reward")) if self.reading.kind in ("labels", "rewards") else None
         return tuple(row["turns"][:start]), tuple(row["turns"][start:]), rating
-
-
-def _digest(value: Any) -> bytes:
-    return blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=16).digest()
-
-
-def _has_conversation(row: Any) -> bool:
-    return is_conversation(row) or (isinstance(row, Mapping) and any(map(is_conversation, row.values())))
 
 
 def _distribution(lengths: list[int]) -> Lengths:
