@@ -213,7 +213,7 @@ class _Inspector:
         self.ahead: Any = None
         if reading.tokenizer is None:
             self.found.unit = "characters"
-            self.found.left_out.append("tokens, truncation and the chat template, which need a tokenizer; name a model")
+            self.found.left_out.append("tokens, truncation and the chat template, which need the tokenizer of a model")
         else:
             self.ahead = TokenizerAhead(reading.tokenizer)
             lost = lost_by_truncation(reading.tokenizer, pairs=reading.kind == "pairs", apart=reading.apart)
@@ -373,19 +373,19 @@ class _Inspector:
         parts = list(zip(turns, outputs, strict=True))
         if self.ahead is None:
             sizes = [sum(len(text) for text, out in parts if out == side) for side in (False, True)]
-            if self._shows(index):
-                self.found.example["sample"] = parts
         else:
             whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
-            ids, chosen = self._within(index, row, whole, mask)
             trained = sum(mask)
             sizes = [len(mask) - trained, trained]
-            self._note_cut(index, len(whole) - len(ids))
-            if self._shows(index):
-                self.found.example["sample"] = self._pieces(ids, chosen)
         asked = {} if all(outputs) else {"prompt": sizes[0]}
         self._note_lengths(**asked, output=sizes[1], whole=sum(sizes))
-        if not all(self._says(text) for text, out in parts if out):
+        if self.ahead is not None:
+            ids, chosen = self._within(index, row, whole, mask)
+            self._note_cut(index, len(whole) - len(ids))
+            parts = self._pieces(ids, chosen) if self._wants(index) else []
+        if self._shows(index):
+            self.found.example["sample"] = parts
+        if not all(self._says(text) for text, out in zip(turns, outputs, strict=True) if out):
             self._find("empty", index)
 
     def _within(self, index: int, row: Row, whole: list[int], mask: list[bool]) -> EncodedSide:
@@ -411,7 +411,6 @@ class _Inspector:
             parts = {"chosen": [(prompt, False), (chosen, True)], "rejected": [(prompt, False), (rejected, True)]}
         else:
             *whole, _ = encode_pair_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
-            sides = self._pair_within(index, row, whole)
             (ids, mask), (others, other_mask) = whole
             self._note_lengths(
                 prompt=len(ids) - sum(mask),
@@ -419,12 +418,12 @@ class _Inspector:
                 rejected=sum(other_mask),
                 whole=max(len(ids), len(others)),
             )
+            sides = self._pair_within(index, row, whole)
             self._note_cut(index, sum(len(side[0]) for side in whole) - sum(len(side[0]) for side in sides))
-            parts = {}
+            wanted = zip(("chosen", "rejected"), sides, strict=True) if self._wants(index) else ()
+            parts = {name: self._pieces(*side) for name, side in wanted}
         if self._shows(index):
-            self.found.example = parts or {
-                name: self._pieces(*side) for name, side in zip(("chosen", "rejected"), sides, strict=True)
-            }
+            self.found.example = parts
         if not (self._says(chosen) and self._says(rejected)):
             self._find("empty", index)
 
@@ -519,7 +518,7 @@ def _distribution(lengths: list[int]) -> Lengths:
         least=least,
         median=float(np.median(values)),
         mean=round(float(values.mean()), 2),
-        percentile_95=float(np.percentile(values, 95)),
+        percentile_95=round(float(np.percentile(values, 95)), 2),
         most=most,
         bounds=bounds,
         counts=counts.tolist(),
