@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from test_data_files import FORMATS
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
@@ -46,10 +49,10 @@ def talking_tokenizer(**special: str) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a tokenizer and a config of 64 positions."""
+    """A directory with a tokenizer and a config of 128 positions."""
     path, tokenizer = tmp_path_factory.mktemp("model"), talking_tokenizer()
     tokenizer.save_pretrained(path)
-    AutoConfig.for_model(**tiny_gpt2(len(tokenizer))).save_pretrained(path)
+    AutoConfig.for_model(**tiny_gpt2(len(tokenizer), n_positions=128)).save_pretrained(path)
     return str(path)
 
 
@@ -161,3 +164,224 @@ def test_rows_are_refused_that_the_trainer_refuses_and_no_others(name: str, tmp_
 
 def firsts(found: Inspection) -> set[int]:
     return {fault.rows[0] for fault in found.faults if fault.rows}
+
+
+# ------------------------------------------------------------------------------------------------------------ findings
+
+
+def test_columns_are_named_with_what_becomes_of_them(tmp_path: Path) -> None:
+    rows = [{**ANSWER, "id": 1, "source": "", "note": "n"}, {**ANSWER, "id": 2, "system": "be brief"}]
+    columns = facts(written(tmp_path / "a.jsonl", rows), "data.ignore_columns=[note]", code=1)["columns"]
+    assert columns == {
+        "prompt": {"prompt": 2},
+        "completion": {"output": 2},
+        "id": {"not read": 2},
+        "note": {"removed by data.ignore_columns": 1},
+        "system": {"refused": 1},
+    }
+    prompts = written(tmp_path / "b.jsonl", [{"prompt": "2+2?", "answer": "4", "seed": 3}])
+    given = "given to reward functions, metric functions and environments"
+    assert facts(prompts)["columns"] == {"prompt": {"prompt": 1}, "answer": {given: 1}, "seed": {"seed": 1}}
+    margins = written(tmp_path / "c.jsonl", [{**PAIR, "margin": 1.0, "label": None}])
+    found = facts(margins, "--method", "reward")
+    assert found["columns"]["margin"] == {"read by the method": 1}
+    assert "what 'reward' checks itself of its samples" in found["left_out"]
+    alpaca = {"instruction": "Add.", "input": "2+2", "output": "4", "text": "Add. 2+2 4"}
+    columns = facts(written(tmp_path / "d.jsonl", [alpaca]))["columns"]
+    assert [*columns] == [*alpaca]
+    assert columns["text"] == {"not read; it repeats prompt and output": 1}
+
+
+def test_repetition_is_told_by_kind(tmp_path: Path) -> None:
+    rows = [ANSWER, {**ANSWER, "id": 7}, {**ANSWER, "completion": " 5"}, {**ANSWER, "prompt": "?", "completion": " \n"}]
+    found = facts(written(tmp_path / "a.jsonl", rows))["findings"]
+    told = {name: each["rows"] for name, each in found.items()}
+    assert told == {"duplicate": [1], "repeated prompt": [2], "empty": [3]}
+    pairs = [PAIR, {**PAIR, "chosen": " 5", "rejected": " 4"}]
+    assert facts(written(tmp_path / "b.jsonl", pairs))["findings"]["contradictory"]["rows"] == [1]
+    labels = [{**ANSWER, "label": label} for label in (True, False, True)]
+    found = facts(written(tmp_path / "c.jsonl", labels))
+    assert {name: each["rows"] for name, each in found["findings"].items()} == {"contradictory": [1], "duplicate": [2]}
+    assert found["labels"] == {"true": 2, "false": 1}
+
+
+def test_truncation_is_counted_in_rows_and_tokens_and_says_which_end(model: str, tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "a.jsonl", [ANSWER, {**ANSWER, "completion": "a" * 95}, {**ANSWER, "completion": "a" * 9}]
+    )
+    found = facts(path, "--model", model, "train.seq_length=12")
+    assert found["findings"]["truncated"] == {"count": 2, "rows": [1, 2], "message": ""}
+    assert found["tokens_lost"] == (4 + 95 + 1 - 12) + (4 + 9 + 1 - 12)
+    assert found["lengths"]["whole"]["most"] == 100
+    assert sum(found["lengths"]["whole"]["counts"]) == 3
+    text = checked(path, "--model", model, "train.seq_length=12")
+    assert "2 rows truncated, which removes 90 tokens: they lose their end" in text
+    text = checked(path, "--model", model, "train.seq_length=12", "tokenizer.kwargs={truncation_side: left}")
+    assert "they lose their beginning" in text
+
+
+def test_overlong_prompts_are_refused_truncated_or_dropped_as_the_settings_say(model: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", [{"prompt": "2+2?"}, {"prompt": f"{'a' * 50}end"}])
+    given = (path, "--model", model, "train.seq_length=48", "rollout.max_new_tokens=40")
+    found = facts(*given, code=1)
+    assert (found["limit"], found["refused"], found["findings"]["no room"]["rows"]) == (8, 1, [1])
+    found = facts(*given, "--row", "1", "rollout.overlong_prompts=truncate")
+    assert (found["findings"]["truncated"]["rows"], found["tokens_lost"]) == ([1], 45)
+    assert found["example"] == {"prompt": [["aaaaaend", False]]}
+    assert "1 row too long and dropped" in checked(*given, "rollout.overlong_prompts=drop")
+    only = written(tmp_path / "b.jsonl", [{"prompt": "a" * 50}])
+    assert "all 1 prompts are longer than 8" in checked(only, *given[1:], "rollout.overlong_prompts=drop", code=1)
+    assert "leaves no room for a prompt within 48 tokens" in checked(*given, "rollout.max_new_tokens=48", code=2)
+
+
+@pytest.mark.parametrize("given", [[ANSWER, PAIR], [PAIR, ANSWER], [{"prompt": "2?"}, PAIR]])
+def test_without_a_method_the_first_row_decides(given: list[Any], tmp_path: Path) -> None:
+    found = facts(written(tmp_path / "a.jsonl", given), code=0 if given[0] == {"prompt": "2?"} else 1)
+    assert found["kind"] == {"completion": "samples", "chosen": "pairs", "prompt": "prompts"}[[*given[0]][:2][-1]]
+    assert sum(found["formats"].values()) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_faults_of_all_rows_are_told_with_their_lines(tmp_path: Path) -> None:
+    rows = [ANSWER, *[{"prompt": "2+2?"}] * 30, {**ANSWER, "completion": ""}]
+    text = checked(written(tmp_path / "a.jsonl", rows), "--method", "sft", code=1)
+    assert "training refuses 31 of 32 rows; expected are text | messages" in text
+    assert "(rows 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 20 more)" in text
+    assert "sample 31 is empty; give some text, or remove it (row 31, line 32)" in text
+    different = [{**ANSWER, "completion": number} for number in range(150)]
+    found = facts(written(tmp_path / "b.jsonl", [ANSWER, *different]), code=1)
+    assert (found["refused"], len(found["faults"])) == (150, 101)
+    text = checked(str(tmp_path / "b.jsonl"), code=1)
+    assert "and 91 more kinds of faults, of 140 rows; --json prints them" in text
+
+
+def test_a_method_that_learns_from_other_data_says_what_it_learns_from(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", [{"prompt": "2+2?"}])
+    text = checked(path, "--method", "dpo", code=1)
+    assert "read as pairs (method 'dpo' learns from samples and pairs)" in text
+    assert "expected are prompt, chosen, rejected (preference)" in text
+    assert "Prompts without outputs are for prompts=" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "training refuses|not JSON"),
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": \nx\n', r"line 2: not JSON[\s\S]*2 lines are not JSON: 2, 3"),
+        (b"\xff\xfe", "not UTF-8"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_read_are_errors_in_a_sentence(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    result = CliRunner().invoke(app, ["data", "check", str(path)])
+    assert result.exit_code == 1
+    assert re.search(message, result.output), result.output
+
+
+def test_no_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]", encoding="utf-8")
+    assert "0 rows" in (text := checked(str(tmp_path / "a.json"), code=1))
+    assert "samples is empty; give at least one sample" in text
+    assert "prompts is empty" in checked(str(tmp_path / "a.json"), "--method", "ppo", code=1)
+
+
+def test_strict_checks_end_with_code_1_for_what_training_accepts(tmp_path: Path) -> None:
+    good = written(tmp_path / "a.jsonl", [ANSWER, {**ANSWER, "completion": " 5"}])
+    checked(good, "--strict")
+    twice = written(tmp_path / "b.jsonl", [ANSWER, ANSWER])
+    checked(twice)
+    assert not facts(twice, "--strict", code=1)["passed"]
+    checked(written(tmp_path / "c.jsonl", [{**ANSWER, "id": 1}]), "--strict", code=1)
+
+
+def test_settings_come_from_a_configuration_or_the_command_line_and_not_from_both(model: str, tmp_path: Path) -> None:
+    path, config = written(tmp_path / "a.jsonl", [PAIR]), tmp_path / "run.yaml"
+    config.write_text(f"method: dpo\nmodel: {{model_path: {model}}}\ntrain: {{seq_length: 32}}\n", encoding="utf-8")
+    assert facts(path, "--config", str(config))["limit"] == 32
+    assert facts(path, "--config", str(config), "train.seq_length=16", "--method", "DPO")["limit"] == 16
+    assert facts(path, "method=dpo")["read_as"] == "pairs (method 'dpo' learns from samples and pairs)"
+    assert "--method is 'sft' and the method of" in checked(path, "--config", str(config), "--method", "sft", code=2)
+    assert "give one of the two" in checked(path, "--model", model, "model.model_path=other", code=2)
+    assert "the model attends to at most 128 tokens" in checked(path, "--model", model, "train.seq_length=256", code=2)
+    assert "no plugin 'nope' is installed" in checked(path, "--method", "nope", code=2)
+    assert "there is 1 row" in checked(path, "--row", "1", code=2)
+    assert "section.field=value" in checked(path, "train", code=2)
+
+
+def test_text_of_data_cannot_control_the_terminal(tmp_path: Path) -> None:
+    bad = "\x1b[31m\x07"
+    path = written(
+        tmp_path / "a.jsonl", [{"prompt": f"a{bad}", "completion": f"b{bad}", f"c{bad}": 1}, {f"promt{bad}": bad}]
+    )
+    text = checked(path, code=1)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_what_is_trained_on_is_coloured_on_a_terminal_and_bracketed_elsewhere(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "a.jsonl", [ANSWER])
+    assert "\n2+2?[[ 4<eos>]]\n" in checked(path, "--model", model)
+    monkeypatch.setattr("trainkit.cli.data._coloured", lambda: True)
+    text = checked(path, "--model", model)
+    assert typer.style("2+2?", dim=True) + typer.style(" 4<eos>", fg="green", bold=True) in text
+
+
+def test_other_trainers_than_those_of_text_are_told_to_be_left_out(tmp_path: Path) -> None:
+    found = facts(written(tmp_path / "a.jsonl", [{"prompt": "a cat"}]), "--method", "ddpo")
+    assert any("'ddpo' has its own way to read text" in each for each in found["left_out"])
+    assert found["unit"] == "characters"
+
+
+# -------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_encoding_ahead_changes_no_token(begins: bool) -> None:
+    tokenizer = talking_tokenizer(bos_token="<bos>")
+    if begins:
+        first = ("<bos>", tokenizer.bos_token_id)
+        post = TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[first])
+        tokenizer.backend_tokenizer.post_processor = post
+    texts = ["2+2?", " 4", "2+2? 4", "<bos>x", "a" * 200]
+    ahead = TokenizerAhead(tokenizer)
+    ahead.use(ahead.encoded(texts))
+    assert len(ahead._known) == len(texts)
+    for text in [*texts, "not given before"]:
+        for add in (False, True):
+            asked = {"add_special_tokens": add, "return_offsets_mapping": True}
+            expected = tokenizer(text, **asked)
+            assert ahead(text, **asked) == {name: expected[name] for name in ahead(text, **asked)}
+    row = {"turns": ["2+2?", " 4"], "outputs": [False, True]}
+    assert encode_sample(ahead, row, None) == encode_sample(tokenizer, row, None)  # type: ignore[arg-type]
+    assert encode_joint(ahead, "2+2?", " 4") == encode_joint(tokenizer, "2+2?", " 4")  # type: ignore[arg-type]
+    assert ahead.encoded(["\u2603", "a"]) == {}  # it is told of the row that has it
+
+
+def test_encoder_decoders_have_a_limit_for_each_side(tmp_path: Path) -> None:
+    rows = [ANSWER, {"prompt": "a" * 20, "completion": "b" * 20}, {"text": "no prompt"}]
+    tokenizer = talking_tokenizer()
+    found = inspect(rows, Reading("samples", tokenizer=tokenizer, limit=12, apart=True), shown=1)
+    assert found.example == {"sample": [("a" * 12, False), ("b" * 11, True)]}
+    assert [fault.rows for fault in found.faults] == [[2]]
+    assert "prompts lose their beginning, and outputs their end" in found.lost
+    pairs = [
+        {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b" * 12, "rejected": "b" * 13},
+    ]
+    found = inspect(pairs, Reading("pairs", tokenizer=tokenizer, limit=12, apart=True))
+    assert (found.findings["equal after truncation"].rows, found.tokens_lost) == ([1], 16)
+
+
+def test_progress_counts_every_row() -> None:
+    counts: list[int] = []
+    inspect([ANSWER] * 2500, Reading(tokenizer=talking_tokenizer()), progress=counts.append)
+    assert counts == [1000, 1000, 500]

@@ -84,7 +84,8 @@ def check_data(
     settled = settled.settled(trust_remote_code=trust_remote_code)
     reading, why = _reading(settled, rows, named)
     if row is not None and row >= len(rows):
-        raise ConfigError(f"--row is {row}, and there are {len(rows)} rows, numbered from 0")
+        are = "is" if len(rows) == 1 else "are"
+        raise ConfigError(f"--row is {row}, and there {are} {_rows(len(rows))}; rows are numbered from 0")
     from trainkit.data.inspection import inspect
 
     with _progress(len(rows)) as progress:
@@ -298,7 +299,8 @@ def _lengths(found: Inspection) -> Iterator[str]:
     if not found.lengths:
         return
     yield ""
-    yield f"lengths in {found.unit}" + (f", before truncation to {found.limit}:" if found.limit else ":")
+    room = "that leave room for the response" if found.kind == "prompts" else "of a row that are trained on"
+    yield f"lengths in {found.unit}" + (f" (at most {found.limit} {room}):" if found.limit else ":")
     yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}"
     for name, lengths in found.lengths.items():
         numbers = (lengths.least, lengths.median, lengths.mean, lengths.percentile_95, lengths.most)
