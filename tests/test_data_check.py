@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import typer
-from test_data_files import FORMATS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
+from test_data_files import FORMATS
 from trainkit.cli import app
 from trainkit.config import TRLConfig
 from trainkit.data import PLAIN_TEMPLATE
 from trainkit.data.ahead import TokenizerAhead
-from trainkit.data.inspection import Inspection, Reading, inspect, kind_of, usual_kind
+from trainkit.data.inspection import Reading, inspect, kind_of, usual_kind
 from trainkit.data.pipeline import encode_joint, encode_sample
 from trainkit.errors import DataError
 from trainkit.plugins import get_trainer
@@ -80,7 +80,7 @@ def test_every_format_of_the_documents_is_accepted(
     text = checked(written(tmp_path / "a.jsonl", rows), *(["--model", model] if named else []))
     assert f"{len(rows)} {form}" in text
     assert "training accepts all rows" in text
-    assert ("left out: tokens" in text) == (not named)
+    assert ("omitted: tokens" in text) == (not named)
     assert "refused" not in text
 
 
@@ -151,19 +151,20 @@ def test_rows_are_refused_that_the_trainer_refuses_and_no_others(name: str, tmp_
     refused = {row for fault in found.faults for row in fault.rows}
     assert found.faults
     assert len(refused) == found.refused
-    for index, row in enumerate(rows):
-        try:
-            trainer.read_samples([row], first=index)
-        except DataError as error:
-            assert index in refused
-            if name != "truncated pairs":  # of these the trainer tells the number
-                assert str(error) in {fault.message for fault in found.faults} or index not in firsts(found)
-        else:
-            assert index not in refused
+    alone = {index: error for index, row in enumerate(rows) if (error := refusal(trainer, row, index))}
+    assert refused == {*alone}
+    for fault in found.faults:
+        if fault.rows and name != "truncated pairs":  # of these the trainer tells the number
+            assert fault.message == alone[fault.rows[0]]
 
 
-def firsts(found: Inspection) -> set[int]:
-    return {fault.rows[0] for fault in found.faults if fault.rows}
+def refusal(trainer: Any, row: Any, index: int) -> str:
+    """What the trainer says of one row; nothing if it accepts it."""
+    try:
+        trainer.read_samples([row], first=index)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------ findings
@@ -185,7 +186,7 @@ def test_columns_are_named_with_what_becomes_of_them(tmp_path: Path) -> None:
     margins = written(tmp_path / "c.jsonl", [{**PAIR, "margin": 1.0, "label": None}])
     found = facts(margins, "--method", "reward")
     assert found["columns"]["margin"] == {"read by the method": 1}
-    assert "what 'reward' checks itself of its samples" in found["left_out"]
+    assert "what 'reward' checks itself of its samples" in found["omitted"]
     alpaca = {"instruction": "Add.", "input": "2+2", "output": "4", "text": "Add. 2+2 4"}
     columns = facts(written(tmp_path / "d.jsonl", [alpaca]))["columns"]
     assert [*columns] == [*alpaca]
@@ -335,9 +336,9 @@ def test_what_is_trained_on_is_coloured_on_a_terminal_and_bracketed_elsewhere(
     assert typer.style("2+2?", dim=True) + typer.style(" 4<eos>", fg="green", bold=True) in text
 
 
-def test_other_trainers_than_those_of_text_are_told_to_be_left_out(tmp_path: Path) -> None:
+def test_other_trainers_than_those_of_text_are_omitted(tmp_path: Path) -> None:
     found = facts(written(tmp_path / "a.jsonl", [{"prompt": "a cat"}]), "--method", "ddpo")
-    assert any("'ddpo' has its own way to read text" in each for each in found["left_out"])
+    assert any("'ddpo' has its own way to read text" in each for each in found["omitted"])
     assert found["unit"] == "characters"
 
 

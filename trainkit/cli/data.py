@@ -179,7 +179,7 @@ def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[
         columns=tuple(getattr(trainer, "columns", ())),
         ignored=ignored,
         scored=not inputs or bool({"reward_fn", "environment"} & {*inputs}),
-        left_out=_own_checks(name, trainer),
+        omitted=_own_checks(name, trainer),
         **(_limits(config, kind) if trainer is None or hasattr(trainer, "columns") else {}),
     )
     return reading, why
@@ -294,8 +294,8 @@ def _columns(found: Inspection) -> Iterator[str]:
 
 
 def _lengths(found: Inspection) -> Iterator[str]:
-    for each in found.left_out:
-        yield f"left out: {printable(each)}"
+    for each in found.omitted:
+        yield f"omitted: {printable(each)}"
     if not found.lengths:
         return
     yield ""

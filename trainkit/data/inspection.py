@@ -102,7 +102,7 @@ class Reading:
     """Whether the model reads prompt and output separately."""
     overlong: Literal["error", "truncate", "drop"] = "error"
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     """What else training checks, in words."""
 
 
@@ -176,7 +176,7 @@ class Inspection:
     """The text of one row after truncation, by side of a pair, in pieces."""
     example_row: int | None = None
     """The index of that row."""
-    left_out: list[str] = field(default_factory=list)
+    omitted: list[str] = field(default_factory=list)
     """What is not checked, in words."""
 
 
@@ -199,7 +199,7 @@ class _Inspector:
 
     def __init__(self, reading: Reading, shown: int | None) -> None:
         self.reading, self.shown = reading, shown
-        self.found = Inspection(kind=reading.kind, limit=reading.limit, left_out=[*reading.left_out])
+        self.found = Inspection(kind=reading.kind, limit=reading.limit, omitted=[*reading.omitted])
         self.lengths: dict[str, list[int]] = {}
         self.columns: dict[str, Counter[str]] = {}
         self.formats: Counter[str] = Counter()
@@ -213,7 +213,7 @@ class _Inspector:
         self.ahead: Any = None
         if reading.tokenizer is None:
             self.found.unit = "characters"
-            self.found.left_out.append("tokens, truncation and the chat template, which need the tokenizer of a model")
+            self.found.omitted.append("tokens, truncation and the chat template, which need the tokenizer of a model")
         else:
             self.ahead = TokenizerAhead(reading.tokenizer)
             lost = lost_by_truncation(reading.tokenizer, pairs=reading.kind == "pairs", apart=reading.apart)
