@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import string
@@ -345,21 +346,23 @@ def test_other_trainers_than_those_of_text_are_omitted(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- tokenizers
 
 
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("begins", [False, True])
-def test_encoding_ahead_changes_no_token(begins: bool) -> None:
+def test_encoding_ahead_changes_no_token(begins: bool, offsets: bool) -> None:
     tokenizer = talking_tokenizer(bos_token="<bos>")
     if begins:
         first = ("<bos>", tokenizer.bos_token_id)
         post = TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[first])
         tokenizer.backend_tokenizer.post_processor = post
     texts = ["2+2?", " 4", "2+2? 4", "<bos>x", "a" * 200]
-    ahead = TokenizerAhead(tokenizer)
+    ahead = TokenizerAhead(tokenizer, offsets=offsets)
     ahead.use(ahead.encoded(texts))
     assert len(ahead._known) == len(texts)
     for text in [*texts, "not given before"]:
-        for add in (False, True):
-            asked = {"add_special_tokens": add, "return_offsets_mapping": True}
+        for add, ends in itertools.product((False, True), repeat=2):
+            asked = {"add_special_tokens": add, "return_offsets_mapping": ends}
             expected = tokenizer(text, **asked)
+            assert ends == ("offset_mapping" in ahead(text, **asked))
             assert ahead(text, **asked) == {name: expected[name] for name in ahead(text, **asked)}
     row = {"turns": ["2+2?", " 4"], "outputs": [False, True]}
     assert encode_sample(ahead, row, None) == encode_sample(tokenizer, row, None)  # type: ignore[arg-type]

@@ -215,7 +215,7 @@ class _Inspector:
             self.found.unit = "characters"
             self.found.omitted.append("tokens, truncation and the chat template, which need the tokenizer of a model")
         else:
-            self.ahead = TokenizerAhead(reading.tokenizer)
+            self.ahead = TokenizerAhead(reading.tokenizer, offsets=reading.kind == "pairs" and not reading.apart)
             lost = lost_by_truncation(reading.tokenizer, pairs=reading.kind == "pairs", apart=reading.apart)
             self.found.lost = "prompts lose their beginning" if reading.kind == "prompts" else lost
             self.prompts = [
