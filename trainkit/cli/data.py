@@ -299,7 +299,7 @@ def _lengths(found: Inspection) -> Iterator[str]:
     if not found.lengths:
         return
     yield ""
-    room = "that leave room for the response" if found.kind == "prompts" else "of a row that are trained on"
+    room = "leave room for the response" if found.kind == "prompts" else "are read of a row"
     yield f"lengths in {found.unit}" + (f" (at most {found.limit} {room}):" if found.limit else ":")
     yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}"
     for name, lengths in found.lengths.items():
