@@ -389,3 +389,34 @@ def test_progress_counts_every_row() -> None:
     counts: list[int] = []
     inspect([ANSWER] * 2500, Reading(tokenizer=talking_tokenizer()), progress=counts.append)
     assert counts == [1000, 1000, 500]
+
+
+def test_a_method_that_is_not_installed_is_not_needed_for_what_the_format_says(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "trainkit-dpo,trainkit-kto")
+    path = written(tmp_path / "a.jsonl", [PAIR])
+    found = facts(path, "--model", model)
+    assert (found["kind"], found["lengths"]["whole"]["most"], found["passed"]) == ("pairs", 7, True)
+    assert "what 'dpo' checks itself of its samples: it cannot be used here" in found["omitted"]
+    result = CliRunner().invoke(app, ["data", "check", path, "--method", "dpo"])
+    assert result.exit_code == 1
+    assert "disabled by TRAINKIT_DISABLE_PLUGINS" in result.stderr
+
+
+def test_a_row_that_is_refused_is_not_shown_and_a_long_one_is_shortened(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", [{"text": "a" * 5000}, {"text": ""}])
+    assert "row 1 is refused, so it is not shown" in checked(path, "--row", "1", code=1)
+    assert " ... (3000 more characters) ... " in checked(path, code=1)
+
+
+def test_tokens_that_pairs_lose_are_those_of_both_sides() -> None:
+    tokenizer = talking_tokenizer()
+    tokenizer.truncation_side = "left"
+    pairs = [PAIR, {**PAIR, "chosen": "a" * 30, "rejected": "b"}, {**PAIR, "prompt": "a" * 30}]
+    found = inspect(pairs, Reading("pairs", tokenizer=tokenizer, limit=12))
+    assert {name: each.rows for name, each in found.findings.items()} == {
+        "truncated": [1, 2],
+        "repeated prompt": [1],
+    }
+    assert found.tokens_lost == (4 + 31 - 12) + 3 + 2 * (30 + 3 - 12)

@@ -17,7 +17,7 @@ import typer
 from trainkit.cli.console import RemoteCode, complete_method, lines, mark
 from trainkit.cli.files import read_data, wrong_lines
 from trainkit.cli.training import parse_overrides
-from trainkit.errors import ConfigError, DataError, RegistryError, printable
+from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +125,7 @@ def _settle(
 ) -> tuple[TRLConfig[Any], bool]:
     """Return the configuration whose settings count, and whether its method is named, or else follows from the data."""
     from trainkit.config import MethodConfig, TRLConfig, default_config, read_config
+    from trainkit.config.tree import merged, nest
 
     changes = parse_overrides(overrides)
     named = changes.get("method.name") or changes.get("method")
@@ -140,10 +141,24 @@ def _settle(
     if method is not None or isinstance(named, str):
         return default_config(method or str(named)).update(changes), True
     usual = _usual(rows, changes.get("data.ignore_columns"))
-    try:
+    if _trainer(usual, needed=False) is not None:
         return default_config(usual).update(changes), False
-    except RegistryError:  # it is not installed, and the format says enough
-        return TRLConfig(method=MethodConfig(name=usual)).update(changes), False
+    sections: dict[str, Any] = {}
+    for key, value in changes.items():
+        sections = merged(sections, nest(key, value))
+    return TRLConfig(method=MethodConfig(name=usual), **sections), False  # the format says enough
+
+
+def _trainer(name: str, *, needed: bool) -> Any:
+    """Return the trainer class of a method; None if it is not needed and cannot be used."""
+    from trainkit.plugins import get_trainer
+
+    try:
+        return get_trainer(name)
+    except (PluginError, RegistryError):
+        if needed:
+            raise
+        return None
 
 
 def _usual(rows: Sequence[Any], ignored: Any) -> str:
@@ -159,18 +174,12 @@ def _usual(rows: Sequence[Any], ignored: Any) -> str:
 def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[Reading, str]:
     """Return how the rows are read, and in words as what, and why."""
     from trainkit.data.inspection import Reading, kind_of, usual_kind
-    from trainkit.plugins import get_trainer
 
-    name, ignored, trainer = config.method.name, tuple(config.data.ignore_columns), None
-    try:
-        trainer = get_trainer(name)
-        inputs = trainer.inputs_for(config.method)
-        kind = kind_of(inputs)
-        why = f"method {name!r} learns from {' and '.join(inputs)}"
-    except RegistryError:
-        if named:
-            raise
-        inputs, kind, why = (), usual_kind(rows, ignored), ""
+    name, ignored = config.method.name, tuple(config.data.ignore_columns)
+    trainer = _trainer(name, needed=named)
+    inputs = () if trainer is None else trainer.inputs_for(config.method)
+    kind = kind_of(inputs) if inputs else usual_kind(rows, ignored)
+    why = f"method {name!r} learns from {' and '.join(inputs)}"
     if not named:
         why = f"the format of the first row; {name!r} is the method for it if none is named"
     why = f"{f'samples with {kind}' if kind in ('labels', 'rewards') else kind} ({why})"
@@ -188,7 +197,7 @@ def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[
 def _own_checks(name: str, trainer: Any) -> tuple[str, ...]:
     """Return in words what only training checks: what the algorithm's class adds to the reading of data."""
     if trainer is None:
-        return ()
+        return (f"what {name!r} checks itself of its samples: it cannot be used here",)
     if not hasattr(trainer, "columns"):
         return (f"lengths in tokens: {name!r} has its own way to read text",)
     reads = next(base for base in trainer.__mro__ if "read_samples" in vars(base))

@@ -437,9 +437,6 @@ class _Inspector:
         except EqualSidesError:
             self._find("equal after truncation", index)
             raise
-        except DataError:
-            self._find("no room", index)
-            raise
 
     def _measure_prompt(self, index: int, row: Row) -> None:
         prompt = row["prompt"]
