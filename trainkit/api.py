@@ -133,7 +133,7 @@ def train(
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks should be a list of objects; given {describe(callbacks)}. Write [callback]")
     models = {"model_path": model_path, "reference_path": reference}
-    settled = _settle_config(config, method, models, lambda: _usual_method(present, samples, config))
+    settled = _settle_config(config, method, models, lambda: usual_method(present, samples, config))
     trainer_class = get_trainer(settled.method.name)
     _check_inputs(settled, trainer_class, present, samples)
     # trainers of other models than language models take neither of the first two
@@ -294,7 +294,7 @@ def _plays(trainer_class: type[Any]) -> bool:
     return issubclass(trainer_class, AccelerateRLTrainer) and bool({"reward_fn", "environment"} & inputs)
 
 
-def _usual_method(present: list[str], samples: Any, config: Any) -> str:
+def usual_method(present: list[str], samples: Any, config: Any) -> str:
     """Return the algorithm that is used for the given data if neither the argument nor ``config`` names one."""
     if {"reward_fn", "environment"} & {*present}:
         return "ppo"

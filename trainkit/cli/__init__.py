@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import configs, doctor, examples, models, plugins, reports, runs, training
+from trainkit.cli import configs, data, doctor, examples, models, plugins, reports, runs, training
 from trainkit.cli.console import ExplainedErrors, WithOverrides
 from trainkit.errors import TRACEBACK
 
@@ -66,6 +66,10 @@ of_configs.command("check", cls=WithOverrides, epilog="Exit code: 0 if it is val
 of_configs.command("diff")(configs.diff_configs)
 of_configs.command("schema")(configs.print_schema)
 app.add_typer(of_configs, name="config")
+
+of_data = typer.Typer(help="Check datasets before training.", **PLAIN)
+of_data.command("check", cls=WithOverrides, epilog=data.EXIT_OF_CHECK)(data.check_data)
+app.add_typer(of_data, name="data")
 
 of_examples = typer.Typer(help="List and run the examples that come with trainkit.", **PLAIN)
 of_examples.command("list")(examples.list_examples)

@@ -71,6 +71,17 @@ def _json_lines(path: Path) -> list[Any]:
     return [_json(line, f"{path}, line {at}", "every line") for at, line in enumerate(_lines(path), start=1)]
 
 
+def wrong_lines(path: Path) -> list[int]:
+    """Return the numbers of the lines of a ``.jsonl`` file that are not JSON; none of another file."""
+    wrong = []
+    for at, line in enumerate(_lines(path) if path.suffix.lower() == ".jsonl" and path.is_file() else [], start=1):
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            wrong.append(at)
+    return wrong
+
+
 def _json_list(path: Path) -> list[Any]:
     rows = _json(_text(path), str(path), "the file")
     if not isinstance(rows, list):

@@ -52,7 +52,7 @@ def row_without(row: Any, ignored: Collection[str]) -> Any:
 def check_columns(row: Mapping[str, Any], read: Collection[str], what: str) -> None:
     """Raise a `DataError` if a column that is not ``read`` is, or is one edit from, a column of a known format."""
     for name, value in row.items():
-        if name not in read and is_given(value) and (hint := _hint(str(name), row)):
+        if name not in read and is_given(value) and (hint := why_refused(str(name), row)):
             named = ", ".join(column for column in read if column in row)
             raise _unread(str(name), f"is not read (read: {named})", hint, what)
 
@@ -81,8 +81,8 @@ def _unread(name: str, why: str, hint: str, what: str) -> DataError:
     )
 
 
-def _hint(name: str, row: Mapping[str, Any]) -> str | None:
-    """Return what to know about a column that is not read; None if the column may be unread."""
+def why_refused(name: str, row: Mapping[str, Any]) -> str | None:
+    """Return what to know about a column that must not be unread; None if it may be."""
     if name in KNOWN:
         return KNOWN[name]
     if any(fnmatchcase(name, pattern) for pattern in LOGPS):

@@ -90,7 +90,7 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
     if sides:
         whole: Format = "preference" if "prompt" in row else "implicit preference"
         return whole if len(sides) == 2 else None
-    read = _read_from(row)
+    read = columns_read(row)
     if len(read) > 1:
         return "unpaired preference" if _is_label(row.get("label")) else "prompt-completion"
     if read:
@@ -98,7 +98,7 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
     return "prompt-only" if "prompt" in row and not row.keys() >= STEPWISE else None
 
 
-def _read_from(row: Mapping[str, Any]) -> tuple[str, ...]:
+def columns_read(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns that a row is read from as a sample: an output, with its prompt if there is one."""
     if {"instruction", "output"} <= row.keys() and "prompt" not in row:
         return ALPACA
@@ -111,11 +111,12 @@ def _read_from(row: Mapping[str, Any]) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
-def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False) -> list[Row]:
+def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False, first: int = 0) -> list[Row]:
     """Return prompts as rows ``{"prompt": ..., **columns}``; the caller's dicts are copied, not changed (S-32).
 
     A prompt is text or a conversation, or a dict with one of them under ``prompt``. Unless prompts are ``needed``, a
     dict may lack it: an environment gives the prompt. Rows that are ``replayed`` may have ``episode_seed``.
+    ``first`` is the index of the first prompt in error messages.
 
     Raises:
         DataError: there are no prompts, or one is not text, is empty or cannot be encoded, or its columns show that it
@@ -129,7 +130,7 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
         )
     _check_list(prompts, "prompt")
     rows = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts, first):
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         if "prompt" not in row and needed:
             raise _wrong(row, "prompt", f"prompt {index}")
@@ -151,13 +152,16 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
     return rows
 
 
-def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Render the conversations among the rows as text that ends where the assistant's answer begins."""
+def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, first: int = 0) -> list[Row]:
+    """Render the conversations among the rows as text that ends where the assistant's answer begins.
+
+    ``first`` is the index of the first row in error messages.
+    """
     return [
         {**row, "prompt": Chat(tokenizer, row, f"prompt {index}").prompt(row["prompt"])}
         if is_conversation(row["prompt"])
         else row
-        for index, row in enumerate(rows)
+        for index, row in enumerate(rows, first)
     ]
 
 
@@ -241,7 +245,7 @@ def sample_row(
         return _spans({}, Chat(tokenizer, {}, what).spans(sample))
     if not isinstance(sample, Mapping):
         return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
-    form, names = recognise(sample), _read_from(sample)
+    form, names = recognise(sample), columns_read(sample)
     if form not in ("language modelling", "prompt-completion", "unpaired preference"):
         raise _wrong(sample, "sample", what)
     if form == "unpaired preference" and not rated:

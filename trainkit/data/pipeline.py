@@ -423,6 +423,39 @@ def cut_sample(
     return ids, chosen
 
 
+def encode_within(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample", *, apart: bool = False
+) -> tuple[list[int], list[bool], bool]:
+    """Encode a sample row within ``limit`` tokens, as `encode_apart` does if the model reads prompt and output apart.
+
+    Return the token ids, a mask of the response tokens, and whether the sample was truncated.
+    """
+    if apart:
+        return encode_apart(tokenizer, *one_output(row, what), limit, what)
+    whole, mask = encode_sample(tokenizer, row, None, what)
+    ids, chosen = cut_sample(tokenizer, whole, mask, limit, what)
+    return ids, chosen, len(ids) < len(whole)
+
+
+def encode_pair_within(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample", *, apart: bool = False
+) -> tuple[EncodedSide, EncodedSide, bool]:
+    """Encode a pair row by `encode_pair`, or `encode_pair_apart` if the model reads prompt and output apart."""
+    return (encode_pair_apart if apart else encode_pair)(tokenizer, row, limit, what)
+
+
+def lost_by_truncation(tokenizer: PreTrainedTokenizerBase, *, pairs: bool, apart: bool) -> str:
+    """Return what truncated samples lose, in words."""
+    side = tokenizer.truncation_side
+    end = "end" if side == "right" else "beginning"
+    if pairs or apart:
+        which = "outputs" if apart else "outputs that are still too long"
+        what = f"prompts lose their beginning, and {which} their {end}"
+    else:
+        what = f"they lose their {end}"
+    return f"{what} (the tokenizer's truncation_side is {side!r})"
+
+
 def as_ids(value: Tensor | Sequence[int]) -> list[int]:
     """Return token ids, given as a 1-D tensor or a sequence, as a list of int.
 

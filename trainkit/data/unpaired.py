@@ -24,12 +24,7 @@ def check_labels(rows: Sequence[Row], weights: Mapping[str, float], *, ratio: tu
     """
     good = sum(bool(row["label"]) for row in rows)
     bad = len(rows) - good
-    if not good or not bad:
-        raise DataError(
-            f"all {len(rows)} samples are labelled {bool(good)}, and the algorithm needs desirable samples (label "
-            "True) and undesirable ones (False). Add samples with the other label, or train on the desirable ones with "
-            "method 'sft'"
-        )
+    check_both(good, bad)
     (name, given), (other, given_other) = weights.items()
     found, (least, most) = given * good / (given_other * bad), ratio
     factors = (least / found, most / found) if found < 1 else (found / most, found / least)
@@ -41,6 +36,16 @@ def check_labels(rows: Sequence[Row], weights: Mapping[str, float], *, ratio: tu
             "numbers; given %g",
             good, bad, name, given * factors[0], given * factors[1], given,
         )  # fmt: skip
+
+
+def check_both(good: int, bad: int) -> None:
+    """Raise a `DataError` unless there are samples labelled true, ``good`` many, and false, ``bad`` many."""
+    if not good or not bad:
+        raise DataError(
+            f"all {good + bad} samples are labelled {bool(good)}, and the algorithm needs desirable samples (label "
+            "True) and undesirable ones (False). Add samples with the other label, or train on the desirable ones with "
+            "method 'sft'"
+        )
 
 
 def mismatched(rows: Sequence[Row]) -> list[Row]:

@@ -419,6 +419,18 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return int(limit) if limit else None
 
 
+def length_limit(config: PreTrainedConfig, asked: int | None) -> int | None:
+    """Return the largest number of tokens: ``asked``, which is `train.seq_length`, or else the model's context.
+
+    Raises:
+        ConfigError: more is asked for than the context.
+    """
+    context = context_length(config)
+    if context and asked and asked > context:
+        raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+    return asked or context
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0: modules, and the floats that functional attention dropout reads (S-17)."""
     for module in model.modules():

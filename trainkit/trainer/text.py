@@ -37,22 +37,17 @@ from trainkit.data.columns import is_given, without
 from trainkit.data.pipeline import (
     EncodedSide,
     EqualSidesError,
-    cut_sample,
-    encode_apart,
-    encode_pair,
-    encode_pair_apart,
-    encode_sample,
-    one_output,
+    encode_pair_within,
+    encode_within,
+    lost_by_truncation,
 )
 from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
-from trainkit.models import (
-    context_length,
-    load_tokenizer,
-)
+from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
     eos_ids,
+    length_limit,
     load_model_config,
     pad_id,
 )
@@ -186,16 +181,14 @@ class TextTrainer(AcceleratedLoop[M]):
 
         It is the smaller of train.seq_length and the model's context.
         """
-        context, asked = context_length(self.model_config), self.config.train.seq_length
-        if context and asked and asked > context:
-            raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+        limit = length_limit(self.model_config, self.config.train.seq_length)
         vocabulary = self.model_config.get_text_config().vocab_size
         if len(self.tokenizer) > vocabulary:
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the model {vocabulary}; give the tokenizer that "
                 "belongs to the model, or a model with vocab_size to match"
             )
-        limit, room = asked or context, self.config.rollout.max_new_tokens
+        room = self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
             what = "the decoder's start token" if self.apart else "a prompt"
             raise ConfigError(
@@ -289,14 +282,7 @@ class TextTrainer(AcceleratedLoop[M]):
     @property
     def _lost(self) -> str:
         """What truncated samples lose, in words."""
-        side = self.tokenizer.truncation_side
-        end = "end" if side == "right" else "beginning"
-        if "pairs" in self.inputs or self.apart:
-            which = "outputs" if self.apart else "outputs that are still too long"
-            what = f"prompts lose their beginning, and {which} their {end}"
-        else:
-            what = f"they lose their {end}"
-        return f"{what} (the tokenizer's truncation_side is {side!r})"
+        return lost_by_truncation(self.tokenizer, pairs="pairs" in self.inputs, apart=self.apart)
 
     def _check_pairs(self, rows: list[Row], first: int) -> int:
         """Encode all pairs, and return how many are truncated.
@@ -320,7 +306,7 @@ class TextTrainer(AcceleratedLoop[M]):
         return cut
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return (encode_pair_apart if self.apart else encode_pair)(self.tokenizer, row, self.limit, what)
+        return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -332,11 +318,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        if self.apart:
-            return encode_apart(self.tokenizer, *one_output(row, what), self.limit, what)
-        whole, mask = encode_sample(self.tokenizer, row, None, what)
-        ids, chosen = cut_sample(self.tokenizer, whole, mask, self.limit, what)
-        return ids, chosen, len(ids) < len(whole)
+        return encode_within(self.tokenizer, row, self.limit, what, apart=self.apart)
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""

@@ -1,0 +1,372 @@
+"""Checking datasets: what training would make of their rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainkit.cli.console import RemoteCode, complete_method, lines, mark
+from trainkit.cli.files import read_data, wrong_lines
+from trainkit.cli.training import parse_overrides
+from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainkit.config import TRLConfig
+    from trainkit.data.inspection import Found, Inspection, Lengths, Part, Reading
+
+EXIT_OF_CHECK = (
+    "Exit code: 1 if training would refuse the data, or with --strict if anything else is found; 2 if the settings are "
+    "not valid; else 0."
+)
+SHOWN = 10
+"""Faults that are printed."""
+LONGEST = 2000
+"""Characters of a piece of the example that are printed."""
+WIDTH = 40
+"""The length of the longest bar of a histogram."""
+MEANINGS = {
+    "truncated": "truncated",
+    "dropped": "too long and dropped (rollout.overlong_prompts is 'drop')",
+    "empty": "with an output of nothing but blanks and EOS",
+    "duplicate": "the same as a row before",
+    "contradictory": "the same as a row before but for the label, or for chosen and rejected, which are swapped",
+}
+"""What is said of rows that training accepts and may not be meant."""
+REPEATED = "repeated prompt", "with the prompt of a row before and another output"
+"""What is said of rows that are as common as not, and no fault even if checks are strict."""
+LOST = {"no room": "no room for an output", "equal after truncation": "equal sides after truncation"}
+"""What is said of rows that are refused because of truncation."""
+
+
+def check_data(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="A file, a directory, or a hub id, as for trainkit train.", show_default=False
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. train.seq_length=512 data.ignore_columns=[id]."),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The algorithm to learn from it.", autocompletion=complete_method),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A directory or hub id, whose tokenizer and context count."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="A configuration, for its settings.")] = None,
+    row: Annotated[int | None, typer.Option(metavar="N", min=0, help="The row to show, from 0.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 1 if anything is found.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Print what training would make of data: format, columns, lengths, truncation, repetition, and faults of all rows.
+
+    A method decides what the rows are for: samples, samples with labels, pairs, or prompts. Without one, the format of
+    the first row does. Without a model, lengths are in characters.
+    """
+    rows = _read(source)
+    settled, named = _settle(config, method, model, overrides or [], rows)
+    settled = settled.settled(trust_remote_code=trust_remote_code)
+    reading, why = _reading(settled, rows, named)
+    if row is not None and row >= len(rows):
+        are = "is" if len(rows) == 1 else "are"
+        raise ConfigError(f"--row is {row}, and there {are} {_rows(len(rows))}; rows are numbered from 0")
+    from trainkit.data.inspection import inspect
+
+    with _progress(len(rows)) as progress:
+        found = inspect(rows, reading, shown=row, progress=progress)
+    by_line = Path(source).suffix.lower() in (".jsonl", ".txt")
+    failed = bool(found.faults) or (strict and bool(_warnings(found)))
+    if as_json:
+        typer.echo(json.dumps({"source": source, "read_as": why, "passed": not failed, **asdict(found)}, indent=2))
+    else:
+        for line in _report(found, why, source, by_line, row):
+            typer.echo(line, color=_coloured() or None)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _read(source: str) -> Sequence[Any]:
+    """Return the rows; of a file with lines that are not JSON, the error names them all."""
+    try:
+        return read_data(source)
+    except DataError as error:
+        try:
+            wrong = wrong_lines(Path(source))
+        except DataError:
+            wrong = []
+        if len(wrong) < 2:
+            raise
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        named = ", ".join(map(str, wrong[:SHOWN]))
+        raise DataError(f"{error}\n{len(wrong)} lines are not JSON: {named}{more}") from error
+
+
+# ----------------------------------------------------------------------------------------------- how the rows are read
+
+
+def _settle(
+    file: Path | None, method: str | None, model: str | None, overrides: list[str], rows: Sequence[Any]
+) -> tuple[TRLConfig[Any], bool]:
+    """Return the configuration whose settings count, and whether its method is named, or else follows from the data."""
+    from trainkit.config import MethodConfig, TRLConfig, default_config, read_config
+    from trainkit.config.tree import merged, nest
+
+    changes = parse_overrides(overrides)
+    named = changes.get("method.name") or changes.get("method")
+    if model is not None and (other := changes.setdefault("model.model_path", model)) != model:
+        raise ConfigError(f"--model is {model!r} and model.model_path={other!r}; give one of the two")
+    if file is not None:
+        settled = read_config(file, changes)
+        if method is not None and method.lower() != settled.method.name:
+            raise ConfigError(
+                f"--method is {method!r} and the method of {file} is {settled.method.name!r}; give one of the two"
+            )
+        return settled, True
+    if method is not None or isinstance(named, str):
+        return default_config(method or str(named)).update(changes), True
+    usual = _usual(rows, changes.get("data.ignore_columns"))
+    if _trainer(usual, needed=False) is not None:
+        return default_config(usual).update(changes), False
+    sections: dict[str, Any] = {}
+    for key, value in changes.items():
+        sections = merged(sections, nest(key, value))
+    return TRLConfig(method=MethodConfig(name=usual), **sections), False  # the format says enough
+
+
+def _trainer(name: str, *, needed: bool) -> Any:
+    """Return the trainer class of a method; None if it is not needed and cannot be used."""
+    from trainkit.plugins import get_trainer
+
+    try:
+        return get_trainer(name)
+    except (PluginError, RegistryError):
+        if needed:
+            raise
+        return None
+
+
+def _usual(rows: Sequence[Any], ignored: Any) -> str:
+    """Return the method of `trainkit.train` for such rows."""
+    from trainkit.api import usual_method
+    from trainkit.data.inspection import usual_kind
+
+    ignored = ignored if isinstance(ignored, list) else []
+    given = ["prompts", "reward_fn"] if usual_kind(rows, ignored) == "prompts" else ["samples"]
+    return usual_method(given, rows, {"data": {"ignore_columns": ignored}})
+
+
+def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[Reading, str]:
+    """Return how the rows are read, and in words as what, and why."""
+    from trainkit.data.inspection import Reading, kind_of, usual_kind
+
+    name, ignored = config.method.name, tuple(config.data.ignore_columns)
+    trainer = _trainer(name, needed=named)
+    inputs = () if trainer is None else trainer.inputs_for(config.method)
+    kind = kind_of(inputs) if inputs else usual_kind(rows, ignored)
+    why = f"method {name!r} learns from {' and '.join(inputs)}"
+    if not named:
+        why = f"the format of the first row; {name!r} is the method for it if none is named"
+    why = f"{f'samples with {kind}' if kind in ('labels', 'rewards') else kind} ({why})"
+    reading = Reading(
+        kind=kind,
+        columns=tuple(getattr(trainer, "columns", ())),
+        ignored=ignored,
+        scored=not inputs or bool({"reward_fn", "environment"} & {*inputs}),
+        omitted=_own_checks(name, trainer),
+        **(_limits(config, kind) if trainer is None or hasattr(trainer, "columns") else {}),
+    )
+    return reading, why
+
+
+def _own_checks(name: str, trainer: Any) -> tuple[str, ...]:
+    """Return in words what only training checks: what the algorithm's class adds to the reading of data."""
+    if trainer is None:
+        return (f"what {name!r} checks itself of its samples: it cannot be used here",)
+    if not hasattr(trainer, "columns"):
+        return (f"lengths in tokens: {name!r} has its own way to read text",)
+    reads = next(base for base in trainer.__mro__ if "read_samples" in vars(base))
+    if reads.__module__.partition(".")[0] != "trainkit":
+        return (f"what {name!r} checks itself of its samples",)
+    return ()
+
+
+def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
+    """Return the tokenizer and what follows from the model's context, as far as a model or tokenizer is named."""
+    from trainkit.models import load_tokenizer
+    from trainkit.models.loading import length_limit, load_model_config
+
+    if not isinstance(config.tokenizer.tokenizer_path or config.model.model_path, str):
+        return {}
+    tokenizer, apart, limit = load_tokenizer(config), False, config.train.seq_length
+    if config.model.model_path is not None:
+        model = load_model_config(config.model)
+        apart, limit = bool(model.is_encoder_decoder), length_limit(model, limit)
+    if kind == "prompts" and limit is not None and not apart:
+        limit -= config.rollout.max_new_tokens
+        if limit < 1:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, which leaves no room for a prompt within "
+                f"{limit + config.rollout.max_new_tokens} tokens; lower it"
+            )
+    return {"tokenizer": tokenizer, "limit": limit, "apart": apart, "overlong": config.rollout.overlong_prompts}
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal; yield a function that moves it by a number of rows."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("rows", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _coloured() -> bool:
+    """Return whether the output is a terminal that shows colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _warnings(found: Inspection) -> list[str]:
+    """Return what training accepts and may not be meant, in sentences."""
+    warnings = []
+    for name, meaning in MEANINGS.items():
+        if name in found.findings:
+            some = found.findings[name]
+            lost = f", which removes {found.tokens_lost} tokens: {found.lost}" if name == "truncated" else ""
+            warnings.append(f"{_rows(some.count)} {meaning}{lost} {_indices(some)}")
+    unread = [name for name, uses in found.columns.items() if "not read" in uses]
+    if unread:
+        warnings.append(f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}")
+    return warnings
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
+
+
+def _indices(some: Found, by_line: bool = False) -> str:
+    """Return the numbers of the first rows, in brackets."""
+    first = some.rows[:SHOWN]
+    more = f" and {some.count - len(first)} more" if some.count > len(first) else ""
+    at = f", line {first[0] + 1}" if by_line and len(first) == 1 and not more else ""
+    return f"(row{'s' * (some.count > 1)} {', '.join(map(str, first))}{more}{at})"
+
+
+def _report(found: Inspection, why: str, source: str, by_line: bool, asked: int | None) -> Iterator[str]:
+    """Yield the lines of the report."""
+    forms = ", ".join(f"{count} {form}" for form, count in found.formats.items())
+    yield printable(f"{source}: {_rows(found.rows)}{f': {forms}' if forms else ''}")
+    yield f"read as {why}"
+    if found.labels:
+        yield "labels: " + ", ".join(f"{count} {label}" for label, count in found.labels.items())
+    yield from _columns(found)
+    yield from _lengths(found)
+    yield from _example(found, asked)
+    yield ""
+    for sentence in _warnings(found):
+        yield printable(f"! {sentence}")
+    if some := found.findings.get(REPEATED[0]):
+        yield f"  {_rows(some.count)} {REPEATED[1]} {_indices(some)}"
+    yield from _faults(found, by_line)
+
+
+def _columns(found: Inspection) -> Iterator[str]:
+    if not found.columns:
+        return
+    yield ""
+    yield "columns:"
+    wide = max(map(len, map(printable, found.columns)))
+    for name, uses in found.columns.items():
+        yield f"  {printable(name):{wide}}  " + "; ".join(f"{_rows(count)}: {use}" for use, count in uses.items())
+
+
+def _lengths(found: Inspection) -> Iterator[str]:
+    for each in found.omitted:
+        yield f"omitted: {printable(each)}"
+    if not found.lengths:
+        return
+    yield ""
+    room = "leave room for the response" if found.kind == "prompts" else "are read of a row"
+    yield f"lengths in {found.unit}" + (f" (at most {found.limit} {room}):" if found.limit else ":")
+    yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}"
+    for name, lengths in found.lengths.items():
+        numbers = (lengths.least, lengths.median, lengths.mean, lengths.percentile_95, lengths.most)
+        yield f"  {name:8} " + " ".join(f"{number:7.4g}" if number < 1e4 else f"{number:7.0f}" for number in numbers)
+    name = "whole" if "whole" in found.lengths else next(iter(found.lengths))
+    yield ""
+    yield from _histogram(name, found.lengths[name])
+
+
+def _histogram(name: str, lengths: Lengths) -> Iterator[str]:
+    """Yield the bars of a histogram of the lengths of rows."""
+    block = "█" if "█".encode(sys.stdout.encoding or "ascii", "replace") != b"?" else "#"
+    ends = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(lengths.bounds)]
+    wide, most = max(map(len, ends)), max(lengths.counts)
+    yield f"  {name}:"
+    for end, count in zip(ends, lengths.counts, strict=True):
+        bar = block * (-(-WIDTH * count // most))
+        yield f"  {end:>{wide}} {bar}{' ' * bool(bar)}{count}"
+
+
+def _example(found: Inspection, asked: int | None) -> Iterator[str]:
+    if found.example_row is None:
+        if asked is not None:
+            yield ""
+            yield f"row {asked} is refused, so it is not shown"
+        return
+    yield ""
+    how = "green and bold" if _coloured() else "in [[ ]]"
+    yield f"row {found.example_row}, with what is trained on {how}:"
+    for side, parts in found.example.items():
+        yield f"  {side}:"
+        yield "".join(map(_part, parts))
+
+
+def _part(part: Part) -> str:
+    text, trained = part
+    cut = f" ... ({len(text) - LONGEST} more characters) ... "
+    text = lines(text if len(text) <= LONGEST else text[: LONGEST // 2] + cut + text[-LONGEST // 2 :])
+    if _coloured():
+        return typer.style(text, fg="green", bold=True) if trained else typer.style(text, dim=True)
+    return f"[[{text}]]" if trained else text
+
+
+def _faults(found: Inspection, by_line: bool) -> Iterator[str]:
+    """Yield what training refuses."""
+    from trainkit.data.inspection import EXPECTED_AS
+
+    if not found.faults:
+        yield f"{mark(True)} training accepts all rows"
+        return
+    which = f"{found.refused} of {_rows(found.rows)}" if found.refused else "the data"
+    yield f"{mark(False)} training refuses {which}; expected are {EXPECTED_AS[found.kind]}"
+    for name, meaning in LOST.items():
+        if some := found.findings.get(name):
+            yield f"  {_rows(some.count)} with {meaning} within {found.limit} tokens {_indices(some)}"
+    for fault in found.faults[:SHOWN]:
+        yield lines(f"  {fault.message}{f' {_indices(fault, by_line)}' if fault.rows else ''}")
+    if len(found.faults) > SHOWN:
+        rest = found.faults[SHOWN:]
+        yield f"  and {len(rest)} more kinds of faults, of {sum(each.count for each in rest)} rows; --json prints them"
