@@ -83,8 +83,12 @@ def load_model(
     **arguments: Any,
 ) -> Tried:
     """Load a model with the options that were given; print what is said about it."""
+    from transformers.utils import logging
+
     from trainkit.trainer.trying import load
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     tried = load(
         model,
