@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,8 +24,11 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+import trainkit
 from trainkit.cli import app
 from trainkit.data.chat import PLAIN_TEMPLATE
+from trainkit.errors import ConfigError
+from trainkit.runs.exports import find_model
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, PROMPTS, tiny_trainer
 from trainkit.trainer.trying import Conversation, Mean, load, respond
@@ -84,6 +94,7 @@ def test_the_numbers_of_a_run_are_exactly_those_of_its_last_evaluation(name: str
     assert found["step"] == 2
     recorded = [json.loads(line) for line in (runs / name / "samples.jsonl").read_text().splitlines()]
     outputs = [line["output"] for line in recorded if line.get("kind") == "evaluation" and line["step"] == 2]
+    assert outputs
     assert outputs == [json.loads(line)["output"] for line in out.read_text().splitlines()][: len(outputs)]
 
 
@@ -228,10 +239,10 @@ def test_a_conversation_remembers_and_drops_its_oldest_messages_when_the_context
     chat.answer("one", lambda _: None)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
     assert not chat.dropped
-    chat.answer("x" * 40, lambda _: None)
+    chat.answer("x" * 60, lambda _: None)
     assert chat.dropped == 2
-    assert [message["content"] for message in chat.messages][0] == "x" * 40
-    result = told("chat", str(talker), "--max-new-tokens", "8", typed="one\n" + "x" * 50 + "\n" + "x" * 300 + "\n")
+    assert chat.messages[0]["content"] == "x" * 60
+    result = told("chat", str(talker), "--max-new-tokens", "8", typed="one\n" + "x" * 70 + "\n" + "x" * 300 + "\n")
     assert "did not read the oldest 2 messages" in result.stderr
     assert "the message has 3" in result.stderr
     assert "lower --max-new-tokens" in result.stderr
@@ -260,3 +271,92 @@ def test_two_models_are_compared_one_after_the_other_in_a_pipe(runs: Path) -> No
     first, second = str(runs / "ppo"), str(runs / "ilql")
     result = told("chat", first, "--compare", second, "--seed", "1", typed="ab\n")
     assert [line for line in result.stdout.splitlines() if line.startswith("[")] == [f"[{first}]", f"[{second}]"]
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Conversation, "answer", lambda self, message, tell: tell("a\x1b[31m\nb") or "")
+    assert told("chat", str(talker), typed="x\n").stdout == "a [31m\nb\n"
+
+
+def test_a_terminal_has_two_answers_side_by_side_and_ends_with_ctrl_d(runs: Path) -> None:
+    first, second = "ppo", "ilql"
+    command = [sys.executable, "-m", "trainkit.cli", "chat", first, "--compare", second, "--seed", "1"]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=runs, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as process:
+        try:
+            os.close(theirs)
+            _seen(ours, "> ")
+            os.write(ours, b"ab\n")
+            shown = _seen(ours, "> ")
+            os.write(ours, b"\x04")
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+    tops = [line for line in shown.splitlines() if "─ ppo ─" in line]
+    assert len(tops) > 2, "the answers appear while they are written"
+    assert all("─ ilql ─" in line for line in tops)
+
+
+def _seen(terminal: int, wanted: str) -> str:
+    """Read what a program writes to its terminal until ``wanted`` is at the end."""
+    found, end = "", time.monotonic() + 60
+    while not found.replace("\r", "").endswith(wanted):
+        assert select.select([terminal], [], [], end - time.monotonic())[0], f"{wanted!r} was not written: {found}"
+        found += os.read(terminal, 65536).decode("utf-8", "replace")
+    return found
+
+
+# --------------------------------------------------------------------------------------- what is no model that writes
+
+
+def test_a_directory_that_is_not_there_is_told_and_the_nearest_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    name = f"{runs.name}/ppo/modle"
+    expected = f"there is no directory '{name}'; did you mean '{runs.name}/ppo/model'?"
+    for command in (("chat", name), ("generate", name, "--prompts", "p.txt", "--out", "o.jsonl")):
+        (runs.parent / "p.txt").write_text("a")
+        assert expected in told(*command, code=2).stderr
+    config = ("train", f"{runs}/ppo/config.yaml", f"model.model_path={name}", "--prompts", "p.txt")
+    assert expected in told(*config, code=2).stderr
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        trainkit.train(name, prompts=["a"], reward_fn=len)  # type: ignore[arg-type]
+
+
+def test_a_reward_model_and_a_diffusion_pipeline_are_told_to_be_such(runs: Path, tmp_path: Path) -> None:
+    for name in ("reward", "reward/model"):
+        assert "is a reward model, which scores text" in told("chat", str(runs / name), code=2).stderr
+    shutil.copytree(runs / "reward" / "model", tmp_path / "moved")
+    assert "is a reward model, which scores text" in told("chat", str(tmp_path / "moved"), code=2).stderr
+    classifier = AutoModelForSequenceClassification.from_config(GPT2Config(**tiny_gpt2(10), num_labels=1))
+    classifier.save_pretrained(tmp_path / "classifier")
+    assert "is a reward model, which scores text" in told("chat", str(tmp_path / "classifier"), code=2).stderr
+    (tmp_path / "model_index.json").write_text('{"_class_name": "DDPMPipeline"}')
+    assert "a diffusion pipeline (DDPMPipeline): it makes images" in told("chat", str(tmp_path), code=2).stderr
+
+
+def test_a_run_without_export_and_a_directory_without_model_say_what_to_give(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "ppo", run)
+    assert find_model(str(run), best=True).model == str(run / "best")
+    shutil.rmtree(run / "model")
+    error = told("chat", str(run), code=2).stderr
+    assert "it ended at step 2 of 2, before the export" in error
+    assert "Its best export so far: --best" in error
+    shutil.rmtree(run / "best")
+    assert "train.save_best writes" in told("chat", str(run), "--best", code=2).stderr
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    assert f"give the run '{run}'" in told("chat", str(run / "checkpoints" / "step-2"), code=2).stderr
+    assert "holds neither a model" in told("chat", str(tmp_path), code=2).stderr
+    assert "is the directory of no run" in told("chat", str(runs / "ppo" / "model"), "--best", code=2).stderr
+
+
+def test_an_export_away_from_its_run_is_a_plain_model_and_says_so(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "ilql" / "model", tmp_path / "moved")
+    assert "is an export of 'ilql' without the configuration" in told("chat", str(tmp_path / "moved"), typed="").stderr
+    assert not load(str(runs / "ilql" / "model")).notes

@@ -143,7 +143,7 @@ def _side_by_side(line: str, chats: list[Conversation], names: list[str]) -> Non
         table.add_row(*(Panel(Text(t), title=Text(printable(n))) for t, n in zip(texts, names, strict=True)))
         return table
 
-    with Live(shown(), console=Console(), auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(shown(), console=Console(), auto_refresh=False) as live:
         for at, each in enumerate(chats):
 
             def add(text: str, at: int = at) -> None:
@@ -151,3 +151,4 @@ def _side_by_side(line: str, chats: list[Conversation], names: list[str]) -> Non
                 live.update(shown(), refresh=True)
 
             each.answer(line, add)
+        live.vertical_overflow = "visible"  # at the end, also what the terminal has no lines for

@@ -128,7 +128,7 @@ def load(
     _refuse_pipeline(source)
     known = {name: value for name, value in arguments.items() if value is not None}
     if source.run is None:
-        config, left_out = _config_of_model(source, trust_remote_code), list[str]()
+        config, left_out = _config_of_model(source, trust_remote_code), _without_run(source)
     else:
         config, left_out = _config_of_run(source, source.run, known)
     changes: dict[str, Any] = {} if seed is None else {"train.seed": seed}
@@ -208,6 +208,16 @@ def _config_of_model(source: Source, trust_remote_code: bool) -> TRLConfig[Any]:
             "train": {"trackers": []},
         }
     )
+
+
+def _without_run(source: Source) -> list[str]:
+    """Return what is left out of an export that is not in the directory of its run."""
+    if not source.mark:
+        return []
+    return [
+        f"{source.model!r} is an export of {source.mark.get('method')!r} without the configuration of its run, which "
+        "is in the directory of the run: it is sampled from as any language model, without heads that it may have"
+    ]
 
 
 def _dtype(config: PreTrainedConfig) -> str:
