@@ -23,8 +23,8 @@ SPINE = (
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
 LAZY = {
     ("api", "data"), ("api", "trainer"),
-    ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "models"), ("cli", "plain"), ("cli", "plugins"),
-    ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"),
+    ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "data"), ("cli", "models"), ("cli", "plain"),
+    ("cli", "plugins"), ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"), ("cli", "trainer"),
     ("data", "report"), ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version
 }  # fmt: skip
@@ -34,7 +34,7 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "runs"), ("cli", "testing"), ("examples", "trainer"),
+    ("cli", "config"), ("cli", "runs"), ("cli", "testing"), ("cli", "trainer"), ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
     ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     T5Config,
     T5ForConditionalGeneration,

@@ -38,7 +38,7 @@ def chat(
     best: Best = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Talk to a model: a run's, with the settings of the run, or any other. /help lists commands.
+    """Print a model's answers to what is typed; of a run, with its settings. /help lists commands.
 
     Conversations are written with the tokenizer's chat template. A model without one continues each line as text.
     Lines may also come through a pipe.

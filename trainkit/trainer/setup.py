@@ -286,7 +286,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
 
-    def prepare_model(self) -> None:
+    def _prepare_model(self) -> None:
         """Load the model to generate and evaluate with it: without reference, frozen models and optimizer."""
         vars(self)["_prepared"] = (self.unwrapped.to(self.accelerator.device), None, None, None)
 

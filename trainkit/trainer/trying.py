@@ -18,12 +18,13 @@ from trainkit.metrics import Metrics
 from trainkit.models import context_length
 from trainkit.models.adapters import has_score_head
 from trainkit.models.loading import is_classifier, load_model_config
-from trainkit.plain import read_yaml
 from trainkit.plugins import get_trainer, register_trainer
 from trainkit.plugins.hooks import name_of
-from trainkit.rollouts import Record, cut_at_stop, decode
+from trainkit.rollouts import Record as Measured
+from trainkit.rollouts import cut_at_stop, decode
 from trainkit.runs.comparison import quantile
-from trainkit.runs.exports import CONFIG, Source, find_model
+from trainkit.runs import Record
+from trainkit.runs.exports import Source, find_model
 from trainkit.seeding import derive_seed, placed, turn_seed
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 
@@ -128,9 +129,9 @@ def load(
     _refuse_pipeline(source)
     known = {name: value for name, value in arguments.items() if value is not None}
     if source.run is None:
-        config, left_out = _config_of_model(source, trust_remote_code), _without_run(source)
+        config, omitted = _config_of_model(source, trust_remote_code), _without_run(source)
     else:
-        config, left_out = _config_of_run(source, source.run, known)
+        config, omitted = _config_of_run(source, source.run, known)
     changes: dict[str, Any] = {} if seed is None else {"train.seed": seed}
     changes |= {} if batch_size is None else {"rollout.batch_size": batch_size}
     if "max_new_tokens" in wanted:  # it also limits the prompts
@@ -143,8 +144,8 @@ def load(
         raise ConfigError(_scores(given))
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
     trainer.progress.step = int(source.mark.get("step", 0))
-    trainer.prepare_model()
-    return Tried(source, trainer, wanted, left_out)
+    trainer._prepare_model()
+    return Tried(source, trainer, wanted, omitted)
 
 
 IMAGES = "Load it with diffusers: DiffusionPipeline.from_pretrained(path)(prompt).images"
@@ -165,9 +166,9 @@ def _refuse_pipeline(source: Source) -> None:
 
 
 def _config_of_run(source: Source, run: Path, arguments: Mapping[str, Any]) -> tuple[TRLConfig[Any], list[str]]:
-    """Return the configuration to try a run's export with, and what it leaves out of the run's."""
+    """Return the configuration to try a run's export with, and what it omits of the run's."""
     sections = {
-        name: dict(value) if isinstance(value, Mapping) else value for name, value in read_yaml(run / CONFIG).items()
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in Record(run).config.items()
     }
     engine = name_of((sections.get("rollout") or {}).get("engine", "local"))
     for section, names in OF_TRAINING.items():
@@ -211,7 +212,7 @@ def _config_of_model(source: Source, trust_remote_code: bool) -> TRLConfig[Any]:
 
 
 def _without_run(source: Source) -> list[str]:
-    """Return what is left out of an export that is not in the directory of its run."""
+    """Return what is not used of an export that is not in the directory of its run."""
     if not source.mark:
         return []
     return [
@@ -252,7 +253,7 @@ def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, f
         tried: the model.
         prompts: text, conversations, or dicts with one of them under ``prompt`` and further columns.
         samples_per_prompt: the number of responses to each prompt.
-        first: the number of responses that are left out at the beginning, because they are known.
+        first: the number of responses that are skipped at the beginning, because they are known.
 
     Raises:
         DataError: a prompt is none, or too long.
@@ -310,7 +311,7 @@ class Evaluated:
     """An evaluation: the metrics that training records, and a record of each response."""
 
     metrics: dict[str, float]
-    records: list[Record]
+    records: list[Measured]
 
     @property
     def means(self) -> dict[str, Mean]:
@@ -323,7 +324,7 @@ class Evaluated:
                     found.setdefault(name + suffix, []).append(float(value))
         return {name: Mean.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))}
 
-    def ranked(self) -> list[Record]:
+    def ranked(self) -> list[Measured]:
         """Return the records with a reward, the highest first; empty if there are none."""
         rewarded = [record for record in self.records if record.get("reward") is not None]
         return sorted(rewarded, key=lambda record: -record["reward"])
