@@ -31,7 +31,7 @@ from trainkit.data.chat import PLAIN_TEMPLATE
 from trainkit.errors import ConfigError
 from trainkit.runs.exports import find_model
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
-from trainkit.testing.trainers import LETTERS, PROMPTS, tiny_trainer
+from trainkit.testing.trainers import LETTERS, PROMPTS, Letters, tiny_trainer
 from trainkit.trainer.trying import Conversation, Mean, load, respond
 
 REWARD = "from trainkit.testing.trainers import Letters, count_first_letters\n"
@@ -52,6 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ilql": ("ilql", {"rollout__eval_kwargs": {"beta": 4.0}}),
         "lora": ("ppo", {"model__peft_config": {"r": 2}}),
         "reward": ("reward", {}),
+        "game": ("ppo", {"arguments": {"environment": Letters, "reward_fn": None}, "rollout__max_turns": 3}),
     }
     for name, (method, changes) in kinds.items():
         tiny_trainer(method, folder / name, train__total_steps=2, train__eval_interval=2, **changes).learn()
@@ -81,11 +82,19 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("name", ["ppo", "ilql", "lora"])
+@pytest.mark.parametrize("name", ["ppo", "ilql", "lora", "game"])
 def test_the_numbers_of_a_run_are_exactly_those_of_its_last_evaluation(name: str, runs: Path, tmp_path: Path) -> None:
-    rewarded = f"{runs / 'reward.py'}:count_first_letters"
+    paid = ("--environment", "Letters") if name == "game" else ("--reward-fn", "count_first_letters")
     out = tmp_path / "samples.jsonl"
-    given = ("--prompts", str(runs / "plain.txt"), "--reward-fn", rewarded, "--out", str(out), "--json")
+    given = (
+        "--prompts",
+        str(runs / "plain.txt"),
+        paid[0],
+        f"{runs / 'reward.py'}:{paid[1]}",
+        "--out",
+        str(out),
+        "--json",
+    )
     found = json.loads(told("eval", str(runs / name), *given).stdout)
     lines = (runs / name / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if "eval/length" in line][-1]
@@ -337,6 +346,11 @@ def test_a_reward_model_and_a_diffusion_pipeline_are_told_to_be_such(runs: Path,
     classifier = AutoModelForSequenceClassification.from_config(GPT2Config(**tiny_gpt2(10), num_labels=1))
     classifier.save_pretrained(tmp_path / "classifier")
     assert "is a reward model, which scores text" in told("chat", str(tmp_path / "classifier"), code=2).stderr
+    (runs / "images").mkdir()
+    (runs / "images" / "config.yaml").write_text("method: ddpo\n")
+    (runs / "images" / "model").mkdir()
+    (runs / "images" / "model" / "config.json").write_text("{}")
+    assert "a model of 'ddpo', which generates no text" in told("chat", str(runs / "images"), code=2).stderr
     (tmp_path / "model_index.json").write_text('{"_class_name": "DDPMPipeline"}')
     assert "a diffusion pipeline (DDPMPipeline): it makes images" in told("chat", str(tmp_path), code=2).stderr
 

@@ -19,7 +19,6 @@ from trainkit.models import context_length
 from trainkit.models.adapters import has_score_head
 from trainkit.models.loading import is_classifier, load_model_config
 from trainkit.plugins import get_trainer, register_trainer
-from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import Record as Measured
 from trainkit.rollouts import cut_at_stop, decode
 from trainkit.runs import Record
@@ -167,22 +166,25 @@ def _refuse_pipeline(source: Source) -> None:
 
 def _config_of_run(source: Source, run: Path, arguments: Mapping[str, Any]) -> tuple[TRLConfig[Any], list[str]]:
     """Return the configuration to try a run's export with, and what it omits of the run's."""
-    sections = {
-        name: dict(value) if isinstance(value, Mapping) else value for name, value in Record(run).config.items()
-    }
-    engine = name_of((sections.get("rollout") or {}).get("engine", "local"))
-    for section, names in OF_TRAINING.items():
-        for name in names:
-            (sections.get(section) or {}).pop(name, None)
+
+    def without(section: str, names: Sequence[str]) -> dict[str, Any]:
+        given = sections.get(section)
+        return {k: v for k, v in given.items() if k not in names} if isinstance(given, Mapping) else {}
+
+    sections = dict(Record(run).config)
+    rollout = sections.get("rollout")
+    engine = rollout.get("engine", "local") if isinstance(rollout, Mapping) else "local"
+    engine = str(engine.get("name") if isinstance(engine, Mapping) else engine)
+    sections |= {section: without(section, names) for section, names in OF_TRAINING.items()}
     if "environment" not in arguments:
+        sections["rollout"] = without("rollout", OF_ENVIRONMENTS)
         sections.pop("environment", None)
-        for name in OF_ENVIRONMENTS:
-            (sections.get("rollout") or {}).pop(name, None)
     if "reward_fn" not in arguments:
         sections.pop("reward", None)
-    kwargs = {k: v for k, v in (sections["model"].get("kwargs") or {}).items() if k not in ("revision", "subfolder")}
+    kwargs = sections["model"].get("kwargs") or {}
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     sections["model"] |= {"model_path": source.model, "kwargs": kwargs}
-    sections["train"] = {**(sections.get("train") or {}), "trackers": []}
+    sections["train"]["trackers"] = []
     told = f"the run generated with the engine {engine!r}; here trainkit's own sampler generates"
     return TRLConfig.from_dict(sections), [told] if engine != "local" else []
 
