@@ -69,9 +69,9 @@ MISTAKES: list[tuple[str, str]] = [
     (M + "gen_kwargs: {}", "gen_kwargs@2): unknown field; did you mean rollout?"),
     (
         "method: ppo\nmodel:\n  model_path: ./gone/x",
-        "model.model_path@3): there is no 'gone'. Give a directory",
+        "model.model_path@3): there is no directory 'gone'. Give a directory",
     ),
-    (M + "model:\n  reference_path: /gone", "model.reference_path@3): there is no '/gone'"),
+    (M + "model:\n  reference_path: /gone", "model.reference_path@3): there is no directory '/gone'"),
     (M + "model: {model_path: 3}", "model.model_path@2): should be a hub id or directory"),
     (
         "method: ppo\nmodel: {dtype: bf16}",
@@ -87,7 +87,7 @@ MISTAKES: list[tuple[str, str]] = [
     (M + "model: {peft_config: {}, num_layers_unfrozen: 2}", "model@2): peft_config freezes"),
     (
         "method: ppo\ntokenizer: {tokenizer_path: ../gone}",
-        "tokenizer.tokenizer_path@2): there is no '../gone'",
+        "tokenizer.tokenizer_path@2): there is no directory '../gone'",
     ),
     (M + "tokenizer: {path: x}", "tokenizer.path@2): unknown field~known: tokenizer_path, kwargs"),
     (M + "data: {ignore_columns: id}", "data.ignore_columns@2): should be a valid list"),

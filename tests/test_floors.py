@@ -24,7 +24,7 @@ SPINE = (
 LAZY = {
     ("api", "data"), ("api", "trainer"),
     ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "data"), ("cli", "models"), ("cli", "plain"),
-    ("cli", "plugins"), ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"),
+    ("cli", "plugins"), ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"), ("cli", "trainer"),
     ("data", "report"), ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version
 }  # fmt: skip
@@ -34,7 +34,8 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "data"), ("cli", "runs"), ("cli", "testing"), ("examples", "trainer"),
+    ("cli", "config"), ("cli", "data"), ("cli", "runs"), ("cli", "testing"), ("cli", "trainer"),
+    ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
     ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
 }  # fmt: skip

@@ -150,12 +150,13 @@ def test_a_directory_that_is_not_there_is_said_to_be_not_there(
 
     place = str(good.parent / "modle")
     assert said(place).startswith(
-        f"{key} is {place!r}, and there is no {place!r}; did you mean {str(good)!r}? Give a hub"
+        f"{key} is {place!r}, and there is no directory {place!r}; did you mean {str(good)!r}? Give a hub"
     )
-    assert "and there is no 'runs/sft/modle'; did you mean 'runs/sft/model'?" in said("runs/sft/modle")
-    assert "and there is no 'run'; did you mean 'runs'?" in said("run/sft/model")
-    assert "and there is no 'runs/stf'; did you mean 'runs/sft'?" in said("runs/stf")
-    assert "and there is no '../nothing'." in said("../nothing")
+    assert "and there is no directory 'runs/sft/modle'; did you mean 'runs/sft/model'?" in said("runs/sft/modle")
+    assert "and there is no directory 'run'; did you mean 'runs'?" in said("run/sft/model")
+    assert "and there is no directory 'runs/stf'; did you mean 'runs/sft'?" in said("runs/stf")
+    assert "and there is no directory '../nothing'." in said("../nothing")
     assert f"{key} is '/{'x' * 300}', and there is no " in said(f"/{'x' * 300}")
     for hub_id in ("gpt2-nope", "somebody/gpt2-nope"):
         assert f"{hub_id!r} ({key}) cannot be loaded" in said(hub_id)
+    assert "There is no such directory; did you mean 'runs/sft'? Give" in said("rusn/sft")

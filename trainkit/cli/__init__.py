@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import configs, data, doctor, examples, models, plugins, reports, runs, training
+from trainkit.cli import chat, configs, data, doctor, examples, models, plugins, reports, runs, training, trying
 from trainkit.cli.console import ExplainedErrors, WithOverrides
 from trainkit.errors import TRACEBACK
 
@@ -54,6 +54,9 @@ app.command()(models.push)
 app.command("runs")(runs.list_runs)
 app.command()(reports.report)
 app.command()(reports.compare)
+app.command()(chat.chat)
+app.command()(trying.generate)
+app.command("eval")(trying.evaluate)
 app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from trainkit.cli.files import read_data
 from trainkit.cli.plugins import require_sound
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plugins import load_function
-
-if TYPE_CHECKING:
-    from trainkit.config import TRLConfig
 
 NO_PLUGIN = "--no-plugin"
 
@@ -74,7 +71,7 @@ def train(
                 raise ConfigError(f"{message}; `trainkit plugins` shows what is installed")
         if strict_plugins:
             require_sound(discover())
-        arguments = {} if task is None else _task_arguments(task, settled)
+        arguments = {} if task is None else task_arguments(task, settled.train.seed)
         sources = {
             "prompts": prompts,
             "samples": samples,
@@ -108,12 +105,16 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
     return changes
 
 
-def _task_arguments(reference: str, config: TRLConfig[Any]) -> dict[str, Any]:
-    """Call the task's function and return its result, checked to be arguments of `trainkit.train`."""
+def task_arguments(reference: str, seed: int) -> dict[str, Any]:
+    """Call the task's function and return its result, checked to be arguments of `trainkit.train`.
+
+    Raises:
+        ConfigError: it returned something else, or needs arguments besides ``seed``.
+    """
     from trainkit.api import train as run
 
     function = load_function(reference)
-    arguments = function(**_seed_argument(reference, function, config.train.seed))
+    arguments = function(**_seed_argument(reference, function, seed))
     allowed = [name for name in inspect.signature(run).parameters if name not in ("config", "trust_remote_code")]
     if not isinstance(arguments, dict):
         raise ConfigError(

@@ -57,4 +57,4 @@ def absent(given: str) -> str:
     around: list[str] = []
     with suppress(OSError):  # it is no directory, or cannot be read
         around = [str(other) for other in first.parent.iterdir()]
-    return f"there is no {str(first)!r}{suggest(str(first), around) or '.'}"
+    return f"there is no directory {str(first)!r}{suggest(str(first), around) or '.'}"

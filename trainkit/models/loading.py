@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from trainkit.config import ModelConfig, TRLConfig, absent
-from trainkit.errors import ConfigError, DataError, describe
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
     HEADS,
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 """Files of which a directory or repository with a tokenizer has at least one."""
+
+MOST_NEAR = 1000
+"""The most directories among which one with a similar name is looked for."""
 
 
 def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> PreTrainedModel:
@@ -457,7 +461,15 @@ def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
     advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
-    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {advice}"
+    near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
+    told = f"There is no such directory{near} " if near else ""
+    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {told}{advice}"
+
+
+def _directories_like(path: str) -> list[str]:
+    """Return directories that a name without a directory of its own, which may be a hub id, could mean."""
+    pattern = "/".join("*" for _ in Path(path).parts)
+    return [str(found) for found in islice(Path().glob(pattern), MOST_NEAR) if found.is_dir()]
 
 
 def _code_advice(error: Exception) -> str:

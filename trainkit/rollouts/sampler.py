@@ -158,11 +158,24 @@ class TokenSampler:
 
     @torch.no_grad()
     def generate(
-        self, queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], version: int = 0
+        self,
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        version: int = 0,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Generated:
-        """Return a response to each of ``queries`` as token ids; ``version`` is that of the weights."""
+        """Return a response to each of ``queries`` as token ids.
+
+        Args:
+            queries: the prompts as token ids.
+            settings: the sampling settings.
+            seeds: a seed for each response.
+            version: that of the weights.
+            watch: called with the indices [b] of responses and the next token [b] of each, when these are chosen.
+        """
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
-        responses = _Responses(self, queries, settings, draws)
+        responses = _Responses(self, queries, settings, draws, watch)
         with one_library() if self.beside_training else nullcontext():
             if self.fault:
                 _by_generate(self.decoder, queries, responses)
@@ -226,9 +239,14 @@ class _Responses:
     """The responses to B prompts while they are sampled, at most R tokens each; chooses their tokens."""
 
     def __init__(
-        self, sampler: TokenSampler, queries: list[list[int]], settings: SamplingConfig, draws: Tensor
+        self,
+        sampler: TokenSampler,
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        draws: Tensor,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        (count, self.room), device = draws.shape, draws.device
+        (count, self.room), device, self.watch = draws.shape, draws.device, watch
         self.sampler, self.settings, self.draws = sampler, settings, draws
         self.eos = torch.tensor(eos_ids(sampler.model, sampler.tokenizer), device=device)
         self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
@@ -271,6 +289,8 @@ class _Responses:
         if self.seen is not None:
             self.seen[rows, tokens] = True
         alive = self.alive[rows]
+        if self.watch is not None:
+            self.watch(rows[alive], tokens[alive])
         self.lengths[rows] += alive
         self.alive[rows] = alive & ~self._ended(step, rows, tokens)
         return tokens

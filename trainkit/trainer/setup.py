@@ -286,6 +286,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
 
+    def _prepare_model(self) -> None:
+        """Load the model to generate and evaluate with it: without reference, frozen models and optimizer."""
+        vars(self)["_prepared"] = (self.unwrapped.to(self.accelerator.device), None, None, None)
+
     def _loading_once(self) -> AbstractContextManager[None]:
         """Return a context in which only the main process loads weights, if no other one needs them whole."""
         once = self.sharding.stays_divided and not self._copies_model

@@ -1,0 +1,467 @@
+"""Trained models that are tried without training: loaded with the settings of their run, to generate and evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from trainkit.config import MethodConfig, ModelConfig, SamplingConfig, TRLConfig
+from trainkit.data import Batch, PromptEncoder, Row, prompt_rows, written_prompts
+from trainkit.errors import ConfigError, DataError
+from trainkit.metrics import Metrics
+from trainkit.models import context_length
+from trainkit.models.adapters import has_score_head
+from trainkit.models.loading import is_classifier, load_model_config
+from trainkit.plugins import get_trainer, register_trainer
+from trainkit.rollouts import Record as Measured
+from trainkit.rollouts import cut_at_stop, decode
+from trainkit.runs import Record
+from trainkit.runs.comparison import quantile
+from trainkit.runs.exports import Source, find_model
+from trainkit.seeding import derive_seed, placed, turn_seed
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+
+NAME = "_trying"
+"""The registered name of the trainer for models without a run; the underscore excludes it from listings."""
+LONGEST = 512
+"""Tokens of a response of a model without a run, where its context has room for them."""
+OF_TRAINING: dict[str, tuple[str, ...]] = {
+    "model": ("model_path", "reference_path", "num_layers_unfrozen", "peft_config"),
+    "tokenizer": ("tokenizer_path",),
+    "train": ("trackers", "resume", "sharding", "save_best"),
+    "rollout": ("engine", "staleness", "correction", "correction_level", "correction_cap", "max_refills"),
+}
+"""Settings of a run that concern its training alone, by section; an export has its own tokenizer."""
+OF_ENVIRONMENTS = ("max_turns", "max_episode_tokens")
+"""Settings of the section ``rollout`` that need an environment."""
+ITS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling settings that a model may bring in its generation config."""
+
+
+class TryingConfig(MethodConfig):
+    """Settings of `TryingTrainer`: none besides the name."""
+
+    name: str = NAME
+    """The registered name."""
+
+
+class TryingTrainer(AccelerateRLTrainer[TryingConfig]):
+    """Generates and evaluates with a language model that no run describes; it trains nothing."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("samples",)
+
+    def make_experience(self, rows: list[Row]) -> Batch:
+        """Raise an error: nothing is trained."""
+        raise NotImplementedError("a model that is tried is not trained")
+
+    def loss(self, batch: Any) -> tuple[Tensor, Metrics]:
+        """Raise an error: nothing is trained."""
+        raise NotImplementedError("a model that is tried is not trained")
+
+
+@dataclass
+class Tried:
+    """A model that is ready to generate.
+
+    Attributes:
+        source: where it comes from.
+        trainer: has the model, its tokenizer and the settings of its run.
+        given: sampling settings that the user gave, over those of the run or of the model.
+        notes: sentences about settings of the run that are not used.
+    """
+
+    source: Source
+    trainer: AccelerateRLTrainer[Any]
+    given: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> SamplingConfig:
+        """The sampling settings: those of the run, or of the model's generation config, with those that were given."""
+        return self.trainer.settings(**{**self.own, **self.given})
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The sampling settings of the model's generation config; empty for an export of a run."""
+        config = getattr(self.trainer.unwrapped.model, "generation_config", None)
+        if self.source.run is not None or not getattr(config, "do_sample", None):
+            return {}
+        found = {name: getattr(config, name, None) for name in ITS_OWN}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def load(
+    given: str,
+    *,
+    best: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    trust_remote_code: bool = False,
+    **arguments: Any,
+) -> Tried:
+    """Load a model to try it: no reference, no optimizer, and nothing is written.
+
+    An export of a run is loaded by the class of the run's algorithm and sampled from with the run's settings. Adapters
+    are merged.
+
+    Args:
+        given: the directory of a run, of an export or of another model, or a hub id.
+        best: of a run, its best export instead of the last.
+        settings: sampling settings instead of those of the run, by name.
+        seed: instead of ``train.seed``.
+        batch_size: instead of ``rollout.batch_size``.
+        trust_remote_code: whether Python code that comes with the model may run.
+        **arguments: those of the trainer: ``reward_fn``, ``metric_fn``, ``environment``, ``logit_mask``,
+            ``tokenizer``, ``stop_sequences``.
+
+    Raises:
+        ConfigError: there is no such model, it generates no text, or a setting is not valid.
+    """
+    source, wanted = find_model(given, best=best), dict(settings or {})
+    _refuse_pipeline(source)
+    known = {name: value for name, value in arguments.items() if value is not None}
+    if source.run is None:
+        config, omitted = _config_of_model(source, trust_remote_code), _without_run(source)
+    else:
+        config, omitted = _config_of_run(source, source.run, known)
+    changes: dict[str, Any] = {} if seed is None else {"train.seed": seed}
+    changes |= {} if batch_size is None else {"rollout.batch_size": batch_size}
+    if "max_new_tokens" in wanted:  # it also limits the prompts
+        changes["rollout.max_new_tokens"] = wanted["max_new_tokens"]
+    config = config.update(changes) if changes else config
+    cls = get_trainer(config.method.name)
+    if not issubclass(cls, AccelerateRLTrainer):
+        raise ConfigError(f"{given!r} is a model of {config.method.name!r}, which generates no text. {IMAGES}")
+    if not cls.generates:
+        raise ConfigError(_scores(given))
+    trainer = cls(config, trust_remote_code=trust_remote_code, **known)
+    trainer.progress.step = int(source.mark.get("step", 0))
+    trainer._prepare_model()
+    return Tried(source, trainer, wanted, omitted)
+
+
+IMAGES = "Load it with diffusers: DiffusionPipeline.from_pretrained(path)(prompt).images"
+
+
+def _scores(given: str) -> str:
+    """Return what can be done with a model that scores text."""
+    return (
+        f"{given!r} is a reward model, which scores text and writes none. Score text with "
+        "trainkit.RewardModel.from_pretrained(path), give that as reward_fn in training, or evaluate the model on "
+        "eval_samples"
+    )
+
+
+def _refuse_pipeline(source: Source) -> None:
+    if source.pipeline:
+        raise ConfigError(f"{source.model!r} is a diffusion pipeline ({source.pipeline}): it makes images. {IMAGES}")
+
+
+def _config_of_run(source: Source, run: Path, arguments: Mapping[str, Any]) -> tuple[TRLConfig[Any], list[str]]:
+    """Return the configuration to try a run's export with, and what it omits of the run's."""
+
+    def without(section: str, names: Sequence[str]) -> dict[str, Any]:
+        given = sections.get(section)
+        return {k: v for k, v in given.items() if k not in names} if isinstance(given, Mapping) else {}
+
+    sections = dict(Record(run).config)
+    rollout = sections.get("rollout")
+    engine = rollout.get("engine", "local") if isinstance(rollout, Mapping) else "local"
+    engine = str(engine.get("name") if isinstance(engine, Mapping) else engine)
+    sections |= {section: without(section, names) for section, names in OF_TRAINING.items()}
+    if "environment" not in arguments:
+        sections["rollout"] = without("rollout", OF_ENVIRONMENTS)
+        sections.pop("environment", None)
+    if "reward_fn" not in arguments:
+        sections.pop("reward", None)
+    kwargs = sections["model"].get("kwargs") or {}
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+    sections["model"] |= {"model_path": source.model, "kwargs": kwargs}
+    sections["train"]["trackers"] = []
+    told = f"the run generated with the engine {engine!r}; here trainkit's own sampler generates"
+    return TRLConfig.from_dict(sections), [told] if engine != "local" else []
+
+
+def _config_of_model(source: Source, trust_remote_code: bool) -> TRLConfig[Any]:
+    """Return a configuration for a model that no run describes.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or is no language model.
+    """
+    register_trainer(NAME)(TryingTrainer)
+    path = source.model
+    if has_score_head(Path(path)):
+        raise ConfigError(_scores(path))
+    allowed = {"trust_remote_code": True} if trust_remote_code else {}
+    found = load_model_config(ModelConfig(model_path=path, kwargs=allowed), "MODEL")
+    if is_classifier(found):
+        raise ConfigError(_scores(path))
+    return TRLConfig.from_dict(
+        {
+            "method": NAME,
+            "model": {"model_path": path, "dtype": _dtype(found)},
+            "rollout": {"max_new_tokens": _room(found), "batch_size": 8},
+            "train": {"trackers": []},
+        }
+    )
+
+
+def _without_run(source: Source) -> list[str]:
+    """Return what is not used of an export that is not in the directory of its run."""
+    if not source.mark:
+        return []
+    return [
+        f"{source.model!r} is an export of {source.mark.get('method')!r} without the configuration of its run, which "
+        "is in the directory of the run: it is sampled from as any language model, without heads that it may have"
+    ]
+
+
+def _dtype(config: PreTrainedConfig) -> str:
+    name = str(config.dtype).removeprefix("torch.")
+    return name if name in ("float32", "bfloat16", "float16") else "float32"
+
+
+def _room(config: PreTrainedConfig) -> int:
+    limit = context_length(config)
+    return LONGEST if limit is None else max(min(LONGEST, limit // 2), 1)
+
+
+# ------------------------------------------------------------------------------------------- responses to many prompts
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response to a prompt, and why it ended: ``stop`` (EOS or a stop string) or ``length``."""
+
+    row: Row
+    output: str
+    finish_reason: str
+
+
+def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, first: int = 0) -> Iterator[Response]:
+    """Yield the responses to all prompts in order, those to one prompt one after the other; sample them in batches.
+
+    The random numbers of a response follow from the seed of the run, the position of its prompt and its number among
+    the responses to it, and not from the size of the batches.
+
+    Args:
+        tried: the model.
+        prompts: text, conversations, or dicts with one of them under ``prompt`` and further columns.
+        samples_per_prompt: the number of responses to each prompt.
+        first: the number of responses that are skipped at the beginning, because they are known.
+
+    Raises:
+        DataError: a prompt is none, or too long.
+    """
+    trainer, settings = tried.trainer, tried.settings
+    given = prompt_rows(prompts)
+    rows = placed(written_prompts(given, trainer.tokenizer))
+    queries = [trainer.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
+    repeated = [index for index in range(len(rows)) for _ in range(samples_per_prompt)]
+    seeds = [turn_seed(seed, 0) for seed in trainer._seeds([rows[index] for index in repeated], "generate")]
+    size = trainer.config.rollout.batch_size
+    with trainer._sampling_model():
+        for start in range(first, len(repeated), size):
+            part = repeated[start : start + size]
+            rollouts = trainer._respond(
+                [rows[index] for index in part],
+                [queries[index] for index in part],
+                settings,
+                "generate",
+                seeds[start : start + size],
+            )
+            for index, output, ended in zip(part, rollouts.outputs, rollouts.terminated.tolist(), strict=True):
+                yield Response(given[index], output, "stop" if ended else "length")
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of a number over responses, with its deviation and the half width of its 95 % interval (Student's t)."""
+
+    mean: float
+    std: float
+    half: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Return the mean of one value or more; deviation and interval of one value are NaN."""
+        count, mean = len(values), math.fsum(values) / len(values)
+        if count < 2:
+            return cls(mean, math.nan, math.nan, count)
+        std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+        return cls(mean, std, quantile(0.95, count - 1) * std / math.sqrt(count), count)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The ends of the interval."""
+        return self.mean - self.half, self.mean + self.half
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation: the metrics that training records, and a record of each response."""
+
+    metrics: dict[str, float]
+    records: list[Measured]
+
+    @property
+    def means(self) -> dict[str, Mean]:
+        """The means of the numbers that each response has, by name and swept setting; those of one reward first."""
+        found: dict[str, list[float]] = {}
+        for record in self.records:
+            suffix = f"@{record['setting']}" if "setting" in record else ""
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    found.setdefault(name + suffix, []).append(float(value))
+        return {name: Mean.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))}
+
+    def ranked(self) -> list[Measured]:
+        """Return the records with a reward, the highest first; empty if there are none."""
+        rewarded = [record for record in self.records if record.get("reward") is not None]
+        return sorted(rewarded, key=lambda record: -record["reward"])
+
+
+def evaluate(tried: Tried, prompts: Sequence[Any]) -> Evaluated:
+    """Evaluate on prompts as training does: of a run's export, the numbers are those of its last evaluation.
+
+    Raises:
+        DataError: a prompt is none, or too long.
+        RewardError: the reward or metric function failed.
+    """
+    trainer = tried.trainer
+    if changed := {**tried.own, **trainer.config.rollout.eval_kwargs, **tried.given}:
+        trainer.config = trainer.config.update({"rollout.eval_kwargs": changed})
+    trainer.add_eval_pipeline(prompts)
+    with trainer._sampling_model():
+        return Evaluated(*trainer.evaluation())
+
+
+# -------------------------------------------------------------------------------------------------------- conversation
+
+
+class Conversation:
+    """A conversation with a model, whose answers are told while they are written.
+
+    Without a chat template, every message is text that the model continues, and nothing is remembered.
+
+    Args:
+        tried: the model.
+        system: the system prompt.
+
+    Raises:
+        ConfigError: there is a system prompt, and no chat template to write it with.
+    """
+
+    def __init__(self, tried: Tried, system: str | None = None) -> None:
+        self.tried, self.turn = tried, 0
+        self.dropped = 0
+        """Messages that the last answer did not read, because the context had no room for them."""
+        self.messages: list[dict[str, str]] = []
+        self.begin(system)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return getattr(self.tried.trainer.tokenizer, "chat_template", None) is not None
+
+    def begin(self, system: str | None) -> None:
+        """Forget all messages, and begin with a system prompt; None or empty text: with none."""
+        if system and not self.has_template:
+            raise ConfigError(
+                f"the tokenizer of {self.tried.source.model!r} has no chat template, so there is no place for a system "
+                "prompt; write it at the beginning of the text"
+            )
+        self.system, self.messages = system or None, []
+
+    def answer(self, message: str, tell: Callable[[str], None]) -> str:
+        """Return the answer to a message, which is remembered; ``tell`` gets its text, piece after piece.
+
+        If ``tell`` or the sampler is interrupted (KeyboardInterrupt), the answer is what has been told.
+
+        Raises:
+            DataError: the message has no tokens, or too many for the context; it is not remembered.
+        """
+        trainer, settings = self.tried.trainer, self.tried.settings
+        messages = [*self.messages, {"role": "user", "content": message}]
+        query = self._fitting(messages, settings.max_new_tokens)
+        told = _Told(trainer.tokenizer, settings.stop_sequences, trainer.config.rollout.skip_special_tokens, tell)
+        seed, self.turn = derive_seed(trainer.config.train.seed, "chat", self.turn), self.turn + 1
+        sampler: Any = trainer.core_sampler()
+        trainer.unwrapped.eval()
+        try:
+            with trainer.accelerator.autocast():
+                sampler.generate([query], settings, [seed], watch=lambda _, tokens: told.add(tokens.tolist()))
+            told.end()
+        except KeyboardInterrupt:
+            pass
+        if self.has_template:
+            self.messages = [*messages, {"role": "assistant", "content": told.text}]
+        return told.text
+
+    def _fitting(self, messages: list[dict[str, str]], room: int) -> list[int]:
+        """Return the tokens of the newest messages that leave room for an answer; forget the others."""
+        self.dropped = 0
+        while True:
+            query = self._encode(messages)
+            if self.tried.trainer.fits(len(query), room):
+                return query
+            if len(messages) < 3:
+                what, limit = self.tried.trainer.what_fits, len(query)
+                raise DataError(f"the message has {limit} tokens, and the answer may have {room}; {what}. {SHORTER}")
+            del messages[:2]
+            self.dropped += 2
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        trainer = self.tried.trainer
+        prompt: Any = messages[-1]["content"]
+        if self.has_template:
+            first = [] if self.system is None else [{"role": "system", "content": self.system}]
+            [row] = written_prompts([{"prompt": [*first, *messages]}], trainer.tokenizer)
+            prompt = row["prompt"]
+        return PromptEncoder(trainer.tokenizer, None, ends=trainer.apart)(prompt, "the message")
+
+
+SHORTER = "Shorten the message, or lower --max-new-tokens"
+
+
+class _Told:
+    """The text of an answer, told as far as later tokens cannot change it."""
+
+    def __init__(self, tokenizer: Any, stops: list[str], skip: bool, tell: Callable[[str], None]) -> None:
+        self.tokenizer, self.stops, self.skip, self.tell = tokenizer, stops, skip, tell
+        self.ids: list[int] = []
+        self.text = ""
+
+    def add(self, ids: list[int]) -> None:
+        """Take further tokens."""
+        self.ids += ids
+        text = self._whole()
+        kept = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        settled = text[: len(text) - kept].rstrip("\ufffd")  # the bytes of a character may be in several tokens
+        settled = settled.rstrip()  # which a stop string, or punctuation with some tokenizers, would remove
+        if settled.startswith(self.text):
+            self._tell(settled)
+
+    def end(self) -> None:
+        """Tell the rest."""
+        self._tell(self._whole())
+
+    def _whole(self) -> str:
+        [text] = decode(self.tokenizer, [self.ids], self.skip) or [""]
+        return cut_at_stop(text, self.stops)
+
+    def _tell(self, text: str) -> None:
+        new, self.text = text[len(self.text) :], text
+        if new:
+            self.tell(new)
