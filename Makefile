@@ -86,7 +86,7 @@ check: lint types test
 api: $(VENV)/made
 	$(BIN)/python docs/make_plugin_api.py
 
-# the notice is about versions of MkDocs that constraints.txt excludes
+# without the notice of mkdocs-material about MkDocs 2, which is not released and which pyproject.toml excludes
 docs: $(VENV)/made-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 

@@ -104,6 +104,7 @@ NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
     r"trainkit push": "it publishes a model on the hub; tests/test_publishing.py does so on a server of its own",
+    r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
     r"trainkit --install-completion": "it changes the files with which the user's shell starts",
     r"trainkit train ddpo\.yaml": "it loads Stable Diffusion from the hub; plugins/ddpo tests the same with tiny parts",
     r"trainkit train ahead\.yaml": "it needs vLLM; make engines runs such runs",
@@ -119,6 +120,13 @@ STANDS_FOR = [
     (r"--samples FILE", "--samples samples.jsonl"),
     (r"--eval-(prompts|samples) FILE", r"--eval-\1 \1.jsonl"),
     (r"(trainkit train CONFIG\.yaml train\.seed=2)", r"\1 train.run_dir=runs/first"),
+    (r"runs/(second|x|y)\b", "runs/first"),
+    (r' --system "[^"]*"', ""),  # the tokenizer of the tests has no chat template
+    (r"data check data\.jsonl", "data check samples.jsonl"),
+    (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
+    (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
+    (r"--task task\.py:task", "--task FILE.py:function"),
+    (r"--prompts prompts\.jsonl --out FILE", "--prompts prompts.jsonl --out written.jsonl"),
     (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
@@ -152,7 +160,12 @@ train: {batch_size: 8, total_steps: 2, eval_interval: 0, trackers: []}
 def function(*_, outputs=None, **__):
     if outputs is not None:
         return [float(output.count("a")) for output in outputs]
-    return {"reward_fn": function, "prompts": ["a", "bc"]}
+    return {"reward_fn": function, "prompts": ["a", "bc"], "eval_prompts": ["a", "bc"]}
+
+score = function
+
+def measure(outputs, **_):
+    return {"letters": [float(len(output)) for output in outputs]}
 """,
     "game.py": """
 from trainkit.rollouts import Turn
@@ -207,6 +220,8 @@ class Reader:
             return ""
         for pattern, replacement in STANDS_FOR:
             command = re.sub(pattern, replacement, command)
+        if "runs/first" in command and "run_dir" not in command and not Path("runs/first").exists():
+            self.run("trainkit train CONFIG.yaml train.run_dir=runs/first --task FILE.py:function", fails=False)
         simple = re.match(r"((?:\w+=\S+ )*)trainkit ([^>]*?)(?: > (\S+))?$", command)
         if simple is None:
             return self.shell(command)
