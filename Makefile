@@ -7,6 +7,7 @@
 #   make battery-full the same, the whole rule of each
 #   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
 #   make shards    the tests with DeepSpeed, in the environment of the engines
+#   make browser   pages in headless Chromium: reports of runs, and the documentation site, which make docs builds
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
 #   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
 #   make check     lint, types, test
@@ -29,7 +30,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api docs mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api docs browser mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -43,7 +44,7 @@ test: $(VENV)/made
 	$(PYTEST) $(SELECTED)
 
 test-all: $(VENV)/made
-	$(PYTEST) -m "slow and not parity and not engines and not gpu" $(SELECTED)
+	$(PYTEST) -m "slow and not parity and not engines and not gpu and not browser" $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines shards)
 
 battery: $(VENV)/made
@@ -67,11 +68,16 @@ shards: $(ENGINES)/made
 test-gpu: $(VENV)/made
 	$(PYTEST) -m gpu $(or $(ARGS),tests/test_gpu.py)
 
+# Chromium and its driver are programs of the system: apt-get install chromium chromium-driver
+browser: $(VENV)/made docs
+	$(BIN)/python -m pip install $(PINS) -e '.[browser]'
+	$(PYTEST) -m browser $(or $(ARGS),tests/test_browser.py)
+
 reasoning: $(VENV)/made
 	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
 
 coverage: $(VENV)/made
-	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines and not gpu" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
+	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines and not gpu and not browser" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .

@@ -1,0 +1,163 @@
+"""Pages in a real browser, headless Chromium; `make browser` runs these tests, after `make docs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.runs.comparison import compare
+from trainkit.runs.groups import runs_at
+from trainkit.runs.report import report
+from written import write_run
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "build" / "site"
+FLAGS = (
+    "--headless=new",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,900",
+)
+Opened = Callable[[Path], Any]
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    for flag in (*FLAGS, *(["--no-sandbox"] if os.geteuid() == 0 else [])):
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    found = webdriver.Chrome(options=options, service=service)
+    yield found
+    found.quit()
+
+
+@pytest.fixture
+def opened(driver: Any) -> Iterator[Opened]:
+    """``opened(page)``: the browser with a page; at the end, no error was logged and nothing else was requested."""
+
+    def open_page(page: Path) -> Any:
+        driver.get_log("performance")
+        driver.get(page.as_uri())
+        return driver
+
+    yield open_page
+    assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
+    assert [url for url in requested(driver) if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def requested(driver: Any) -> Iterator[str]:
+    for line in driver.get_log("performance"):
+        message = json.loads(line["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            yield message["params"]["request"]["url"]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two groups of three seeds, with a comparison."""
+    home = tmp_path_factory.mktemp("runs")
+    for name, lr in (("low", 1e-3), ("high", 0.1)):
+        for seed in (1, 2, 3):
+            write_run(home / name / f"seed{seed}", seed=seed, lr=lr, gain=seed * lr)
+    sides = [runs_at([home / name]) for name in ("low", "high")]
+    path = home / "report.html"
+    path.write_text(report([*sides[0], *sides[1]], comparison=compare(*sides)), encoding="utf-8")
+    return path
+
+
+def test_a_report_opens_within_a_second_and_requests_nothing_else(opened: Opened, page: Path) -> None:
+    driver = opened(page)
+    timing = driver.execute_script("return performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert timing < 1000
+    assert [url for url in requested(driver) if url.startswith(("http", "ws", "file"))] == [page.as_uri()]
+
+
+def test_curves_are_drawn_with_bands_in_light_and_dark(opened: Opened, page: Path) -> None:
+    driver = opened(page)
+    seen = {}
+    for scheme in ("light", "dark"):
+        feature = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
+        line, band = (driver.find_element("css selector", f"figure .{kind}.s1") for kind in ("line", "band"))
+        assert driver.execute_script("return arguments[0].getTotalLength()", line) > 100
+        assert band.rect["height"] > 1
+        seen[scheme] = (
+            line.value_of_css_property("stroke"),
+            driver.find_element("tag name", "body").value_of_css_property("background-color"),
+        )
+    assert len(set(seen.values())) == 2
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_text_of_a_report_can_be_selected_and_its_markup_has_no_effect(opened: Opened, page: Path) -> None:
+    driver = opened(page)
+    driver.execute_script("window.getSelection().selectAllChildren(document.getElementById('samples'))")
+    assert "<script>alert(1)</script>" in driver.execute_script("return window.getSelection().toString()")
+    assert driver.find_elements("tag name", "script") == []
+    assert driver.find_elements("tag name", "img") == []
+
+
+def test_a_report_is_used_by_keyboard_and_named_for_screen_readers(opened: Opened, page: Path) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
+    driver = opened(page)
+    ActionChains(driver).send_keys(Keys.TAB).perform()
+    assert driver.switch_to.active_element.text == "Skip to the content"
+    for _ in range(2):
+        ActionChains(driver).send_keys(Keys.TAB).perform()
+    assert driver.switch_to.active_element.get_attribute("href").endswith("#evaluations")
+    closed = driver.find_element("css selector", "details:not([open]) > summary")
+    driver.execute_script("arguments[0].focus()", closed)
+    ActionChains(driver).send_keys(Keys.ENTER).perform()
+    assert closed.find_element("xpath", "..").get_attribute("open") is not None
+    charts = driver.find_elements("css selector", "figure svg")
+    assert charts
+    assert all(chart.get_attribute("role") == "img" and chart.get_attribute("aria-label") for chart in charts)
+    named = "s => document.getElementById(s.getAttribute('aria-labelledby'))"
+    unnamed = f"return [...document.querySelectorAll('section')].filter(s => !({named})(s)).length"
+    assert driver.execute_script(unnamed) == 0
+    assert driver.execute_script("return document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_report_is_no_wider_than_the_window(opened: Opened, page: Path, width: int) -> None:
+    driver = opened(page)
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_setting_is_found_in_the_documentation_from_files(opened: Opened) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    assert (SITE / "index.html").exists(), "run `make docs` first"
+    driver = opened(SITE / "index.html")
+    field = driver.find_element("css selector", ".md-search__input")
+    driver.execute_script("arguments[0].focus()", field)
+    time.sleep(0.5)  # the index is read when the field has the focus
+    field.send_keys("train.timeout")
+    WebDriverWait(driver, 20).until(
+        lambda _: "train.timeout" in driver.find_element("css selector", ".md-search-result__list").text
+    )
