@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from trainkit.report.charts import NAMESPACE
+
 WIDTH, HEIGHT = 960, 320
 SIDE, TOP, BOTTOM = 80, 34, 26
 STEPS = 5
@@ -36,11 +38,9 @@ def parallel_coordinates(axes: Sequence[Coordinate], *, names: Sequence[str], ti
     rank = sorted(range(len(names)), key=lambda point: axes[-1].places[point])
     lines = [_line(axes, x, point, names[point]) for point in rank]
     label = f"{title}. {len(names)} lines; axes: {', '.join(axis.name for axis in axes)}"
-    form = (
-        '<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    )
+    form = '<svg xmlns="{}" class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
     drawn = [*lines, *(_axis(axis, at) for axis, at in zip(axes, x, strict=True))]
-    return Markup(form).format(WIDTH, HEIGHT, label, Markup().join(drawn))
+    return Markup(form).format(NAMESPACE, WIDTH, HEIGHT, label, Markup().join(drawn))
 
 
 def _y(place: float) -> float:

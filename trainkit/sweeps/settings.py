@@ -21,7 +21,7 @@ class RunArguments(Section):
     """The configuration file. Give this or `method`."""
     method: str | None = None
     """An algorithm, with its default configuration."""
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field({})
     """Changes of the configuration by dotted path, such as ``train.total_steps: 200``."""
     task: str | None = None
     """A function that returns arguments of `trainkit.train`: ``FILE.py:FUNCTION``."""
@@ -111,7 +111,7 @@ class SweepConfig(Section):
     """Whether the metric should be large or small."""
     trials: int | None = Field(None, ge=1)
     """How many trials are made. None: with the sampler ``grid``, all points; required with others."""
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_once)] = [1]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_once)] = Field([1])
     """The seeds that each trial is run with; its value is their mean."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"
     """How parameters are chosen: by a tree-structured Parzen estimator, at random, or every combination once."""

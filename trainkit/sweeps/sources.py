@@ -72,7 +72,7 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     except ValidationError as error:
         raise ConfigError(report(list(_faults(error)), places)) from None
     base = _configured(settings.run, {})
-    faults = [*_own(settings), *_unusable(settings, base)] or list(_refused(settings, base))
+    faults = [*_own(settings), *_unusable(settings, base)] or list(_refused(settings))
     if faults:
         raise ConfigError(report(faults, places))
     name = settings.name or path.stem
@@ -108,7 +108,8 @@ def _faults(error: ValidationError) -> Iterator[Fault]:
 
 
 def _model_at(loc: Key) -> type[BaseModel]:
-    return {"run": RunArguments, "parameters": Range}.get(next(iter(loc), ""), SweepConfig)
+    models: dict[str, type[BaseModel]] = {"run": RunArguments, "parameters": Range}
+    return models.get(next(iter(loc), ""), SweepConfig)
 
 
 def _own(settings: SweepConfig) -> Iterator[Fault]:
@@ -135,7 +136,7 @@ def _unusable(settings: SweepConfig, base: TRLConfig[Any]) -> Iterator[Fault]:
             yield Fault(("parameters", name), "the sampler 'grid' needs a list of choices, or a range with a step")
 
 
-def _refused(settings: SweepConfig, base: TRLConfig[Any]) -> Iterator[Fault]:
+def _refused(settings: SweepConfig) -> Iterator[Fault]:
     """Yield a fault for each parameter of which the configuration refuses a value, whatever the others are."""
     first = {name: _candidates(given)[0] for name, given in settings.parameters.items()}
     last = {name: _candidates(given)[-1] for name, given in settings.parameters.items()}

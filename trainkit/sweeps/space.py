@@ -69,10 +69,10 @@ def make_space(
 
 def _range(given: Range, integers: bool) -> Dimension:
     if integers:
-        low, high, step = int(given.low), int(given.high), int(given.step or 1)
-        high -= (high - low) % step  # as Optuna does, with a warning
-        return Dimension(IntDistribution(low, high, log=given.log, step=step))
-    high = given.high
+        low, step = int(given.low), int(given.step or 1)
+        most = int(given.high) - (int(given.high) - low) % step  # as Optuna does, with a warning
+        return Dimension(IntDistribution(low, most, log=given.log, step=step))
+    high: float = given.high
     if given.step is not None:
         high = given.low + int((given.high - given.low) / given.step + 1e-9) * given.step
     return Dimension(FloatDistribution(float(given.low), float(high), log=given.log, step=given.step))

@@ -205,11 +205,12 @@ def shared_machine(workers: int, slot: int) -> dict[str, str]:
     """
     if workers == 1:
         return {}
-    found = (
-        {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // workers, 1))}
-    )
-    devices = _devices()
-    return found | ({"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if len(devices) > 1 else {})
+    found: dict[str, str] = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        found["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // workers, 1))
+    if len(devices := _devices()) > 1:
+        found["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return found
 
 
 @cache
