@@ -54,20 +54,21 @@ def write_report(study: Study) -> Path:
     best = _best(study)
     names = [f"trial {trial.number}" for trial in valid]
     weights, told = importances(study)
+    shown = [printable(name) for name in weights]
     facts = {
         "name": sweep.name,
-        "metric": sweep.settings.metric,
+        "metric": printable(sweep.settings.metric),
         "direction": sweep.settings.direction,
         "seeds": sweep.settings.seeds,
         "counts": _counts(study),
         "best": best.number,
         "value": measured(study, best),
-        "parameters": list(sweep.space),
-        "importance": horizontal_bars(Bars("importance", list(weights.values())), list(weights), title="Importance"),
+        "parameters": [printable(name) for name in sweep.space],
+        "importance": horizontal_bars(Bars("importance", list(weights.values())), shown, title="Importance"),
         "weighed": bool(weights),
         "unweighed": told,
         "coordinates": parallel_coordinates(coordinates(study, valid), names=names, title="Completed trials"),
-        "history": line_chart(history(study), title=sweep.settings.metric, x_label="trial"),
+        "history": line_chart(history(study), title=printable(sweep.settings.metric), x_label="trial"),
         "trials": [_row(study, trial) for trial in study.trials if trial.state != TrialState.WAITING],
         "config": best_config(study),
     }
@@ -123,13 +124,13 @@ def coordinates(study: Study, trials: Sequence[FrozenTrial]) -> list[Coordinate]
         else:
             assert isinstance(given, IntDistribution | FloatDistribution)
             places = [_place(value, given.low, given.high, log=given.log) for value in values]
-        axes.append(Coordinate(name, places, [number(value) for value in values]))
+        axes.append(Coordinate(printable(name), places, [printable(number(value)) for value in values]))
     found = [float(trial.value or 0.0) for trial in trials]
     low, high = min(found), max(found)
     places = [_place(value, low, high) for value in found]
     if study.sweep.settings.direction == "minimize":
         places = [1 - place for place in places]
-    return [*axes, Coordinate(study.sweep.settings.metric, places, [f"{value:.4g}" for value in found])]
+    return [*axes, Coordinate(printable(study.sweep.settings.metric), places, [f"{value:.4g}" for value in found])]
 
 
 def _place(value: float, low: float, high: float, *, log: bool = False) -> float:

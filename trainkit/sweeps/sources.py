@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainkit.config import TRLConfig, default_config, read_config
 from trainkit.config.faults import Fault, report
-from trainkit.config.places import leaves
+from trainkit.config.places import COMMAND_LINE, leaves
 from trainkit.config.tree import nest
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
@@ -147,7 +147,7 @@ def _refused(settings: SweepConfig) -> Iterator[Fault]:
             if all(told):
                 wrong.append((value, told[0]))
         if wrong:
-            more = f"; so are {len(wrong) - 1} other values of it" if len(wrong) > 1 else ""
+            more = f" (refused: {len(wrong)} of its values)" if len(wrong) > 1 else ""
             yield Fault(("parameters", name), f"{wrong[0][0]!r} is refused: {wrong[0][1]}{more}")
 
 
@@ -160,7 +160,8 @@ def _why_refused(settings: SweepConfig, parameters: Mapping[str, Any]) -> str:
     try:
         _configured(settings.run, parameters)
     except ConfigError as error:
-        return "; ".join(line.strip() for line in str(error).split("\n")[1:]) or str(error)
+        told = "; ".join(line.strip() for line in str(error).split("\n")[1:]) or str(error)
+        return told.replace(f" ({COMMAND_LINE})", "")
     return ""
 
 
