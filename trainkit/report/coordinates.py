@@ -75,4 +75,6 @@ def _apart(marks: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def _text(x: float, y: float, text: str, kind: str) -> Markup:
-    return Markup('<text class="label {}" x="{:.1f}" y="{:.1f}">{}</text>').format(kind, x, y, text)
+    halo = "paint-order:stroke;stroke:var(--paper);stroke-width:3px"  # lines pass below
+    form = '<text class="label {}" style="{}" x="{:.1f}" y="{:.1f}">{}</text>'
+    return Markup(form).format(kind, halo, x, y, text)
