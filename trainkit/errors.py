@@ -94,6 +94,10 @@ def user_lines(trace: TracebackType | None) -> Iterator[str]:
         trace = trace.tb_next
 
 
+class SweepError(TrainkitError, RuntimeError):
+    """A sweep of which no trial is valid, or whose database cannot be reached."""
+
+
 def describe(value: object, limit: int = 80) -> str:
     """Return ``value`` as error messages quote it: its repr, without secrets and cut to ``limit``, and its type."""
     text = repr(hidden(value))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import chat, configs, data, doctor, examples, models, plugins, reports, runs, training, trying
+from trainkit.cli import chat, configs, data, doctor, examples, models, plugins, reports, runs, sweep, training, trying
 from trainkit.cli.console import ExplainedErrors, WithOverrides
 from trainkit.errors import TRACEBACK
 
@@ -54,6 +54,7 @@ app.command()(models.push)
 app.command("runs")(runs.list_runs)
 app.command()(reports.report)
 app.command()(reports.compare)
+app.command()(sweep.sweep)
 app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)
