@@ -104,6 +104,8 @@ NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
     r"trainkit push": "it publishes a model on the hub; tests/test_publishing.py does so on a server of its own",
+    r"trainkit sweep": "its trials take minutes; tests/test_sweeps.py makes sweeps of a few small ones",
+    r"export TRAINKIT_SWEEP_STORAGE": "it needs a database server",
     r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
     r"trainkit --install-completion": "it changes the files with which the user's shell starts",
     r"trainkit train ddpo\.yaml": "it loads Stable Diffusion from the hub; plugins/ddpo tests the same with tiny parts",

@@ -23,7 +23,7 @@ from trainkit.plain import read_yaml
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs/site"
-HOSTS = {"docs.ray.io", "docs.vllm.ai", "github.com", "tenacity.readthedocs.io", "www.deepspeed.ai"}
+HOSTS = {"docs.ray.io", "docs.vllm.ai", "github.com", "optuna.org", "tenacity.readthedocs.io", "www.deepspeed.ai"}
 """The hosts that documents link to; tests do not ask them."""
 
 
