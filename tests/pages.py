@@ -124,11 +124,14 @@ STANDS_FOR = [
     (r"(trainkit train CONFIG\.yaml train\.seed=2)", r"\1 train.run_dir=runs/first"),
     (r"runs/(second|x|y)\b", "runs/first"),
     (r' --system "[^"]*"', ""),  # the tokenizer of the tests has no chat template
-    (r"data check data\.jsonl", "data check samples.jsonl"),
+    (r"answers\.jsonl --config run\.yaml --row 12", "prompts.jsonl --config CONFIG.yaml --row 1"),
+    (r"answers\.jsonl --method dpo --model org/name", "pairs.jsonl --method dpo tokenizer.tokenizer_path=letters"),
+    (r"answers\.jsonl --model org/name", "samples.jsonl tokenizer.tokenizer_path=letters"),
+    (r"data check (data|answers)\.jsonl", "data check samples.jsonl"),
     (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
     (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
     (r"--task task\.py:task", "--task FILE.py:function"),
-    (r"--prompts prompts\.jsonl --out FILE", "--prompts prompts.jsonl --out written.jsonl"),
+    (r"--out FILE", "--out written.jsonl"),
     (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
@@ -156,6 +159,7 @@ train: {batch_size: 8, total_steps: 2, eval_interval: 0, trackers: []}
     "other.yaml": "method: {name: ppo, gamma: 0.9}\nmodel: {model_path: openai-community/gpt2}\n",
     "prompts.jsonl": '"a"\n"bc"\n',
     "samples.jsonl": '{"prompt": "a", "completion": "b"}\n' * 8,
+    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c", "id": 1}\n',
     "labelled.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n' * 4
     + '{"prompt": "a", "completion": "c", "label": false}\n' * 4,
     "FILE.py": """
