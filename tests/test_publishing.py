@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from fake_hub import Hub
 from trainkit.cli import app
-from trainkit.errors import ConfigError, DataError, HubError
-from trainkit.runs.hub import find_export, push
+from trainkit.errors import ConfigError, HubError
+from trainkit.runs.hub import push
 from trainkit.testing.trainers import tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface_hub's httpx
@@ -96,6 +96,7 @@ def test_an_upload_that_failed_is_continued_without_sending_again_what_has_arriv
     tensors = load_file(run / "model" / "model.safetensors")
     for at, name in enumerate(sorted(tensors)[:3]):
         save_file({name: tensors[name] + at}, export / f"model-{at}.safetensors")
+    (export / "config.json").write_text("{}")
     (export / "README.md").write_text("---\ntags: [trainkit]\n---\n")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # of huggingface_hub, before it tries again
 
@@ -213,20 +214,23 @@ def test_what_hinders_every_request_is_told_before_the_model_loads(
     assert hub.calls == []
 
 
-def test_a_directory_without_a_model_is_told_with_what_to_give(run: Path, tmp_path: Path) -> None:
-    assert find_export(run) == find_export(run / "model") == run / "model"
-    with pytest.raises(DataError, match=r"there is no directory .*; did you mean .*run'\?"):
-        find_export(run.parent / "rnu")
-    with pytest.raises(DataError, match=r"has no best/; it is exported with train.save_best"):
-        find_export(run, best=True)
-    with pytest.raises(DataError, match="is not the directory of a run, of which the best"):
-        find_export(run / "model", best=True)
-    with pytest.raises(DataError, match="has no weights"):
-        find_export(tmp_path)
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / name).touch()
-    with pytest.raises(DataError, match="has no model/ yet, which is exported when a run ends"):
-        find_export(tmp_path)
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "model.safetensors").touch()
-    assert find_export(tmp_path, best=True) == tmp_path / "best"
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["rnu"], "there is no directory 'rnu'"),
+        (["run", "--best"], "has no run/best, which train.save_best writes"),
+        (["run/model", "--best"], "is the directory of no run"),
+        (["."], "holds neither a model"),
+        (["unfinished"], "has no unfinished/model"),
+    ],
+)
+def test_only_an_export_is_published(
+    hub: Hub, run: Path, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("unfinished").mkdir(exist_ok=True)
+    Path("unfinished/config.yaml").write_text("method: sft\n")
+    result = CliRunner().invoke(app, ["push", given[0], "someone/model", *given[1:]])
+    assert result.exit_code == 2
+    assert told in " ".join(result.stderr.split())
+    assert hub.calls == []

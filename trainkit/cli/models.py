@@ -38,6 +38,8 @@ def push(
 
     An upload that failed is continued by the same command. The token is that of HF_TOKEN or of `hf auth login`.
     """
-    from trainkit.runs.hub import find_export, push
+    from trainkit.runs.exports import find_model
+    from trainkit.runs.hub import push
 
-    typer.echo(push(find_export(model, best=best), repo, private=not public, revision=revision))
+    export = find_model(str(model), best=best).directory
+    typer.echo(push(export, repo, private=not public, revision=revision))

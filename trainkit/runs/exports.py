@@ -43,6 +43,17 @@ class Source:
         """The class of a diffusion pipeline; empty for other models."""
         return str(self._read("model_index.json").get("_class_name", ""))
 
+    @property
+    def directory(self) -> Path:
+        """The directory of the model.
+
+        Raises:
+            ConfigError: the model is named by a hub id.
+        """
+        if not Path(self.model).is_dir():
+            raise ConfigError(f"there is no directory {self.model!r}; give the directory of a run or of a model")
+        return Path(self.model)
+
     def _read(self, name: str) -> dict[str, Any]:
         with suppress(OSError, ValueError, TypeError):
             return dict(json.loads((Path(self.model) / name).read_text(encoding="utf-8")))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.errors import ConfigError, DataError, HubError, TrainkitError, describe, printable, suggest
+from trainkit.errors import ConfigError, DataError, HubError, TrainkitError, describe, printable
 from trainkit.plain import to_yaml
 from trainkit.runs.card import shown
 from trainkit.runs.record import Record
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     Trainer = PreparedTrainer[Any]
 
 log = logging.getLogger(__name__)
-
-WEIGHTS = ("*.safetensors", "*.bin", "*/*.safetensors")
-"""Files by which a directory is recognised as an exported model; those of pipelines are one level below."""
 
 
 def check(repo: str, token: str | None = None) -> None:
@@ -56,35 +53,6 @@ def check(repo: str, token: str | None = None) -> None:
         raise ConfigError(
             f"{repo!r} cannot be published without a token of the hub; run `hf auth login`, or set HF_TOKEN"
         )
-
-
-def find_export(path: Path, *, best: bool = False) -> Path:
-    """Return the directory of the exported model that ``path`` names: that of a run, or itself.
-
-    Args:
-        path: the directory of a run or of an exported model.
-        best: whether the export with the highest evaluation reward is meant, ``best/`` of a run.
-
-    Raises:
-        DataError: there is none.
-    """
-    if not path.is_dir():
-        around = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"there is no directory {str(path)!r}{suggest(str(path), around)}. Give the directory of a run or of an "
-            "exported model"
-        )
-    is_run = (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
-    if best and not is_run:
-        raise DataError(f"{str(path)!r} is not the directory of a run, of which the best export can be published")
-    found = path / ("best" if best else "model") if is_run else path
-    if any(next(found.glob(pattern), None) for pattern in WEIGHTS):
-        return found
-    if best:
-        raise DataError(f"the run {str(path)!r} has no best/; it is exported with train.save_best")
-    if is_run:
-        raise DataError(f"the run {str(path)!r} has no model/ yet, which is exported when a run ends; resume the run")
-    raise DataError(f"{str(path)!r} has no weights ({', '.join(WEIGHTS)}); give the directory of a run or an export")
 
 
 def push(
