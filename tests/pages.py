@@ -103,6 +103,7 @@ def name_of(document: Path) -> str:
 NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
+    r"trainkit sweep|export TRAINKIT_SWEEP_STORAGE": "it is many runs; tests/test_sweeps.py makes small sweeps",
     r"trainkit push": "it publishes a model on the hub; tests/test_publishing.py does so on a server of its own",
     r"trainkit sweep": "its trials take minutes; tests/test_sweeps.py makes sweeps of a few small ones",
     r"export TRAINKIT_SWEEP_STORAGE": "it needs a database server",

@@ -379,7 +379,7 @@ def test_a_sweep_without_a_valid_trial_ends_with_a_sentence(
 def test_a_trial_is_pruned_by_the_evaluations_of_its_first_seed(
     work: Path, monkeypatch: pytest.MonkeyPatch, opened: Any, pruner: str
 ) -> None:
-    slow = {"values": [0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], "pause": 0.25 if pruner == "none" else 2}
+    slow = {"values": [0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], "pause": 0.05 if pruner == "none" else 0.5}
     monkeypatch.setattr(trials.Run, "command", told(trial_5=slow, others={"values": [0.0, *[1.0] * 7]}))
     config = yaml.safe_load(CONFIG)
     config["train"].update(eval_interval=1, total_steps=7)

@@ -82,6 +82,10 @@ class HubError(TrainkitError, RuntimeError):
     """The hub of Hugging Face refused a model, or could not be reached."""
 
 
+class SweepError(TrainkitError, RuntimeError):
+    """A sweep of which no trial is valid, or whose database cannot be reached."""
+
+
 def user_lines(trace: TracebackType | None) -> Iterator[str]:
     """Yield the lines of a traceback that are neither in trainkit and its plugins nor in installed packages."""
     paths = sysconfig.get_paths()
@@ -92,10 +96,6 @@ def user_lines(trace: TracebackType | None) -> Iterator[str]:
         if line and not code.co_filename.startswith(installed) and not module.startswith("trainkit"):
             yield printable(f"line {trace.tb_lineno}{f' in {code.co_name}' * (code.co_name[0] != '<')}: {line}")
         trace = trace.tb_next
-
-
-class SweepError(TrainkitError, RuntimeError):
-    """A sweep of which no trial is valid, or whose database cannot be reached."""
 
 
 def describe(value: object, limit: int = 80) -> str:
