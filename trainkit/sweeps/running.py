@@ -100,11 +100,13 @@ class _Worker:
         """Make trials until there are no more, or a signal asks to end; return the signal."""
         with signals_noted(self.stop, True):
             try:
-                with self.progress:
-                    while self.stop.asked == 0 and (self._fill() or self.runs):
-                        self._step()
-                        time.sleep(POLL)
-                self._end(signal.SIGTERM)
+                try:
+                    with self.progress:
+                        while self.stop.asked == 0 and (self._fill() or self.runs):
+                            self._step()
+                            time.sleep(POLL)
+                finally:
+                    self._end(signal.SIGTERM)
             except KeyboardInterrupt:  # asked twice
                 self.stop.asked = signal.SIGINT
             finally:
@@ -204,8 +206,9 @@ class _Worker:
         """End all runs; their trials wait to be made."""
         for run in self.runs.values():
             run.stop(signum)
-        for number, run in list(self.runs.items()):
+        for run in self.runs.values():
             run.wait()
+        for number, run in list(self.runs.items()):
             run.poll()
             del self.runs[number]
             if run.pruned:
