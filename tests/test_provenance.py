@@ -9,8 +9,10 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -24,7 +26,7 @@ from trainkit.config import TRLConfig
 from trainkit.errors import printable
 from trainkit.models import AutoModelForCausalLMWithValueHead, RewardModel
 from trainkit.plugins import registry
-from trainkit.runs import checkpoint
+from trainkit.runs import Record, checkpoint
 from trainkit.runs.card import OURS, _cell, fenced
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
@@ -216,6 +218,30 @@ def test_the_last_evaluation_survives_a_restart(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "model")
     tiny_trainer("ppo", tmp_path / "run", **changes).learn()
     assert (tmp_path / "run" / "model" / "README.md").read_bytes() == before
+
+
+def test_a_card_shows_the_curve_of_the_run(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path / "run", train__total_steps=4, train__eval_interval=2)
+    trainer.add_eval_pipeline(["a", "b"])
+    trainer.learn()
+    model = tmp_path / "run" / "model"
+    assert "![eval/reward over the steps](curve.svg)" in (model / "README.md").read_text()
+    svg = ElementTree.parse(model / "curve.svg").getroot()
+    points = [point.text for point in svg.iter("{http://www.w3.org/2000/svg}title")]
+    rewards = list(Record(tmp_path / "run").series["eval/reward"].items())
+    assert points == ["eval/reward", *(f"eval/reward, {step}: {value:.4g}" for step, value in rewards)]
+    assert [step for step, _ in rewards] == [0, 2, 4]
+
+
+def test_every_start_of_a_run_is_recorded_with_its_versions(tmp_path: Path) -> None:
+    tiny_trainer("sft", tmp_path, **SAVING).learn()
+    tiny_trainer("sft", tmp_path, **{**SAVING, "train__total_steps": 4}).learn()
+    tiny_trainer("sft", tmp_path, **{**SAVING, "train__total_steps": 4}).learn()  # there is nothing left to do
+    starts = Record(tmp_path).starts
+    assert [start["step"] for start in starts] == [0, 2]
+    assert starts[0]["versions"]["torch"] == version("torch")
+    assert starts[0]["makers"][0] == {"name": "trainkit", "distribution": "trainkit", "version": trainkit.__version__}
+    assert (starts[0]["device"], starts[0]["processes"]) == ("cpu", 1)
 
 
 def test_the_code_of_a_card_loads_a_language_model_and_its_value_head(tmp_path: Path) -> None:
