@@ -194,6 +194,24 @@ def test_columns_are_named_with_what_becomes_of_them(tmp_path: Path) -> None:
     assert columns["text"] == {"not read; it repeats prompt and output": 1}
 
 
+def test_columns_that_refuse_a_prompt_are_told_as_refused(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "2+2?", "images": None},
+        {"prompt": "", "answer": "4"},
+        {"prompt": "2+2?", "images": ["a.png"]},
+        {"prompt": "2+2?", "outputs": "4", "answer": "4"},
+        {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
+        {"promt": "2+2?"},
+    ]
+    for method in ("ppo", "distill"):
+        found = facts(written(tmp_path / "a.jsonl", rows), "--method", method, code=1)
+        uses = {name: [*uses] for name, uses in found["columns"].items()}
+        refused = {name: ["refused"] for name in ("images", "outputs", "completions", "labels", "promt")}
+        assert {name: uses[name] for name in refused} == refused
+        assert uses["answer"] != ["refused"]
+        assert [fault["rows"] for fault in found["faults"]] == [[1], [2], [3], [4], [5]]
+
+
 def test_repetition_is_told_by_kind(tmp_path: Path) -> None:
     rows = [ANSWER, {**ANSWER, "id": 7}, {**ANSWER, "completion": " 5"}, {**ANSWER, "prompt": "?", "completion": " \n"}]
     found = facts(written(tmp_path / "a.jsonl", rows))["findings"]
@@ -270,7 +288,6 @@ def test_a_method_that_learns_from_other_data_says_what_it_learns_from(tmp_path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "training refuses|not JSON"),
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": \nx\n', r"line 2: not JSON[\s\S]*2 lines are not JSON: 2, 3"),
         (b"\xff\xfe", "not UTF-8"),
         (None, "No such file or directory"),
@@ -292,6 +309,9 @@ def test_no_rows_are_refused(tmp_path: Path) -> None:
     assert "0 rows" in (text := checked(str(tmp_path / "a.json"), code=1))
     assert "samples is empty; give at least one sample" in text
     assert "prompts is empty" in checked(str(tmp_path / "a.json"), "--method", "ppo", code=1)
+    for name in ("b.jsonl", "b.txt"):
+        (tmp_path / name).touch()
+        assert "samples is empty" in checked(str(tmp_path / name), code=1)
 
 
 def test_strict_checks_end_with_code_1_for_what_training_accepts(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def test_text_in_csv_stays_text_whatever_it_looks_like(tmp_path: Path) -> None:
 def test_text_files_keep_every_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
     assert read_data(str(tmp_path / "a.txt")) == ["one", "", "two\u2028lines"]
+    (tmp_path / "b.txt").write_bytes(b"\n")
+    assert read_data(str(tmp_path / "b.txt")) == [""]
+    (tmp_path / "b.txt").write_bytes(b"")
+    assert read_data(str(tmp_path / "b.txt")) == []
     (tmp_path / "a.JSONL").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
     assert read_data(str(tmp_path / "a.JSONL")) == ["one", {"prompt": "p"}]
 

@@ -64,7 +64,8 @@ def _unread(path: Path, error: Exception) -> DataError:
 
 
 def _lines(path: Path) -> list[Any]:
-    return _text(path).removesuffix("\n").split("\n")
+    text = _text(path)
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _json_lines(path: Path) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from trainkit.data.ahead import TokenizerAhead
 from trainkit.data.batches import Row
 from trainkit.data.chat import PLAIN_TEMPLATE, SETTINGS, is_conversation
-from trainkit.data.columns import is_given, row_without, why_refused
+from trainkit.data.columns import STEPWISE, is_given, row_without, why_refused
 from trainkit.data.formats import (
     ALPACA,
     EXPECTED,
@@ -534,8 +534,19 @@ def _use(name: Any, row: Mapping[str, Any], reading: Reading, talk: bool) -> str
     if talk and name in SETTINGS:
         return "given to the chat template"
     if reading.kind == "prompts":
-        return "given to reward functions, metric functions and environments" if reading.scored else "not read"
+        kept = "given to reward functions, metric functions and environments" if reading.scored else "not read"
+        return "refused" if _refused_of_prompt(name, row) else kept
     return "refused" if why_refused(str(name), row) else "not read"
+
+
+def _refused_of_prompt(name: Any, row: Mapping[str, Any]) -> bool:
+    """Return whether a prompt with such a column is refused, whatever the text of the prompt."""
+    together = {"prompt", name, *(STEPWISE if name in STEPWISE else ())} & row.keys()
+    try:
+        prompt_rows([dict.fromkeys(together, "text")])
+    except DataError:
+        return True
+    return False
 
 
 def _roles(row: Mapping[str, Any], reading: Reading) -> dict[Any, str]:
