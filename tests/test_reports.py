@@ -237,6 +237,14 @@ def test_a_verdict_needs_seeds_in_common(tmp_path: Path) -> None:
     assert [path for path, *_ in compare(a, b).settings] == ["optimizer.lr"]
 
 
+def test_a_side_is_named_by_its_own_runs(tmp_path: Path) -> None:
+    seeds(tmp_path / "a", [0.0, 0.1, 0.2])
+    seeds(tmp_path / "b", [0.0, 0.1])
+    found = compare(runs_at([tmp_path / "a"])[1:], runs_at([tmp_path / "b"]))  # seeds 1 and 2, beside 0 and 1
+    assert (found.first.name, found.second.name) == ("a (2 seeds)", "b (2 seeds)")
+    assert len(found.paired("eval/reward").differences) == 1
+
+
 def test_runs_of_different_methods_are_compared_by_what_they_share(tmp_path: Path) -> None:
     a, b = seeds(tmp_path / "a", [0.0]), seeds(tmp_path / "b", [0.0], method="ilql", steps=30)
     notes = " ".join(compare(a, b).notes())

@@ -17,6 +17,7 @@ from trainkit.cli import app
 from trainkit.errors import DataError
 from trainkit.runs import Record, RunLock, find_runs
 from trainkit.runs.lock import is_held
+from trainkit.runs.record import AddedLines
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -133,3 +134,23 @@ def test_links_are_not_followed(runs: Path) -> None:
 def test_names_cannot_control_the_terminal(runs: Path) -> None:
     (runs / "group" / "first").rename(runs / "group" / "\x1b[31mred")
     assert "\x1b" not in CliRunner().invoke(app, ["runs", str(runs)]).stdout
+
+
+def test_added_lines_are_read_once_and_anew_if_the_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    added = AddedLines(path)
+    assert added.read() == ([], False)
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert added.read() == ([{"step": 1}, {"step": 2}], True)
+    assert added.read() == ([], False)
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert added.read() == ([{"step": 3}], False)
+    (tmp_path / "other").write_text(
+        '{"step": 1}\n{"step": 22}\n{"step": 3}\n{"step": 4}\n'
+    )  # longer
+    (tmp_path / "other").replace(path)
+    assert added.read() == ([{"step": 1}, {"step": 22}, {"step": 3}, {"step": 4}], True)
+    path.write_text("nonsense\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: a line is not a JSON object"):
+        added.read()

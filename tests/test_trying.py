@@ -32,7 +32,7 @@ from trainkit.errors import ConfigError
 from trainkit.runs.exports import find_model
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, PROMPTS, Letters, tiny_trainer
-from trainkit.trainer.trying import Conversation, Mean, load, respond
+from trainkit.trainer.trying import Conversation, Estimate, load, respond
 
 REWARD = "from trainkit.testing.trainers import Letters, count_first_letters\n"
 
@@ -119,7 +119,7 @@ def test_an_evaluation_tells_means_intervals_and_the_best_and_worst_responses(ru
 
 def test_a_mean_has_the_interval_of_student() -> None:
     # of 1, 2, 3: deviation 1; t(0.975, 2) = 4.302653, times 1/√3
-    found = Mean.of([1.0, 2.0, 3.0])
+    found = Estimate.of([1.0, 2.0, 3.0])
     assert (found.mean, found.std) == (2.0, 1.0)
     assert found.half == pytest.approx(4.302653 / 3**0.5, abs=1e-6)
 
@@ -203,6 +203,11 @@ def test_a_file_of_other_prompts_or_settings_is_not_continued(runs: Path, tmp_pa
     whole = out.read_text()
     assert "begun with other prompts (line 1)" in told(*given, str(runs / "plain.txt"), code=1).stderr
     assert "begun with seed" in told(*given, str(runs / "prompts.jsonl"), "--seed", "5", code=1).stderr
+    out.write_text("nonsense\n")
+    assert "out.jsonl, line 1: not a JSON object" in told(*given, str(runs / "prompts.jsonl"), code=1).stderr
+    out.write_text(whole)
+    out.with_name("out.jsonl.settings.json").write_text("{")
+    assert "settings.json: not a JSON object" in told(*given, str(runs / "prompts.jsonl"), code=1).stderr
     out.with_name("out.jsonl.settings.json").unlink()
     assert "is not of this command" in told(*given, str(runs / "prompts.jsonl"), code=1).stderr
     assert out.read_text() == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -86,6 +87,13 @@ def message(error: TrainkitError) -> str:
 def lines(text: object) -> str:
     """Return ``text`` without control characters, except for line breaks: it may quote data and user code."""
     return "\n".join(map(printable, str(text).split("\n")))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows of a table as lines, with columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def mark(good: bool) -> str:

@@ -358,7 +358,7 @@ def _faults(found: Inspection, by_line: bool) -> Iterator[str]:
     from trainkit.data.inspection import EXPECTED_AS
 
     if not found.faults:
-        yield f"{mark(True)} training accepts all rows"
+        yield f"{mark(True)} training accepts all rows{', as far as they are checked' * bool(found.omitted)}"
         return
     which = f"{found.refused} of {_rows(found.rows)}" if found.refused else "the data"
     yield f"{mark(False)} training refuses {which}; expected are {EXPECTED_AS[found.kind]}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainkit.cli.console import aligned
 from trainkit.errors import DataError, printable
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ def _table(found: Comparison) -> Iterator[str]:
         difference = "" if math.isnan(test.mean) else f"{test.mean:+.4g}"
         p = "" if math.isnan(test.p) else f"{test.p:.2g}"
         rows.append((metric, _mean(found.first, metric), _mean(found.second, metric), difference, p))
-    widths = [max(len(row[at]) for row in rows) for at in range(5)]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from (f"  {row}" for row in aligned(rows))
     if len(found.metrics) > MOST:
         yield f"  and {len(found.metrics) - MOST} more metrics; --json has all of them"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainkit.cli.console import aligned
 from trainkit.errors import DataError, TrainkitError, printable
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("run", "method", "seed", "steps", "state", "reward", "changed", "health")
     table = [columns, *(_cells(row) for row in rows if not row["error"])]
-    widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
-    for line in table:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from aligned(table)
     for row in rows:
         if row["error"]:
             yield printable(f"{row['run']} cannot be read: {row['error']}")

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.console import RemoteCode
+from trainkit.cli.console import RemoteCode, aligned
 from trainkit.cli.files import read_data
 from trainkit.cli.training import task_arguments
 from trainkit.errors import ConfigError, DataError, printable, suggest
 from trainkit.plugins import load_function
 
 if TYPE_CHECKING:
-    from trainkit.trainer.trying import Evaluated, Mean, Tried
+    from trainkit.trainer.trying import Estimate, Evaluated, Tried
 
 Model = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run, its export, another model directory, or a hub id.")
@@ -129,7 +129,7 @@ def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, s
         return 0
     if not beside.is_file():
         raise DataError(f"{out} exists, and is not of this command, which leaves {beside} beside it; {another}")
-    before = json.loads(beside.read_text(encoding="utf-8"))
+    before = _read_json(beside.read_text(encoding="utf-8"), str(beside), another)
     if differ := [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]:
         name = differ[0]
         raise DataError(f"{out} was begun with {name} {before.get(name)}, and given is {settings[name]}; {another}")
@@ -138,12 +138,20 @@ def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, s
     lines = whole.decode("utf-8").split("\n")[:-1]
     expected = [row for row in rows for _ in range(samples_per_prompt)]
     for at, line in enumerate(lines):
-        row = {name: value for name, value in json.loads(line).items() if name not in WRITTEN}
+        found = _read_json(line, f"{out}, line {at + 1}", another)
+        row = {name: value for name, value in found.items() if name not in WRITTEN}
         if at >= len(expected) or row != json.loads(json.dumps(expected[at], default=str)):
             raise DataError(f"{out} was begun with other prompts (line {at + 1}); {another}")
     if len(whole) < len(text):
         out.write_bytes(whole)
     return len(lines)
+
+
+def _read_json(text: str, where: str, another: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where}: not a JSON object ({error}); {another}") from error
 
 
 def _shown(responses: Any, known: int, total: int) -> Any:
@@ -259,8 +267,7 @@ def _text(report: dict[str, Any], found: Evaluated) -> list[str]:
     step = f" after step {report['step']} of {report['method']}" if "step" in report else ""
     lines = [f"{report['model']}{step}: {report['responses']} responses", ""]
     rows = [("", "mean", "std", "95 % interval"), *(_cells(name, mean) for name, mean in found.means.items())]
-    widths = [max(len(row[at]) for row in rows) for at in range(4)]
-    lines += ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += aligned(rows)
     others = [name for name in found.metrics if name.removeprefix("eval/") not in found.means]
     lines += [f"{name.removeprefix('eval/')}  {found.metrics[name]:.4g}" for name in others]
     for which in ("best", "worst"):
@@ -269,7 +276,7 @@ def _text(report: dict[str, Any], found: Evaluated) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _cells(name: str, mean: Mean) -> tuple[str, ...]:
+def _cells(name: str, mean: Estimate) -> tuple[str, ...]:
     low, high = mean.interval
     known = mean.count > 1
     return (name, f"{mean.mean:.4g}", f"{mean.std:.4g}" if known else "-", f"{low:.4g} to {high:.4g}" if known else "-")

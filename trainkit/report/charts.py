@@ -139,16 +139,21 @@ def histogram(series: Sequence[Bars], *, title: str, bins: int = 20, x_label: st
     shares = [_shares(each.values, low, width, bins) for each in finite]
     x = Axis((low, low + width * bins), LEFT, WIDTH - RIGHT)
     y = Axis((0.0, max((share for each in shares for share in each), default=1.0) or 1.0), HEIGHT - BOTTOM, TOP)
-    drawn = []
-    for at, each in enumerate(shares):
-        for index, share in enumerate(each):
-            left, right, top = x(low + index * width), x(low + (index + 1) * width), y(share)
-            if share:
-                between = f"from {_short(low + index * width)} to {_short(low + (index + 1) * width)}"
-                tip = f"{finite[at].name}: {share:.0%} {between}"
-                drawn.append(_bar(left, top, right - left, HEIGHT - BOTTOM - top, at % COLOURS, tip))
+    drawn = [
+        _column(finite[at].name, share, (low + index * width, low + (index + 1) * width), at % COLOURS, x, y)
+        for at, each in enumerate(shares)
+        for index, share in enumerate(each)
+        if share
+    ]
     told = "; ".join(_moments(each) for each in finite)
     return _svg([*_axes(x, y, x_label), *drawn], f"{title}. {told}" if told else title)
+
+
+def _column(name: str, share: float, bounds: tuple[float, float], colour: int, x: Axis, y: Axis) -> Markup:
+    """Return a bar of a histogram, which shows its share when it is pointed at."""
+    left, right = map(x, bounds)
+    tip = f"{name}: {share:.0%} from {_short(bounds[0])} to {_short(bounds[1])}"
+    return _bar(left, y(share), right - left, HEIGHT - BOTTOM - y(share), colour, tip)
 
 
 def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str = "") -> Markup:

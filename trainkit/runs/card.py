@@ -43,7 +43,7 @@ def write(trainer: Trainer, building: Path, target: Path) -> None:
     if written_by_hand(target / CARD):
         (building / CARD).unlink(missing_ok=True)
     else:
-        (building / CARD).write_text(model_card(trainer), encoding="utf-8")
+        (building / CARD).write_text(model_card(trainer, line), encoding="utf-8")
 
 
 def written_by_hand(path: Path) -> bool:
@@ -51,8 +51,11 @@ def written_by_hand(path: Path) -> bool:
     return path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")
 
 
-def model_card(trainer: Trainer) -> str:
-    """Return the text of the model card. Equal runs with equal libraries give equal cards, on any machine."""
+def model_card(trainer: Trainer, line: Line | None) -> str:
+    """Return the text of the model card, which shows the curve ``line`` if there is one.
+
+    Equal runs with equal libraries give equal cards, on any machine.
+    """
     method, kind = trainer.config.method.name, trainer.model_card()
     base, steps = base_model(trainer), trainer.progress.step
     hub = {"base_model": base, **{name: value for name, value in kind.items() if name != "loading"}}
@@ -63,7 +66,7 @@ def model_card(trainer: Trainer) -> str:
         f"Trained{f' from `{base}`' * (base is not None)} with trainkit, for {steps} step{'s' * (steps != 1)}.\n",
         _loading(method, kind.get("loading")),
         _table("## Provenance", _facts(trainer)),
-        _curve(trainer),
+        "" if line is None else f"## Training\n\n![{_cell(line.name)} over the steps]({CURVE})\n",
         _evaluation(trainer),
         f"## Configuration\n\n{fenced(to_yaml(shown(trainer.config.to_dict())), 'yaml')}",
     ]
@@ -75,11 +78,6 @@ def curve(trainer: Trainer) -> Line | None:
     run = Record(trainer.run_dir) if trainer.run_dir is not None else None
     metric = main_metric(run.series) if run is not None else None
     return None if run is None or metric is None else Group(metric, [run]).line(metric, POINTS)
-
-
-def _curve(trainer: Trainer) -> str:
-    line = curve(trainer)
-    return "" if line is None else f"## Training\n\n![{_cell(line.name)} over the steps]({CURVE})\n"
 
 
 def base_model(trainer: Trainer) -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import DataError, suggest
-from trainkit.runs.groups import Group, differing, grouped, main_metric
+from trainkit.runs.groups import Group, differing, grouped, main_metric, name_of
 from trainkit.runs.record import Record
 
 LEVEL = 0.05
@@ -149,9 +149,8 @@ def compare(first: Sequence[Record], second: Sequence[Record], metric: str | Non
         DataError: the runs of a side differ in more than the seed, or the two have no such metric in common.
     """
     sides = [_one_group(side) for side in (first, second)]
-    names = [group.name for group in grouped([*first, *second])]
-    if len(names) == 2:  # names that tell them apart
-        sides = [Group(name, side.runs) for name, side in zip(names, sides, strict=True)]
+    everything = [run.path for run in (*first, *second)]
+    sides = [Group(name_of(side.runs, everything), side.runs) for side in sides]
     common = [name for name in sides[0].metrics if name in sides[1].metrics]
     if metric is not None and metric not in common:
         raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonpath
@@ -46,20 +46,7 @@ class Group:
         at most ``most`` points; each is the mean of several steps if there are more, which are the band of one run.
         """
         series = [run.series[metric] for run in self.runs if metric in run.series]
-        if not series:
-            return None
-        steps = sorted({step for each in series for step in each})
-        columns = [parts_of([each.get(step, math.nan) for step in steps], most) for each in series]
-        x, rows = (
-            list(map(mean, parts_of(steps, most))),
-            [[mean(part) for part in row] for row in zip(*columns, strict=True)],
-        )
-        ranges = columns[0] if len(series) == 1 else rows
-        if len(series) == 1 and len(steps) <= most:
-            return Line(self.name, x, [value for (value,) in rows])
-        known = [[value for value in part if math.isfinite(value)] for part in ranges]
-        low, high = ([bound(part, default=math.nan) for part in known] for bound in (min, max))
-        return Line(self.name, x, [mean(row) for row in rows], low, high)
+        return _line(self.name, series, most) if series else None
 
     def not_finite(self, metric: str) -> int:
         """Return how many recorded values of a metric are NaN or infinite."""
@@ -81,6 +68,24 @@ class Group:
         return found
 
 
+def _line(name: str, series: Sequence[Mapping[int, float]], most: int) -> Line:
+    """Return series over the steps as one line; see `Group.line`."""
+    steps = sorted({step for each in series for step in each})
+    columns = [parts_of([each.get(step, math.nan) for step in steps], most) for each in series]
+    x = list(map(mean, parts_of(steps, most)))
+    rows = [list(map(mean, row)) for row in zip(*columns, strict=True)]
+    y = list(map(mean, rows))
+    if len(series) == 1 and len(steps) <= most:
+        return Line(name, x, y)
+    ranges = columns[0] if len(series) == 1 else rows
+    return Line(name, x, y, *([_bound(part, bound) for part in ranges] for bound in (min, max)))
+
+
+def _bound(values: Iterable[float], bound: Callable[..., float]) -> float:
+    """Return the least or the largest finite value; NaN if there is none."""
+    return bound(filter(math.isfinite, values), default=math.nan)
+
+
 def grouped(runs: Iterable[Record]) -> list[Group]:
     """Return runs in groups that differ by their seed alone; a seed that is there twice begins another group."""
     parts: list[list[Record]] = []
@@ -92,7 +97,7 @@ def grouped(runs: Iterable[Record]) -> list[Group]:
         else:
             part.append(run)
     everything = [run.path for part in parts for run in part]
-    return [Group(_name(part, everything), part) for part in parts]
+    return [Group(name_of(part, everything), part) for part in parts]
 
 
 def differing(first: Record, second: Record) -> list[tuple[str, Any, Any]]:
@@ -149,8 +154,8 @@ def _seed(run: Record) -> Any:
     return run.setting("train", "seed")
 
 
-def _name(part: Sequence[Record], everything: Sequence[Path]) -> str:
-    """Return the path of the runs, without the beginning that all paths share."""
+def name_of(part: Sequence[Record], everything: Sequence[Path]) -> str:
+    """Return the path of a group's runs, without the beginning that the paths of all runs share."""
     paths = [run.path for run in part]
     place = paths[0] if len(paths) == 1 else Path(commonpath(paths))
     above = Path(commonpath([path.parent for path in everything]))

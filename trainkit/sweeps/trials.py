@@ -22,7 +22,7 @@ from optuna.trial import Trial
 from trainkit.errors import TrainkitError, printable, suggest
 from trainkit.plain import to_yaml
 from trainkit.runs.lock import is_held
-from trainkit.runs.record import Record
+from trainkit.runs.record import AddedLines
 from trainkit.sweeps.child import PATIENCE
 from trainkit.sweeps.sources import Sweep
 
@@ -62,8 +62,10 @@ class Run:
     """What is wrong with its evaluations."""
     hopeless: bool = False
     """Whether other parameters would not help."""
-    _size: int = -1
     _since: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._metrics = AddedLines(self.directory / "metrics.jsonl")
 
     @property
     def directory(self) -> Path:
@@ -123,20 +125,19 @@ class Run:
         return ended or bool(self.fault)
 
     def _read(self) -> None:
-        metrics = self.directory / "metrics.jsonl"
-        size = metrics.stat().st_size if metrics.exists() else 0
-        if size == self._size:
-            return
-        self._size = size
+        """Read the evaluations since the last time, or all of them if the run was resumed and has removed some."""
         try:
-            series = Record(self.directory).series
+            lines, anew = self._metrics.read()
         except TrainkitError as error:
             self.fault = str(error)
             return
+        if anew:
+            self.evaluations = {}
         name = self.sweep.settings.metric
-        self.evaluations = series.get(name, {})
-        known = [each for each in series if each.startswith("eval/")]
-        if known and not self.evaluations:
+        evaluated = [line for line in lines if any(each.startswith("eval/") for each in line)]
+        self.evaluations |= {int(line["step"]): float(line[name]) for line in evaluated if name in line}
+        if evaluated and not self.evaluations:
+            known = list(dict.fromkeys(each for line in evaluated for each in line if each.startswith("eval/")))
             self.hopeless = True
             self.fault = (
                 f"the evaluations have no metric {name!r}{suggest(name, known)}; they have {', '.join(known)}. "

@@ -285,7 +285,7 @@ def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, f
 
 
 @dataclass(frozen=True)
-class Mean:
+class Estimate:
     """The mean of a number over responses, with its deviation and the half width of its 95 % interval (Student's t)."""
 
     mean: float
@@ -294,7 +294,7 @@ class Mean:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
+    def of(cls, values: Sequence[float]) -> Estimate:
         """Return the mean of one value or more; deviation and interval of one value are NaN."""
         count, mean = len(values), math.fsum(values) / len(values)
         if count < 2:
@@ -316,7 +316,7 @@ class Evaluated:
     records: list[Measured]
 
     @property
-    def means(self) -> dict[str, Mean]:
+    def means(self) -> dict[str, Estimate]:
         """The means of the numbers that each response has, by name and swept setting; those of one reward first."""
         found: dict[str, list[float]] = {}
         for record in self.records:
@@ -324,7 +324,9 @@ class Evaluated:
             for name, value in record.items():
                 if isinstance(value, int | float):
                     found.setdefault(name + suffix, []).append(float(value))
-        return {name: Mean.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))}
+        return {
+            name: Estimate.of(found[name]) for name in sorted(found, key=lambda name: not name.startswith("reward"))
+        }
 
     def ranked(self) -> list[Measured]:
         """Return the records with a reward, the highest first; empty if there are none."""
@@ -404,7 +406,7 @@ class Conversation:
                 sampler.generate([query], settings, [seed], watch=lambda _, tokens: told.add(tokens.tolist()))
             told.end()
         except KeyboardInterrupt:
-            pass
+            pass  # the answer is what has been told
         if self.has_template:
             self.messages = [*messages, {"role": "assistant", "content": told.text}]
         return told.text
