@@ -146,9 +146,7 @@ def test_added_lines_are_read_once_and_anew_if_the_file_is_replaced(tmp_path: Pa
     with path.open("a") as file:
         file.write('ep": 3}\n')
     assert added.read() == ([{"step": 3}], False)
-    (tmp_path / "other").write_text(
-        '{"step": 1}\n{"step": 22}\n{"step": 3}\n{"step": 4}\n'
-    )  # longer
+    (tmp_path / "other").write_text('{"step": 1}\n{"step": 22}\n{"step": 3}\n{"step": 4}\n')  # longer
     (tmp_path / "other").replace(path)
     assert added.read() == ([{"step": 1}, {"step": 22}, {"step": 3}, {"step": 4}], True)
     path.write_text("nonsense\n")

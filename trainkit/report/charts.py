@@ -27,7 +27,7 @@ STYLE = (Path(__file__).parent / "templates" / "charts.css").read_text(encoding=
 
 @dataclass(frozen=True)
 class Line:
-    """A series: ``y`` over ``x``, in which NaN and infinities are gaps, with a band from ``low`` to ``high``."""
+    """A series: ``y`` over ``x``, with gaps where it is not finite, and a band from ``low`` to ``high``."""
 
     name: str
     x: Sequence[float]
@@ -157,12 +157,12 @@ def _column(name: str, share: float, bounds: tuple[float, float], colour: int, x
 
 
 def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str = "") -> Markup:
-    """Return a chart with a named bar for each value, from 0 on."""
+    """Return a chart with a named bar for each value, from 0 on; negative values have none."""
     height, known = 26, [value for value in bars.values if is_shown(value)]
     x = Axis((0.0, max(known, default=1.0) or 1.0), 170, WIDTH - 90)
     drawn = []
     for at, (name, value) in enumerate(zip(names, bars.values, strict=True)):
-        top, end = at * height + 4, x(value) if is_shown(value) else 170
+        top, end = at * height + 4, x(max(value, 0.0)) if is_shown(value) else 170
         drawn.append(_text(162, top + 14, name if len(name) < 25 else f"…{name[-23:]}", "label end"))
         drawn.append(_bar(170, top, end - 170, height - 8, 0, f"{name}: {_short(value)}{unit}"))
         drawn.append(_text(end + 6, top + 14, f"{_short(value)}{unit}", "label"))
@@ -191,7 +191,7 @@ def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: in
     rows = [[" "] * width for _ in range(height)]
     for line, mark in zip(lines, marks, strict=True):
         for at, value in zip(line.x, line.y, strict=True):
-            if is_shown(value):
+            if is_shown(at) and is_shown(value):
                 row, column = rows[round(y(value))], round(x(at))
                 row[column] = mark if row[column] in (" ", mark) else "*"
     ends = {0: _short(y.high), height - 1: _short(y.low)}
@@ -235,12 +235,12 @@ def _axes(x: Axis, y: Axis, x_label: str) -> Iterator[Markup]:
 def _series(line: Line, colour: int, x: Axis, y: Axis, marked: bool) -> Markup:
     parts = []
     if line.low:
-        for start, end in _runs(line.low, line.high):
+        for start, end in _runs(line.x, line.low, line.high):
             there = [f"{x(line.x[at]):.1f} {y(line.high[at]):.1f}" for at in range(start, end)]
             back = [f"{x(line.x[at]):.1f} {y(line.low[at]):.1f}" for at in reversed(range(start, end))]
             parts.append(Markup('<path class="band s{}" d="M{}Z"/>').format(colour, "L".join([*there, *back])))
     kind = "line" if marked else "line dense"
-    for start, end in _runs(line.y):
+    for start, end in _runs(line.x, line.y):
         points = "L".join(f"{x(line.x[at]):.1f} {y(line.y[at]):.1f}" for at in range(start, end))
         if end - start > 1:
             form = '<path class="{} s{}" d="M{}"><title>{}</title></path>'
