@@ -11,7 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli import chat, configs, data, doctor, examples, models, plugins, reports, runs, sweep, training, trying
+from trainkit.cli import (
+    chat,
+    configs,
+    data,
+    doctor,
+    examples,
+    migrate,
+    models,
+    plugins,
+    reports,
+    runs,
+    sweep,
+    training,
+    trying,
+)
 from trainkit.cli.console import ExplainedErrors, WithOverrides
 from trainkit.errors import TRACEBACK
 
@@ -58,6 +72,7 @@ app.command()(sweep.sweep)
 app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)
+app.command(epilog=migrate.EXIT_OF_MIGRATE)(migrate.migrate)
 app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(

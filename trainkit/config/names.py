@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
 
+from trainkit.migrating import known_names
 from trainkit.plain import Key
 
 
@@ -19,7 +18,7 @@ def dotted(name: str, section: Key = ()) -> list[str]:
     plain = name.lstrip("-").replace("-", "_")
     if plain in {path for paths in settings().values() for path in paths}:
         return [plain]
-    if peer := _peers().get(plain):
+    if peer := known_names().get(plain):
         return [peer]
     return [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
 
@@ -34,8 +33,3 @@ def settings() -> dict[str, list[str]]:
         for name in getattr(about.annotation, "model_fields", {}):
             found.setdefault(name, []).append(f"{section}.{name}")
     return found
-
-
-@cache
-def _peers() -> dict[str, str]:
-    return tomllib.loads((files("trainkit.config") / "peers.toml").read_text(encoding="utf-8"))

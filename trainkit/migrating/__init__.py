@@ -1,0 +1,12 @@
+"""The settings and names of trlX and TRL, and what becomes of them: data that core, adapters and documents share.
+
+``<framework>.toml`` has every field of a framework's configuration, and its public names; ``names.toml`` has names that
+are common among frameworks. This room imports neither torch nor the configuration.
+"""
+
+from __future__ import annotations
+
+from trainkit.migrating.tables import FRAMEWORKS, Framework, Setting, framework, known_names
+from trainkit.migrating.translation import Remark, Translation, translate
+
+__all__ = ["FRAMEWORKS", "Framework", "Remark", "Setting", "Translation", "framework", "known_names", "translate"]

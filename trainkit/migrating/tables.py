@@ -1,0 +1,101 @@
+"""The tables of other frameworks."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from trainkit.errors import ConfigError
+
+FRAMEWORKS = ("trlx",)
+"""The frameworks that have a table."""
+Kind = Literal["mapped", "equivalent", "without effect", "refused"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What becomes of a field of another framework's configuration."""
+
+    to: str | None = None
+    """The setting of trainkit that takes the value; ends in ``.*`` if all fields below it are taken over."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What values are called in trainkit, by what they are called there, where that differs. A value that is a list
+    ``["refused", reason]`` has no counterpart."""
+    convert: str | None = None
+    """The function of `trainkit.migrating.values` that gives settings of trainkit for the value."""
+    part_of: str | None = None
+    """The field by whose function it is read."""
+    unused: str | None = None
+    """Why the field has no effect in trainkit."""
+    refused: str | None = None
+    """What to write instead."""
+    note: str | None = None
+    """What is different in trainkit."""
+    unless: tuple[Any, ...] = ()
+    """Values to which `unused`, `refused` and `note` do not apply, besides None and what is empty."""
+
+    @property
+    def kind(self) -> Kind:
+        """Whether the value is taken as it is or converted, or the field has no effect or is refused."""
+        if self.refused:
+            return "refused"
+        if self.unused:
+            return "without effect"
+        return "equivalent" if self.convert or self.part_of or self.values or self.note else "mapped"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Another framework: its configuration and its public names."""
+
+    title: str
+    """The name of the framework."""
+    version: str
+    """The version that the table describes."""
+    package: str
+    """The package that its scripts import."""
+    adapter: str
+    """The package of trainkit that scripts import instead."""
+    settings: Mapping[str, Setting]
+    """The fields of its configuration by their dotted paths."""
+
+
+@cache
+def framework(name: str) -> Framework:
+    """Return the table of a framework.
+
+    Raises:
+        ConfigError: there is no table of that name.
+    """
+    if name not in FRAMEWORKS:
+        raise ConfigError(f"given {name!r}; frameworks with a table are {', '.join(FRAMEWORKS)}")
+    data = _read(f"{name}.toml")
+    settings = data.pop("settings")
+    for path, section in data.pop("generation", {}).items():
+        for argument, about in _read("generation.toml").items():
+            to = {"to": f"{section}.{about['to']}"} if "to" in about else {}
+            settings[f"{path}.{argument}"] = {**about, **to}
+    return Framework(settings={path: _setting(about) for path, about in settings.items()}, **data)
+
+
+def _setting(about: Mapping[str, Any]) -> Setting:
+    return Setting(**{**about, "unless": tuple(about.get("unless", ()))})
+
+
+@cache
+def known_names() -> dict[str, str]:
+    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors."""
+    found = _read("names.toml")
+    for name in FRAMEWORKS:
+        for path, setting in framework(name).settings.items():
+            if setting.to and "*" not in setting.to and not setting.to.startswith("eval."):
+                found.setdefault(path.rpartition(".")[2], setting.to)
+    return found
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("trainkit.migrating") / name).read_text(encoding="utf-8"))

@@ -1,0 +1,182 @@
+"""Conversions of values that trainkit writes differently. Each returns settings of trainkit by their dotted paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Settings = dict[str, Any]
+ONLINE = ("ppo", "rft")
+"""Methods of trlX that sample what they train on."""
+METHODS = {"ppoconfig": "ppo", "ilqlconfig": "ilql", "sftconfig": "sft", "rftconfig": "rft"}
+
+
+class RefusedError(ValueError):
+    """A value without counterpart; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a conversion may look at besides the value."""
+
+    given: Mapping[str, Any]
+    """The whole configuration."""
+    processes: int
+    """How many processes train."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a dotted path of the configuration; ``default`` if it is not set or None."""
+        here: Any = self.given
+        for part in path.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        return default if here is None else here
+
+    @property
+    def method(self) -> str:
+        """The method that the configuration of trlX names, in trainkit."""
+        trainer = str(self.get("train.trainer", "")).lower()
+        named = trainer.removeprefix("accelerate").removeprefix("nemo").removesuffix("trainer")
+        return named or METHODS.get(str(self.get("method.name", "")).lower(), "")
+
+
+def method_name(value: Any, context: Context) -> Settings:
+    """Return the method; in trlX the trainer decides, and the method has the settings."""
+    name = METHODS.get(str(value).lower())
+    if name is None:
+        raise RefusedError(
+            f"{value!r} is no method of trlX ({', '.join(METHODS)}); register yours as a trainer of trainkit"
+        )
+    if context.method not in ("", name):
+        raise RefusedError(f"train.trainer is {context.get('train.trainer')!r}, which does not train with {value!r}")
+    return {"method.name": name}
+
+
+def epochs(value: Any, context: Context) -> Settings:
+    """Return the passes over the data; for PPO the steps of so many collections, if these are fewer."""
+    if context.method != "ppo":
+        return {"train.epochs": value}
+    steps = math.ceil(context.get("method.num_rollouts", 128) / context.get("train.batch_size", 1))
+    collected = value * context.get("method.ppo_epochs", 1) * steps
+    return {"train.total_steps": min(collected, context.get("train.total_steps", collected))}
+
+
+def rows_of_a_step(value: Any, context: Context) -> Settings:
+    """Return the rows of a step over all processes."""
+    return {"train.batch_size": value * context.processes}
+
+
+def rollouts(value: Any, context: Context) -> Settings:
+    """Return the rows of a collection over all processes."""
+    return {"rollout.num_rollouts": value * context.processes}
+
+
+def reward_bound(value: Any, _context: Context) -> Settings:
+    """Return the bound of scores; 0 turned it off."""
+    return {"method.cliprange_reward": value or None}
+
+
+def truncation(_value: Any, context: Context) -> Settings:
+    """Return what is done with prompts that are too long: trlX truncated them."""
+    return {"rollout.overlong_prompts": "truncate"} if context.method in ONLINE else {}
+
+
+def trackers(value: Any, context: Context) -> Settings:
+    """Return the trackers, with the names that wandb takes; trlX gave none to TensorBoard."""
+    if value is None:
+        return {"train.trackers": []}
+    if value not in ("wandb", "tensorboard"):
+        raise RefusedError(f"given {value!r}; trlX has wandb and tensorboard, trainkit more: see train.trackers")
+    if value == "tensorboard":
+        return {"train.trackers": ["tensorboard"]}
+    words = {"project": "project_name", "run_name": "run_name", "entity": "entity_name", "group": "group_name"}
+    named = {ours: context.get(f"train.{theirs}") for ours, theirs in {**words, "tags": "tags"}.items()}
+    return {"train.trackers": [{"name": "wandb", **{key: text for key, text in named.items() if text}}]}
+
+
+def implied(config: Settings, context: Context) -> Settings:
+    """Return what trlX does without a field for it, and the section ``rollout``.
+
+    Args:
+        config: the sections of trainkit so far.
+        context: the configuration of trlX.
+    """
+    own: Settings = {"train.max_grad_norm": None}
+    if context.method == "ppo":
+        own["method.ratio_threshold"] = None
+    return {**own, "rollout": sampled(config, context)}
+
+
+def do_sample(value: Any, context: Context) -> Settings:
+    """Return the temperature of greedy decoding; nothing if it samples."""
+    if value:
+        return {}
+    if context.method in ONLINE and not context.get("method.gen_experience_kwargs"):
+        raise RefusedError(
+            "an algorithm that learns from its own responses needs different ones; remove do_sample: false"
+        )
+    return {"eval.temperature": 0.0}
+
+
+def sampled(config: Settings, context: Context) -> Settings:
+    """Return the section ``rollout`` of trainkit.
+
+    In trlX the sampling settings of evaluations are those of rollouts too, unless these have their own.
+
+    Args:
+        config: the sections so far; ``eval`` has the sampling settings of evaluations, ``rollout`` those of rollouts.
+        context: the configuration of trlX.
+    """
+    evaluated, rollout = dict(config.get("eval", {})), dict(config.get("rollout", {}))
+    if context.method == "ilql":
+        unset = {"top_k": 20, "max_new_tokens": 32}
+    else:
+        greedy = context.method == "sft" and context.get("method.gen_kwargs.do_sample") is None
+        unset = {"temperature": 0.0} if greedy else {"top_k": 50}
+    given = {**unset, **evaluated}
+    differ = {name: value for name, value in given.items() if isinstance(value, list) and name != "stop_sequences"}
+    if context.get("method.gen_experience_kwargs"):
+        return {"top_k": 50, **rollout, "eval_kwargs": given}
+    if given.get("temperature") == 0:  # of evaluations alone, as beta, which the section does not have
+        differ["temperature"] = given.pop("temperature")
+    if "beta" in given:
+        differ["beta"] = given.pop("beta")
+    shared = {name: value[0] if name in differ else value for name, value in given.items()}
+    return {**rollout, **shared, **({"eval_kwargs": differ} if differ else {})}
+
+
+def schedule(value: Any, context: Context) -> Settings:
+    """Return the schedule, which in trainkit ends with the run, of torch's CosineAnnealingLR or LinearLR."""
+    name, kwargs = str(value.get("name")).lower(), value.get("kwargs") or {}
+    lr, steps = context.get("optimizer.kwargs.lr"), context.get("train.total_steps")
+    if name == "cosine_annealing":
+        return _cosine(kwargs.get("T_max"), kwargs.get("eta_min", 0), lr, steps)
+    if name == "linear":
+        first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
+        length = kwargs.get("total_iters", 5)
+        if first == last == 1:
+            return {"scheduler.name": "constant"}
+        if (first, last, length) == (1, 0, steps):
+            return {"scheduler.name": "linear"}
+        if last == 1:  # a warm-up, which begins at 0 in trainkit
+            return {"scheduler.name": "constant", "scheduler.warmup_steps": length}
+    raise RefusedError(
+        f"given {dict(value)!r}; schedules of trainkit end with the run: linear from factor 1 to 0, or "
+        "cosine_annealing with T_max equal to train.total_steps"
+    )
+
+
+def _cosine(period: Any, least: Any, lr: Any, steps: Any) -> Settings:
+    if least == lr or (steps and period >= 1000 * steps):  # changes the rate by less than 3e-6 of itself
+        return {"scheduler.name": "constant"}
+    if period != steps:
+        raise RefusedError(
+            f"T_max is {period} and train.total_steps {steps}; the cosine of trainkit ends with the run: make them "
+            "equal"
+        )
+    return (
+        {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr": least}}
+        if least
+        else {"scheduler.name": "cosine"}
+    )
