@@ -130,7 +130,7 @@ def sampled(config: Settings, context: Context) -> Settings:
     """
     evaluated, rollout = dict(config.get("eval", {})), dict(config.get("rollout", {}))
     if context.method == "ilql":
-        unset = {"top_k": 20, "max_new_tokens": 32}
+        unset: Settings = {"top_k": 20, "max_new_tokens": 32}
     else:
         greedy = context.method == "sft" and context.get("method.gen_kwargs.do_sample") is None
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
