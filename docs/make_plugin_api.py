@@ -24,6 +24,7 @@ MODULES = (
     "trainkit.rollouts",
     "trainkit.plugins",
     "trainkit.plugins.hookspecs",
+    "trainkit.migrating",
     "trainkit.runs",
     "trainkit.trainer",
     "trainkit.seeding",

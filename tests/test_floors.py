@@ -54,6 +54,7 @@ PUBLIC = (
     "trainkit.errors",
     "trainkit.functional",
     "trainkit.metrics",
+    "trainkit.migrating",
     "trainkit.models",
     "trainkit.plugins",
     "trainkit.rollouts",

@@ -7,6 +7,16 @@ are common among frameworks. This room imports neither torch nor the configurati
 from __future__ import annotations
 
 from trainkit.migrating.tables import FRAMEWORKS, Framework, Setting, framework, known_names
-from trainkit.migrating.translation import Remark, Translation, translate
+from trainkit.migrating.translation import Remark, Translation, translate, translate_sampling
 
-__all__ = ["FRAMEWORKS", "Framework", "Remark", "Setting", "Translation", "framework", "known_names", "translate"]
+__all__ = [
+    "FRAMEWORKS",
+    "Framework",
+    "Remark",
+    "Setting",
+    "Translation",
+    "framework",
+    "known_names",
+    "translate",
+    "translate_sampling",
+]

@@ -76,10 +76,24 @@ def framework(name: str) -> Framework:
     data = _read(f"{name}.toml")
     settings = data.pop("settings")
     for path, section in data.pop("generation", {}).items():
-        for argument, about in _read("generation.toml").items():
-            to = {"to": f"{section}.{about['to']}"} if "to" in about else {}
-            settings[f"{path}.{argument}"] = {**about, **to}
+        settings |= {f"{path}.{argument}": about for argument, about in _generation(section).items()}
     return Framework(settings={path: _setting(about) for path, about in settings.items()}, **data)
+
+
+@cache
+def generation() -> Framework:
+    """Return the table of the arguments of `generate` of transformers; they are settings of the section ``rollout``."""
+    settings = {argument: _setting(about) for argument, about in _generation("rollout").items()}
+    return Framework("generate()", "transformers 5", "transformers", "trainkit", settings)
+
+
+def _generation(section: str) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `generate`, with settings of a section."""
+    found = _read("generation.toml")
+    return {
+        name: {**about, **({"to": f"{section}.{about['to']}"} if "to" in about else {})}
+        for name, about in found.items()
+    }
 
 
 def _setting(about: Mapping[str, Any]) -> Setting:

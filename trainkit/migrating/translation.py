@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.errors import describe, suggest
 from trainkit.migrating import values
-from trainkit.migrating.tables import Framework, Setting, framework
+from trainkit.migrating.tables import Framework, Setting, framework, generation
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,14 @@ def translate(name: str, given: Mapping[str, Any], *, processes: int = 1) -> Tra
     return found
 
 
+def translate_sampling(given: Mapping[str, Any]) -> Translation:
+    """Translate arguments of `generate` of transformers; the configuration of the result has sampling settings."""
+    found = Translation()
+    _walk(generation(), given, "", values.Context({}, 1), found)
+    found.config = {name: value for section in found.config.values() for name, value in section.items()}
+    return found
+
+
 def _walk(about: Framework, given: Mapping[str, Any], at: str, context: values.Context, found: Translation) -> None:
     """Translate the fields below ``at``, in the order of the table, then report those that it does not have."""
     order = {path: place for place, path in enumerate(about.settings)}
@@ -94,7 +102,9 @@ def _apply(path: str, setting: Setting, value: Any, context: values.Context, fou
         except values.RefusedError as reason:
             found.refused.append(Remark(path, str(reason)))
             return
-        found.remarks += [Remark(path, setting.note)] if setting.note and matters else []
+        said = [*context.remarks, *([setting.note] if setting.note and matters else [])]
+        context.remarks.clear()
+        found.remarks += [Remark(path, text) for text in said]
 
 
 def _converted(path: str, setting: Setting, value: Any, context: values.Context) -> dict[str, Any]:

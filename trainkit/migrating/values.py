@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Settings = dict[str, Any]
@@ -25,6 +25,8 @@ class Context:
     """The whole configuration."""
     processes: int
     """How many processes train."""
+    remarks: list[str] = field(default_factory=list)
+    """What conversions have to say about their values."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path of the configuration; ``default`` if it is not set or None."""
@@ -60,6 +62,14 @@ def epochs(value: Any, context: Context) -> Settings:
     steps = math.ceil(context.get("method.num_rollouts", 128) / context.get("train.batch_size", 1))
     collected = value * context.get("method.ppo_epochs", 1) * steps
     return {"train.total_steps": min(collected, context.get("train.total_steps", collected))}
+
+
+def save_best(value: Any, context: Context) -> Settings:
+    """Return whether the best model is exported; trainkit compares the rewards of evaluations."""
+    if value and context.method not in ONLINE:
+        context.remarks.append("has no effect: there is no reward function by which evaluations are compared")
+        return {}
+    return {"train.save_best": value}
 
 
 def rows_of_a_step(value: Any, context: Context) -> Settings:

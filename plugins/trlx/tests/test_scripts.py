@@ -1,0 +1,153 @@
+"""Scripts in the manner of trlX's examples: only the word in front of their imports differs. Each learns its task."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import trainkit_trlx as trlx
+from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
+from trainkit_trlx.trainer.accelerate_rft_trainer import RFTConfig
+from transformers import GPT2Config
+
+from trainkit.errors import ConfigError
+from trainkit.testing import character_tokenizer
+
+LETTERS = "abcdefgh"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the directory of a tokenizer with a token per letter."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    character_tokenizer(LETTERS).save_pretrained(path)
+    return str(path)
+
+
+def reward_fn(samples: list[str], prompts: list[str], outputs: list[str], **kwargs: Any) -> list[float]:
+    return [float(output.count("a")) for output in outputs]
+
+
+def small(default: TRLConfig, tokenizer_path: str, tmp_path: Any, lr: float = 3e-3, **train: Any) -> TRLConfig:
+    """Return a configuration of trlX at a small size."""
+    model = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=len(LETTERS) + 2, n_positions=32)
+    sizes = {"batch_size": 16, "seq_length": 16, "eval_interval": 50, "checkpoint_interval": 1000, "tracker": None}
+    return default.evolve(
+        train={**sizes, "checkpoint_dir": str(tmp_path / "ckpts"), **train},
+        model={"model_path": model, "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": tokenizer_path},
+        optimizer={"kwargs": {"lr": lr}},
+        scheduler={"kwargs": {"eta_min": lr}},
+    )
+
+
+def test_ppo(tokenizer_path: str, tmp_path: Any) -> None:
+    def main(hparams: dict[str, Any]) -> Any:
+        method = {"num_rollouts": 32, "chunk_size": 16, "gen_kwargs": {"max_new_tokens": 6}}
+        config = small(default_ppo_config(), tokenizer_path, tmp_path, total_steps=60, epochs=20).evolve(method=method)
+        config = TRLConfig.update(config.to_dict(), hparams)
+        return trlx.train(
+            reward_fn=reward_fn,
+            prompts=["b", "c"] * 8,
+            eval_prompts=["b"] * 8,
+            metric_fn=lambda samples, **kwargs: {"length": [len(sample) for sample in samples]},
+            config=config,
+        )
+
+    trainer = main({"method.init_kl_coef": 0.0, "train.seed": 3})
+    assert trainer.config.train.total_steps == 60
+    scores = [*trainer.history["eval/reward"].values()]
+    assert scores[-1] > max(scores[0], 1) + 2
+    asked = trainer.tokenizer(["b", "cd"], return_tensors="pt", padding=True)
+    ids = trainer.generate(**asked, max_new_tokens=4, do_sample=True, top_k=0)
+    assert ids.shape == (2, 6)
+    assert ids.dtype == torch.long
+    with pytest.raises(ConfigError, match="num_beams.*beam search"):
+        trainer.generate(**asked, num_beams=3)
+
+
+def test_ilql_with_a_logit_mask_and_a_sweep_over_beta(tokenizer_path: str, tmp_path: Any) -> None:
+    """Walks over letters, of which only the next ones are allowed; those that end in a are rewarded."""
+    walks = ["abc", "bcd", "cda", "dab", "bcda", "cdab"] * 8
+    follows = {"a": "b", "b": "c", "c": "d", "d": "a"}
+    tokenizer = character_tokenizer(LETTERS)
+    forbidden = torch.ones(len(tokenizer), len(tokenizer), dtype=torch.bool)
+    for one, other in follows.items():
+        forbidden[tokenizer.convert_tokens_to_ids(one), tokenizer.convert_tokens_to_ids(other)] = False
+    forbidden[:, tokenizer.eos_token_id] = False
+    config = small(default_ilql_config(), tokenizer_path, tmp_path, total_steps=30, epochs=100).evolve(
+        train={"trainer_kwargs": {"logit_mask": forbidden}, "save_best": False},
+        method={"gen_kwargs": {"max_new_tokens": 4, "beta": [0, 2]}},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trlx.train(
+            samples=[[walk[:1], walk[1:]] for walk in walks],
+            rewards=[float(walk[-1] == "a") for walk in walks],
+            eval_prompts=["a", "b", "c", "d"],
+            metric_fn=lambda samples, **kwargs: {"ends": [float(sample[-1:] == "a") for sample in samples]},
+            config=config,
+        )
+    assert {"eval/metrics/ends@beta=0", "eval/metrics/ends@beta=2"} <= trainer.history.keys()
+    text = trainer.tokenizer.decode(trainer.generate(**trainer.tokenizer("a", return_tensors="pt"))[0])
+    assert "abcda".startswith(text.replace(tokenizer.eos_token, "").replace(tokenizer.pad_token, "")[:5])
+
+
+def test_sft_on_dialogues_and_on_text(tokenizer_path: str, tmp_path: Any) -> None:
+    config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=60, epochs=100).evolve(
+        method={"gen_kwargs": {"max_new_tokens": 3, "do_sample": False}}, train={"save_best": False}
+    )
+    trainer = trlx.train(samples=[("ab", "cd"), ("ba", "dc")] * 16, eval_prompts=["ab", "ba"], config=config)
+    asked = trainer.tokenizer(["ab", "ba"], return_tensors="pt")
+    answers = trainer.tokenizer.batch_decode(trainer.generate(**asked), skip_special_tokens=True)
+    assert answers == ["abcd", "badc"]
+    config.train.checkpoint_dir = str(tmp_path / "text")
+    config.train.total_steps = 2
+    trlx.train(samples=["abcd", "bc"] * 8, config=config)
+
+
+def test_rft(tokenizer_path: str, tmp_path: Any) -> None:
+    config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=40, epochs=100).to_dict()
+    method = RFTConfig(
+        name="RFTConfig",
+        n_generations_per_prompt=16,
+        start_percentile=0.9,
+        end_percentile=0.95,
+        n_improve_steps=2,
+        gen_kwargs={"max_new_tokens": 4, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "do_sample": True},
+    )
+    config["method"] = vars(method)
+    config["train"]["trainer"] = "AccelerateRFTTrainer"
+
+    def reward(samples: list[str], prompts: list[str], outputs: list[str]) -> list[float]:  # takes no tokenizer
+        return [float(output.count("a")) for output in outputs]
+
+    trainer = trlx.train(reward_fn=reward, prompts=["b", "c"], config=TRLConfig.from_dict(config))
+    scores = [*trainer.history["eval/reward"].values()]
+    assert scores[-1] > scores[0]
+
+
+def test_functions_that_learn_takes_are_called(tokenizer_path: str, tmp_path: Any) -> None:
+    from trainkit_trlx.utils.loading import get_pipeline, get_trainer
+
+    config = small(default_ppo_config(), tokenizer_path, tmp_path, total_steps=2, epochs=20).evolve(
+        method={"num_rollouts": 16, "chunk_size": 16, "gen_kwargs": {"max_new_tokens": 4}}
+    )
+    trainer = get_trainer("acceleratePPOtrainer")(config=config, reward_fn=reward_fn)
+    trainer.add_prompt_pipeline(get_pipeline("promptpipeline")(["b", "c"], 8, trainer.tokenizer))
+    told: dict[str, list[Any]] = {"log": [], "save": [], "eval": []}
+    trainer.learn(log_fn=told["log"].append, save_fn=told["save"].append, eval_fn=told["eval"].append)
+    assert len(told["log"]) >= 2
+    assert told["save"] == [str(tmp_path / "ckpts" / "checkpoints" / "step-2")] or len(told["save"]) == 1
+
+
+def test_arguments_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="reward_fn.*or samples"):
+        trlx.train(config=default_sft_config())
+    with pytest.raises(ValueError, match="1 samples and 2 rewards"):
+        trlx.train(samples=["a"], rewards=[1.0, 2.0], config=default_ilql_config())
+    with pytest.raises(ValueError, match="both given"):
+        trlx.train(samples=["a"], reward_fn=reward_fn, config=default_ppo_config())

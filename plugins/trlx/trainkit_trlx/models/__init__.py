@@ -1,0 +1,1 @@
+"""Models, heads and the settings of PPO and ILQL."""

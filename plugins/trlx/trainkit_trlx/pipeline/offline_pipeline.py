@@ -1,0 +1,148 @@
+"""Prompts and dialogues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
+
+
+@dataclass
+class DialogMessage:
+    """A message of a dialogue."""
+
+    is_output: bool
+    """Whether it is the model's."""
+    tokens: tuple[int, ...]
+    """Its token ids."""
+
+
+def tokenize_dialogue(dialogue: str | Iterable[str], tokenizer: Any, max_length: int = 2048) -> list[DialogMessage]:
+    """Return the messages of a dialogue as token ids, at most ``max_length`` in all.
+
+    The messages alternate between prompts and outputs. A string alone is an output after the beginning token. The last
+    message ends with EOS. ``tokenizer.truncation_side`` says which end is cut.
+
+    Raises:
+        ValueError: there is an odd number of messages.
+    """
+    start = tokenizer.bos_token or tokenizer.eos_token
+    messages = [start, dialogue] if isinstance(dialogue, str) else list(dialogue)
+    if len(messages) % 2:
+        raise ValueError(f"a dialogue has as many prompts as outputs; given {len(messages)} messages")
+    if not messages[-1].endswith(tokenizer.eos_token):
+        messages[-1] += tokenizer.eos_token
+    ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in messages]
+    found = [DialogMessage(bool(place % 2), tokens) for place, tokens in enumerate(_cut(ids, tokenizer, max_length))]
+    found = [message for message in found if message.tokens]
+    if found and found[0].is_output:
+        if sum(len(message.tokens) for message in found) == max_length:  # room for the prompt that is added
+            whole = tokenizer.truncation_side == "left"
+            side = found[0] if whole else found[-1]
+            side.tokens = side.tokens[1:] if whole else side.tokens[:-1]
+        found.insert(0, DialogMessage(False, tuple(tokenizer(start, add_special_tokens=False).input_ids)))
+    return found
+
+
+def _cut(ids: list[tuple[int, ...]], tokenizer: Any, max_length: int) -> list[tuple[int, ...]]:
+    """Return the messages with at most ``max_length`` ids in all, from the end or the beginning."""
+    left = tokenizer.truncation_side == "left"
+    room, found = max_length, []
+    for tokens in reversed(ids) if left else ids:
+        found.append((tokens[-room:] if left else tokens[:room]) if room else ())
+        room -= len(found[-1])
+    return found[::-1] if left else found
+
+
+class DialogStore(BaseRolloutStore):
+    """Tokenised dialogues, with labels for outputs and -100 for prompts.
+
+    Args:
+        dialogs: the dialogues as `tokenize_dialogue` returns them.
+        tokenizer: pads the batches.
+    """
+
+    def __init__(self, dialogs: list[list[DialogMessage]], tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        for dialog in dialogs:
+            ids = [token for message in dialog for token in message.tokens]
+            labels = [token if message.is_output else -100 for message in dialog for token in message.tokens]
+            self.history.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+
+    def create_loader(self, batch_size: int, shuffle: bool = False, **_: Any) -> DataLoader[Any]:
+        """Return a loader of padded batches; labels of padding are -100."""
+
+        def collate(items: list[dict[str, list[int]]]) -> Any:
+            batch = self.tokenizer.pad(
+                [{k: v for k, v in item.items() if k != "labels"} for item in items], return_tensors="pt"
+            )
+            labels = torch.full_like(batch["input_ids"], -100)
+            labels[batch["attention_mask"].bool()] = torch.tensor([label for item in items for label in item["labels"]])
+            batch["labels"] = labels
+            return batch
+
+        return DataLoader(self, batch_size=batch_size, collate_fn=collate, shuffle=shuffle)
+
+
+@register_datapipeline
+class PromptPipeline(BasePipeline):
+    """Tokenised prompts. Trainers take the prompts themselves, and tokenise them again.
+
+    Args:
+        prompts: strings, or dicts with a ``prompt`` and further columns. They are not changed.
+        max_prompt_length: the most tokens of a prompt.
+        tokenizer: the tokenizer.
+        add_special_tokens: whether it adds its special tokens.
+    """
+
+    def __init__(
+        self, prompts: list[Any], max_prompt_length: int, tokenizer: Any, add_special_tokens: bool = False
+    ) -> None:
+        super().__init__()
+        self.given = list(prompts)
+        self.tokenizer = tokenizer
+        rows = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in self.given]
+        texts = [row.pop("prompt") for row in rows]
+        encoded = tokenizer(
+            texts, truncation=True, padding=False, max_length=max_prompt_length, add_special_tokens=add_special_tokens
+        )
+        ids, masks = encoded["input_ids"], encoded["attention_mask"]
+        self.prompts = [
+            {"input_ids": tokens, "attention_mask": mask, **row}
+            for tokens, mask, row in zip(ids, masks, rows, strict=True)
+        ]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a prompt: ``input_ids``, ``attention_mask`` and its columns."""
+        return self.prompts[index]
+
+    def __len__(self) -> int:
+        """Return how many prompts there are."""
+        return len(self.prompts)
+
+    def create_loader(  # type: ignore[override]
+        self, batch_size: int, shuffle: bool = False, sampler: Any = None, drop_last: bool = False
+    ) -> DataLoader[Any]:
+        """Return a loader of batches, padded as the tokenizer pads; columns are lists."""
+
+        def collate(items: list[dict[str, Any]]) -> Any:
+            ids = [{key: item[key] for key in ("input_ids", "attention_mask")} for item in items]
+            batch = self.tokenizer.pad(ids, return_tensors="pt")
+            for key in items[0].keys() - batch.keys():
+                batch[key] = [item[key] for item in items]
+            return batch
+
+        return DataLoader(
+            self,
+            batch_size=batch_size,
+            collate_fn=collate,
+            shuffle=shuffle and sampler is None,
+            sampler=sampler,
+            drop_last=drop_last,
+        )

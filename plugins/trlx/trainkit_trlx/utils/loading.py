@@ -1,0 +1,59 @@
+"""Looking up what is registered; importing this module registers the trainers and pipelines of trlX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from trainkit_trlx.models import modeling_ilql, modeling_ppo
+from trainkit_trlx.pipeline import _DATAPIPELINE, offline_pipeline
+from trainkit_trlx.trainer import (
+    _TRAINERS,
+    accelerate_ilql_trainer,
+    accelerate_ppo_trainer,
+    accelerate_rft_trainer,
+    accelerate_sft_trainer,
+)
+
+REGISTERED = (
+    modeling_ilql,
+    modeling_ppo,
+    offline_pipeline,
+    accelerate_ilql_trainer,
+    accelerate_ppo_trainer,
+    accelerate_rft_trainer,
+    accelerate_sft_trainer,
+)
+"""The modules that register trlX's own."""
+
+
+def get_trainer(name: str) -> Callable[..., Any]:
+    """Return the class of a registered trainer, whatever the case of its name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name.lower().startswith("nemo"):
+        raise NotImplementedError(
+            f"{name} needs NeMo, which trainkit does not have: take the trainer that begins with Accelerate, and "
+            "divide the model with train.sharding of trainkit (docs/scale.md)"
+        )
+    return _found(name, _TRAINERS, "trainer")
+
+
+def get_pipeline(name: str) -> Callable[..., Any]:
+    """Return the class of a registered pipeline, whatever the case of its name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    return _found(name, _DATAPIPELINE, "pipeline")
+
+
+def _found(name: str, registry: Mapping[str, Any], what: str) -> Any:
+    if name.lower() in registry:
+        return registry[name.lower()]
+    near = get_close_matches(name.lower(), registry, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name!r} is no registered {what}{hint}. Known: {', '.join(sorted(registry))}")
