@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config
+
 import trainkit_trlx as trlx
+from trainkit.errors import ConfigError
+from trainkit.testing import character_tokenizer
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
 from trainkit_trlx.trainer.accelerate_rft_trainer import RFTConfig
-from transformers import GPT2Config
-
-from trainkit.errors import ConfigError
-from trainkit.testing import character_tokenizer
 
 LETTERS = "abcdefgh"
 
@@ -65,7 +65,7 @@ def test_ppo(tokenizer_path: str, tmp_path: Any) -> None:
     ids = trainer.generate(**asked, max_new_tokens=4, do_sample=True, top_k=0)
     assert ids.shape == (2, 6)
     assert ids.dtype == torch.long
-    with pytest.raises(ConfigError, match="num_beams.*beam search"):
+    with pytest.raises(ConfigError, match=r"num_beams.*beam search"):
         trainer.generate(**asked, num_beams=3)
 
 
@@ -145,7 +145,7 @@ def test_functions_that_learn_takes_are_called(tokenizer_path: str, tmp_path: An
 
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="reward_fn.*or samples"):
+    with pytest.raises(ValueError, match=r"reward_fn.*or samples"):
         trlx.train(config=default_sft_config())
     with pytest.raises(ValueError, match="1 samples and 2 rewards"):
         trlx.train(samples=["a"], rewards=[1.0, 2.0], config=default_ilql_config())

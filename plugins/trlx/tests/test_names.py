@@ -1,0 +1,247 @@
+"""The configuration, the registries, the stores and the formulas that scripts of trlX use by name."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from trainkit.errors import ConfigError
+from trainkit.testing import character_tokenizer
+from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.default_configs import (
+    default_ilql_config,
+    default_nemo_20b_config,
+    default_ppo_config,
+    default_sft_config,
+)
+from trainkit_trlx.data.method_configs import MethodConfig, get_method, register_method
+from trainkit_trlx.models.modeling_ppo import AdaptiveKLController, FixedKLController, PPOConfig
+from trainkit_trlx.pipeline.offline_pipeline import DialogStore, PromptPipeline, tokenize_dialogue
+from trainkit_trlx.utils import significant
+from trainkit_trlx.utils.loading import get_pipeline, get_trainer
+from trainkit_trlx.utils.modeling import RunningMoments, flatten_dict, get_tensor_stats
+
+# ------------------------------------------------------------------------------------------------- configurations
+
+
+def test_configurations_are_changed_as_in_trlx(tmp_path: Path) -> None:
+    config = default_ppo_config()
+    config.train.seed = 3
+    config.method.gen_kwargs["max_new_tokens"] = 5  # type: ignore[attr-defined]
+    evolved = config.evolve(
+        method={"gamma": 0.5, "gen_experience_kwargs": {"top_k": 3}}, model={"peft_config": {"r": 2}}
+    )
+    assert evolved.to_dict()["method"] | {"gamma": 0.5} == evolved.to_dict()["method"]
+    assert (evolved.method.gen_experience_kwargs, evolved.train.seed) == ({"top_k": 3}, 3)  # type: ignore[attr-defined]
+    assert (config.method.gamma, config.model.peft_config) == (1, None)  # type: ignore[attr-defined]
+    for base in (config, config.to_dict()):
+        updated = TRLConfig.update(base, {"method.gamma": 0.25, "train": {"batch_size": 4}})
+        assert (updated.method.gamma, updated.train.batch_size, config.train.batch_size) == (0.25, 4, 32)  # type: ignore[attr-defined]
+    file = tmp_path / "config.yml"
+    file.write_text(yaml.safe_dump({**config.to_dict(), "optimizer": {"name": "adamw", "kwargs": {"lr": 1}}}))
+    assert TRLConfig.load_yaml(str(file)).optimizer.kwargs == {"lr": 1}
+    plain = config.to_dict()
+    plain["train"]["seed"] = 9
+    assert config.train.seed == 3
+    assert '"seed": 3' in str(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trian.seed": 1}, "'trian' is not present in the config.*did you mean 'train'"),
+        ({"train.batchsize": 1}, "'train.batchsize'.*did you mean 'train.batch_size'"),
+        ({"method": {"gama": 1}}, "'method.gama'.*did you mean 'method.gamma'"),
+    ],
+)
+def test_changes_of_fields_that_do_not_exist_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TRLConfig.update(default_ppo_config(), changes)
+
+
+@pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config])
+def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> None:
+    config = default()
+    config.train.tracker = None
+    found = config.translated()
+    assert found.optimizer.lr == config.optimizer.kwargs["lr"]
+    assert found.scheduler.name == "constant"
+    assert found.train.total_steps == min(config.train.total_steps, 1600 if default is default_ppo_config else 1000)
+
+
+def test_settings_without_counterpart_are_refused_and_those_without_effect_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = default_ppo_config().evolve(train={"tracker": None, "rollout_logging_dir": "logs"})
+    config.translated()
+    config.translated()
+    assert caplog.text.count("train.rollout_logging_dir: has no effect") == 1
+    with pytest.raises(ConfigError, match=r"optimizer\.name: trainkit has no 8-bit optimizer"):
+        config.evolve(optimizer={"name": "adam_8bit_bnb"}).translated()
+    with pytest.raises(NotImplementedError, match=r"train\.sharding"):
+        default_nemo_20b_config()
+
+
+# ------------------------------------------------------------------------------------------------------ registries
+
+
+def test_registries_are_those_of_trlx() -> None:
+    assert get_method("ppoconfig") is PPOConfig
+    assert get_trainer("AcceleratePPOTrainer") is get_trainer("accelerateppotrainer")
+    assert get_pipeline("promptpipeline") is PromptPipeline
+    for find, words in (
+        (get_trainer, "acceleratertftrainer"),
+        (get_pipeline, "promptpipelin"),
+        (get_method, "ppoconfg"),
+    ):
+        with pytest.raises(ValueError, match="did you mean"):
+            find(words)
+    with pytest.raises(NotImplementedError, match="NeMo"):
+        get_trainer("NeMoPPOTrainer")
+
+    @register_method("Mine")
+    class Mine(MethodConfig):
+        pass
+
+    assert get_method("mine") is Mine
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("", "train logging"),
+        ("data.configs", "ModelConfig TokenizerConfig OptimizerConfig SchedulerConfig TrainConfig TRLConfig"),
+        ("data.default_configs", "default_ppo_config default_ilql_config default_sft_config default_nemo_20b_config"),
+        ("data.method_configs", "MethodConfig register_method get_method"),
+        ("models.modeling_ppo", "PPOConfig AdaptiveKLController FixedKLController AutoModelForCausalLMWithValueHead"),
+        ("models.modeling_ilql", "ILQLConfig topk_mask"),
+        ("pipeline", "BasePipeline BaseRolloutStore register_datapipeline"),
+        ("pipeline.offline_pipeline", "PromptPipeline DialogStore DialogMessage tokenize_dialogue"),
+        ("trainer", "BaseRLTrainer register_trainer"),
+        ("trainer.accelerate_base_trainer", "AccelerateRLTrainer"),
+        ("trainer.accelerate_ppo_trainer", "AcceleratePPOTrainer"),
+        ("trainer.accelerate_ilql_trainer", "AccelerateILQLTrainer"),
+        ("trainer.accelerate_sft_trainer", "AccelerateSFTTrainer SFTConfig"),
+        ("trainer.accelerate_rft_trainer", "AccelerateRFTTrainer RFTConfig"),
+        ("utils", "Clock set_seed significant infinite_dataloader get_git_tag to_device tree_map filter_non_scalars"),
+        ("utils.loading", "get_trainer get_pipeline"),
+        ("utils.logging", "get_logger set_verbosity get_verbosity"),
+        ("utils.modeling", "RunningMoments flatten_dict get_tensor_stats whiten logprobs_of_labels"),
+    ],
+)
+def test_names_are_where_trlx_has_them(module: str, names: str) -> None:
+    found = importlib.import_module(f"trainkit_trlx.{module}".rstrip("."))
+    assert [name for name in names.split() if not hasattr(found, name)] == []
+
+
+# -------------------------------------------------------------------------------------------------------- formulas
+
+
+def ppo() -> PPOConfig:
+    config = default_ppo_config().method
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+def test_ppo_loss_has_its_golden_numbers() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    values = torch.tensor([[0.5, 0.4, 0.3], [0.1, 0.2, 0.0]])
+    rewards = torch.tensor([[0.1, 0.0, 1.0], [-0.2, 0.5, 0.0]])
+    advantages, returns = ppo().get_advantages_and_returns(values, rewards, 3, use_whitening=False)
+    torch.testing.assert_close(advantages, torch.tensor([[0.53675, 0.565, 0.7], [0.185, 0.3, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[1.03675, 0.965, 1.0], [0.285, 0.5, 0.0]]))
+    white, _ = ppo().get_advantages_and_returns(values, rewards, 3)
+    expected = torch.tensor([[0.588196, 0.694969, 1.205212], [-0.741269, -0.306618, -1.440490]])
+    torch.testing.assert_close(white, expected, atol=1e-5, rtol=0)
+    over_tokens = torch.tensor([[0.378842, 0.513631, 1.157758], [-1.299465, -0.750765, 0.0]])
+    loss, stats = ppo().loss(
+        logprobs=torch.tensor([[-1, -2, -0.5], [-1.5, -0.2, -3]]),
+        values=values + torch.tensor([[0.3, -0.1, 0.5], [0, -0.4, 1]]),
+        old_logprobs=torch.tensor([[-1.1, -1.5, -0.5], [-1.4, -0.3, -2]]),
+        old_values=values,
+        advantages=over_tokens,
+        returns=returns,
+        mask=mask,
+    )
+    golden = {
+        "losses/policy_loss": 0.023511,
+        "losses/value_loss": 0.132985,
+        "losses/total_loss": 0.156496,
+        "policy/clipfrac": 0.0,
+        "ratio": 0.944342,
+        "padding_percentage": 1 / 6,
+    }
+    assert {name: stats[name] for name in golden} == pytest.approx(golden, abs=1e-5)
+    assert loss.item() == pytest.approx(0.156496, abs=1e-5)
+
+
+def test_controllers_have_their_golden_numbers() -> None:
+    for current, expected in ((12, 0.201024), (6, 0.2), (3, 0.198976), (6.6, 0.200512)):
+        controller = AdaptiveKLController(0.2, 6, 10000)
+        controller.update(current, 256)
+        assert controller.value == pytest.approx(expected, abs=1e-6)
+    fixed = FixedKLController(0.2)
+    fixed.update(12, 256)
+    assert fixed.value == 0.2
+
+
+def test_running_moments_have_their_golden_numbers() -> None:
+    moments = RunningMoments()
+    assert moments.update(torch.tensor([1.0, 2.0, 3.0])) == pytest.approx((2.0, 1.0))
+    assert moments.update(torch.tensor([10.0, 20.0])) == pytest.approx((15.0, 7.071068))
+    assert (moments.mean, moments.std) == pytest.approx((7.2, 7.981228))
+
+
+def test_statistics_and_rounding() -> None:
+    stats = get_tensor_stats(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1, 1, 0]), 2)
+    assert {name: float(value) for name, value in stats.items()} == {"mean": 1.5, "min": 1, "max": 2, "std": 0.5}
+    assert {float(value) for value in get_tensor_stats(torch.zeros(2), torch.zeros(2), 0).values()} == {0.0}
+    assert flatten_dict({"a": {"b": 1}, "c": 2}) == {"a/b": 1, "c": 2}
+    assert (significant(0.012345), significant(123.456), significant(0), significant("a")) == (0.0123, 123, 0, "a")
+
+
+# ----------------------------------------------------------------------------------------------------------- stores
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "side", "length", "expected"),
+    [
+        (["ab", "cd"], "right", 10, [(False, "ab"), (True, "cd</s>")]),
+        ("cd", "right", 10, [(False, "<s>"), (True, "cd</s>")]),
+        (["ab", "cd", "e", "fgh"], "right", 5, [(False, "ab"), (True, "cd"), (False, "e")]),
+        (["ab", "cd", "e", "fgh"], "left", 5, [(False, "e"), (True, "fgh</s>")]),
+        (["ab", "cdef"], "left", 3, [(False, "<s>"), (True, "f</s>")]),
+        (["", "cdef"], "right", 4, [(False, "<s>"), (True, "cde")]),
+    ],
+)
+def test_dialogues_are_tokenised_and_cut(dialogue: Any, side: str, length: int, expected: Any) -> None:
+    tokenizer = character_tokenizer("abcdefgh")
+    tokenizer.truncation_side = side
+    start, end = tokenizer.bos_token or tokenizer.eos_token, tokenizer.eos_token
+    found = [(m.is_output, tokenizer.decode(list(m.tokens))) for m in tokenize_dialogue(dialogue, tokenizer, length)]
+    assert found == [(out, text.replace("<s>", start).replace("</s>", end)) for out, text in expected]
+
+
+def test_a_dialogue_needs_as_many_outputs_as_prompts() -> None:
+    with pytest.raises(ValueError, match="given 3 messages"):
+        tokenize_dialogue(["a", "b", "c"], character_tokenizer("abc"))
+
+
+def test_stores_give_padded_batches() -> None:
+    tokenizer = character_tokenizer("abcdefgh")
+    store = DialogStore([tokenize_dialogue(d, tokenizer) for d in (["ab", "c"], ["a", "bcd"])], tokenizer)
+    (batch,) = store.create_loader(2)
+    assert batch["labels"].shape == batch["input_ids"].shape
+    assert ((batch["labels"] == -100) | (batch["labels"] == batch["input_ids"])).all()
+    assert (batch["labels"] != -100).sum() == len("c") + len("bcd") + 2  # with EOS
+    rows = [{"prompt": "abc", "goal": 1}, {"prompt": "d", "goal": 2}]
+    pipeline = PromptPipeline(rows, 2, tokenizer)
+    (prompts,) = pipeline.create_loader(2)
+    assert prompts["attention_mask"].sum(1).tolist() == [2, 1]
+    assert prompts["goal"] == [1, 2]
+    assert rows[0] == {"prompt": "abc", "goal": 1}
