@@ -335,7 +335,7 @@ def test_the_built_in_names_are_those_of_trainkits_own_distributions():
     declared = {}
     for path in (ROOT / "plugins").glob("*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
-        declared |= dict.fromkeys(project["entry-points"]["trainkit"], project["name"])
+        declared |= dict.fromkeys(project.get("entry-points", {}).get("trainkit", {}), project["name"])
     assert declared == plugins.BUILT_IN
     installed = {plugin.name: plugin for plugin in discover()}
     assert {name: installed[name].origin for name in declared} == dict.fromkeys(declared, "built-in")

@@ -111,7 +111,8 @@ def sources(pages: dict[str, str]) -> dict[str, str]:
 def on_config(config: Any) -> Any:
     """Fill the parts of the navigation that are generated."""
     plugins = [path for path in READMES if re.fullmatch(r"plugins/\w+/README\.md", path)]
-    entries = [{", ".join(reference.entries(Path(path).parent.name)): place(path)} for path in plugins]
+    folders = {path: Path(path).parent.name for path in plugins}
+    entries = [{", ".join(reference.entries(name)) or name: place(path)} for path, name in folders.items()]
     filled = {
         "algorithms/": [entry for entry in entries if next(iter(entry.values())).startswith("algorithms/")],
         "plugins/": [entry for entry in entries if next(iter(entry.values())).startswith("plugins/")],

@@ -34,14 +34,14 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def entries(plugin: str) -> tuple[str, ...]:
     """Return the names that a directory of plugins/ registers."""
     project = tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return tuple(name for name in project["entry-points"]["trainkit"])
+    return tuple(name for name in project.get("entry-points", {}).get("trainkit", {}))
 
 
 def trains(plugin: str) -> bool:
     """Return whether a directory of plugins/ holds an algorithm."""
     from trainkit.plugins import find_plugin
 
-    return "trainer" in find_plugin(entries(plugin)[0]).kind.split(", ")
+    return any("trainer" in find_plugin(name).kind.split(", ") for name in entries(plugin)[:1])
 
 
 def plugins() -> list[str]:

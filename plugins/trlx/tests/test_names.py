@@ -33,9 +33,8 @@ def test_configurations_are_changed_as_in_trlx(tmp_path: Path) -> None:
     config = default_ppo_config()
     config.train.seed = 3
     config.method.gen_kwargs["max_new_tokens"] = 5  # type: ignore[attr-defined]
-    evolved = config.evolve(
-        method={"gamma": 0.5, "gen_experience_kwargs": {"top_k": 3}}, model={"peft_config": {"r": 2}}
-    )
+    sampling = {"top_k": 3}
+    evolved = config.evolve(method={"gamma": 0.5, "gen_experience_kwargs": sampling}, model={"peft_config": {"r": 2}})
     assert evolved.to_dict()["method"] | {"gamma": 0.5} == evolved.to_dict()["method"]
     assert (evolved.method.gen_experience_kwargs, evolved.train.seed) == ({"top_k": 3}, 3)  # type: ignore[attr-defined]
     assert (config.method.gamma, config.model.peft_config) == (1, None)  # type: ignore[attr-defined]

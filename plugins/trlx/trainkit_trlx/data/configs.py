@@ -197,7 +197,8 @@ class TRLConfig:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
             _say_once(str(remark))
-        return trainkit.TRLConfig.from_dict(found.config)
+        method = found.config.get("method", {}).get("name", "ppo")
+        return trainkit.default_config(method).evolve(**found.config)
 
     def _translation(self) -> Translation:
         given = self.to_dict()

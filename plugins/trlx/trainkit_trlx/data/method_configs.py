@@ -41,8 +41,6 @@ def get_method(name: str) -> type[MethodConfig]:
     Raises:
         ValueError: there is no method of this name.
     """
-    import trainkit_trlx.utils.loading  # noqa: F401  (registers those of trlX)
-
     if name.lower() not in _METHODS:
         near = get_close_matches(name.lower(), _METHODS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
