@@ -9,7 +9,7 @@
 #   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make browser   pages in headless Chromium: reports of runs, and the documentation site, which make docs builds
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
-#   make reasoning installs reasoning-gym, without which the tests of that example are skipped; it needs a C compiler
+#   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval; without them their tests are skipped
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
 #   make docs      the documentation site in build/site, with every link and reference checked
@@ -30,7 +30,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards reasoning coverage lint types check api docs browser mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api docs browser mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -73,8 +73,8 @@ browser: $(VENV)/made docs
 	$(BIN)/python -m pip install $(PINS) -e '.[browser]'
 	$(PYTEST) -m browser $(or $(ARGS),tests/test_browser.py)
 
-reasoning: $(VENV)/made
-	$(BIN)/python -m pip install $(PINS) -e '.[reasoning]'
+extras: $(VENV)/made
+	$(BIN)/python -m pip install $(PINS) -e '.[reasoning,eval]'
 
 coverage: $(VENV)/made
 	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines and not gpu and not browser" --cov=trainkit --cov-branch --cov-report=term $(ARGS)

@@ -208,10 +208,10 @@ def test_text_that_is_not_plain_yaml_is_refused_with_its_file(tmp_path, text):
         read_yaml(tmp_path / "bad.yaml")
 
 
-@pytest.mark.parametrize(("text", "given"), [("", r"None \(NoneType\)"), ("- a", r"\['a'\] \(list\)")])
+@pytest.mark.parametrize(("text", "given"), [("", "is empty"), ("- a", r"holds \['a'\] \(list\)")])
 def test_yaml_that_holds_no_mapping_is_refused(tmp_path, text, given):
     (tmp_path / "list.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"should hold a mapping of sections; it holds {given}"):
+    with pytest.raises(ConfigError, match=rf"should hold a mapping of sections, such as `method: ppo`; it {given}"):
         read_yaml(tmp_path / "list.yaml")
 
 
@@ -430,7 +430,7 @@ def test_a_section_given_as_a_model_replaces_the_section():
         ("method.gama", "method.gama: unknown field; did you mean 'gamma'?"),
         ("rollout.eval_kwargs.topk", "rollout.eval_kwargs.topk: unknown field; did you mean 'top_k'?"),
         ("train.seed.low", "train.seed: should be a valid integer (given {'low': 1} (dict))"),
-        ("train", "train: should be a valid dictionary or instance of TrainConfig (given 1 (int))"),
+        ("train", "train: should be a mapping, with a setting and its value in each line (given 1 (int))"),
         ("train.", "train.: unknown field"),
     ],
 )

@@ -90,7 +90,7 @@ MISTAKES: list[tuple[str, str]] = [
         "tokenizer.tokenizer_path@2): there is no directory '../gone'",
     ),
     (M + "tokenizer: {path: x}", "tokenizer.path@2): unknown field~known: tokenizer_path, kwargs"),
-    (M + "data: {ignore_columns: id}", "data.ignore_columns@2): should be a valid list"),
+    (M + "data: {ignore_columns: id}", "data.ignore_columns@2): should be a list; write [id]"),
     (M + "optimizer: {lr: 0}", "optimizer.lr@2): should be greater than 0 (given 0 (int))"),
     (M + "optimizer: {lr: small}", "optimizer.lr@2): should be a valid number"),
     (M + "optimizer:\n  name: adamw8bit", "optimizer.name@3): should be~did you mean 'adam"),
@@ -148,6 +148,14 @@ MISTAKES: list[tuple[str, str]] = [
         "method: ppo\nplugins: [{name: early_stop, patiense: 1}]",
         "plugins.0 (early_stop).patiense@2): ~'patience'",
     ),
+    ("method: PPOConfig", "method@1): no plugin 'ppoconfig' is installed; did you mean 'ppo'?"),
+    ("trainer: AcceleratePPOTrainer", "trainer@1): unknown field; did you mean method?"),
+    ("method: ppo\ntokenizer: {path: gpt2}", "tokenizer.path@2): unknown field; did you mean 'tokenizer_path'?"),
+    ("method: ppo\noptimizer: {name: AdamW}", "optimizer.name@2): ~did you mean 'adamw'?"),
+    ("method: ppo\ntrain: {trackers: wandb}", "train.trackers@2): should be a list; write [wandb]"),
+    ("method: ppo\nmodel: gpt2", "model@2): should be a mapping, with a setting and its value in each line"),
+    ("method: ppo\ndatasets: [{path: a.jsonl}]", "datasets@2): unknown field; did you mean --samples?"),
+    ("method: {name: grpo, group_size: 1}", "method.group_size@1): ~give at least 2"),
 ]
 
 
@@ -166,6 +174,43 @@ def test_a_mistake_is_told_with_key_line_and_what_to_write(text: str, expected: 
 
 def test_there_are_fifty_mistakes() -> None:
     assert len(dict(MISTAKES)) == len(MISTAKES) >= 50
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        ("- method: ppo", "should hold a mapping of sections, such as `method: ppo`; it holds"),
+        ("method:\n\tname: ppo", "in line 2, column 1; YAML is indented with spaces, not with tabs"),
+    ],
+)
+def test_files_that_are_no_configuration_are_told(text: str, words: str, at: Path) -> None:
+    (at / "run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        read_config(at / "run.yaml")
+    assert words in str(error.value)
+
+
+def test_a_section_without_settings_is_as_if_it_were_not_there(at: Path) -> None:
+    (at / "run.yaml").write_text("method: ppo\ntrain:\n  # seed: 2\nmodel:\n", encoding="utf-8")
+    assert read_config(at / "run.yaml") == default_config("ppo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "train.seed=2"], "give the file first: CONFIG.yaml train.seed=2"),
+        (["train", "--config", "run.yaml"], "given without an option: trainkit train CONFIG.yaml"),
+        (["train", "run.yaml", "--dataset_name", "a.jsonl"], "Give --samples"),
+        (["train", "run.yaml", "--model", "gpt2"], "model.model_path=gpt2"),
+        (["config", "check", "rum.yaml"], "No such file or directory; did you mean 'run.yaml'?"),
+    ],
+)
+def test_command_lines_of_other_frameworks_are_told_what_to_write(arguments: list[str], words: str, at: Path) -> None:
+    (at / "run.yaml").write_text("method: ppo", encoding="utf-8")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
 
 
 def test_all_faults_are_told_at_once_those_of_overrides_and_paths_included(at: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from trainkit.cli import app, doctor
+from trainkit.security import MASK
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -26,13 +28,19 @@ def asked(*arguments: str) -> Any:
 def test_it_says_what_trainkit_runs_on_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINKIT_TEST_TOKEN", "canary")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRAINKIT_TEST_URL", "postgresql://me:canary@host/name")
     facts = json.loads(asked("--json"))
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["devices"]["accelerators"] == torch.accelerator.device_count()
     assert facts["environment"]["TRAINKIT_TEST_TOKEN"] == "(set)"
     assert facts["environment"]["OMP_NUM_THREADS"] == "1"
     assert set(facts["checks"].values()) == {""}
+    assert facts["environment"]["TRAINKIT_TEST_URL"] == f"postgresql://{MASK}@host/name"
     assert "canary" not in json.dumps(facts)
+    assert "float32, bfloat16" in facts["devices"]["products in"]
+    assert "gloo" in facts["distributed launch"]["backends"]
+    assert "ppo" in facts["plugins"][f"trainkit-ppo {version('trainkit-ppo')}"]
+    assert "available" in facts["machine"]["memory"]
     text = asked()
     assert "the working directory can be written to" in text
     assert f"  torch: {torch.__version__}" in text
@@ -62,6 +70,24 @@ def test_a_healthy_run_and_one_cut_off_have_no_finding(tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "loss')
     assert "nothing found in" in asked(str(tmp_path / "run"))
+
+
+def test_numbers_that_are_not_finite_and_runs_without_metrics_are_told(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path / "run", train__total_steps=2)
+    trainer.learn()
+    assert "nothing found in" in asked(str(tmp_path / "run"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write('{"step": 3, "loss/total": NaN, "train/grad_norm": Infinity}\n')
+    found = json.loads(asked(str(tmp_path / "run"), "--json"))
+    assert {(each["step"], each["message"]) for each in found} == {
+        (3, "loss/total is nan"),
+        (3, "train/grad_norm is inf"),
+    }
+    metrics.write_text("", encoding="utf-8")
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    assert "no metrics have been recorded in" in result.stderr
 
 
 def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:

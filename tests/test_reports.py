@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_one_side_of_a_comparison_differs_by_its_seed_alone(tmp_path: Path) -> N
 def test_compare_prints_settings_curves_values_and_a_verdict(tmp_path: Path) -> None:
     seeds(tmp_path / "a", [0.0, 0.1])
     seeds(tmp_path / "b", [0.5, 0.61], lr=0.1)
-    sides = [str(tmp_path / "a"), str(tmp_path / "b")]
+    sides = [str(tmp_path / "a"), os.path.relpath(tmp_path / "b")]
     result = CliRunner().invoke(app, ["compare", *sides, "--out", str(tmp_path / "both.html")])
     assert result.exit_code == 0, result.output
     for said in ("optimizer.lr: 0.001 -> 0.1", "eval/reward", "1.05 ± 0.071", "+0.505", "paired t test over 2 seeds"):

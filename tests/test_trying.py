@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -168,6 +169,35 @@ def test_tasks_are_passed_to_lm_eval_with_the_model(
     assert "no task 'arc_esy'; did you mean 'arc_easy'?" in told(*tasks, "arc_esy", code=2).stderr
 
 
+@pytest.mark.slow
+def test_lm_eval_evaluates_a_task_of_ones_own(runs: Path, tmp_path: Path) -> None:
+    """With the harness itself, which `make extras` installs: documents whose right choice is the likelier one."""
+    pytest.importorskip("lm_eval")
+    tried = load(str(runs / "lora"))
+    rows = [{"text": text, "choices": ["a", "b"], "answer": 0} for text in ("ab", "ba", "aab", "bb")]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "letters.yaml").write_text(
+        "task: letters\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.json'}}}}}\n"
+        "doc_to_text: '{{text}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: answer\ntarget_delimiter: ''\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    given = ("eval", str(runs / "lora"), "--lm-eval", str(tmp_path / "letters.yaml"), "--json")
+    command = [sys.executable, "-m", "trainkit.cli", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    trainer = tried.trainer
+    likelier = []
+    for row in rows:
+        ids = torch.tensor([trainer.tokenizer(row["text"], add_special_tokens=False).input_ids])
+        with torch.no_grad():
+            logits = trainer.unwrapped.model(ids).logits[0, -1]
+        a, b = (trainer.tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+        likelier.append(float(logits[a] > logits[b]))
+    assert report["lm_eval"]["letters"]["acc,none"] == pytest.approx(sum(likelier) / len(likelier))
+
+
 # ---------------------------------------------------------------------------------------------------------- generating
 
 
@@ -247,6 +277,22 @@ def test_lines_of_a_pipe_are_answered_and_commands_obeyed(talker: Path) -> None:
     assert result.stderr.count("a new conversation begins") == 2
     assert "/system TEXT" in result.stderr
     assert "there is no command '/rest'; did you mean '/reset'?" in result.stderr
+
+
+def test_the_last_message_is_answered_again_and_lines_are_continued(talker: Path) -> None:
+    chat = Conversation(load(str(talker), settings={"max_new_tokens": 8}, seed=1))
+    with pytest.raises(ConfigError, match="no message yet"):
+        chat.again(lambda _: None)
+    answers = {chat.answer("one\ntwo", lambda _: None), *(chat.again(lambda _: None) for _ in range(3))}
+    assert len(answers) > 1
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    given = ("chat", str(talker), "--seed", "1", "--max-new-tokens", "8")
+    result = told(*given, typed="/again\none\\\ntwo\n/again\n")
+    assert "there is no message yet" in result.stderr
+    chat.tried.trainer.config, chat.turn = load(str(talker), seed=1).trainer.config, 0
+    chat.begin(None)
+    expected = [chat.answer("one\ntwo", lambda _: None), chat.again(lambda _: None)]
+    assert result.stdout.replace("\n", "") == "".join(expected).replace("\n", "")
 
 
 def test_a_conversation_remembers_and_drops_its_oldest_messages_when_the_context_is_full(talker: Path) -> None:

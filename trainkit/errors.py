@@ -6,7 +6,7 @@ import linecache
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from trainkit.security import hidden
@@ -109,12 +109,18 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def suggest(name: str, choices: object) -> str:
-    """Return ``"; did you mean 'x'?"`` for the choice nearest to ``name``, or an empty string."""
+def suggest(name: str, choices: Iterable[object]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the choice nearest to ``name``, or an empty string.
+
+    The case of letters makes no difference. Without a near choice it is the only one that has ``name`` among its words.
+    """
     from difflib import get_close_matches
 
-    near = get_close_matches(name, [str(c) for c in choices], n=1, cutoff=0.6)  # type: ignore[attr-defined]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    known = {choice.lower(): choice for choice in map(str, choices)}
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    within = [choice for choice in known if name.lower() in choice.split("_")]
+    found = near or (within if len(within) == 1 else [])
+    return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 
 def edits(a: str, b: str) -> int:

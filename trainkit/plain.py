@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.errors import ConfigError, describe
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit.security import is_secret, names_secret
 
 BYTES = 128 * 1024
@@ -49,7 +49,11 @@ def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         with path.open("rb") as file:
             content = file.read(BYTES + 1)
     except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
-        raise ConfigError(f"cannot read the config {str(path)!r}: {getattr(error, 'strerror', error)}") from error
+        around = (
+            [*map(str, path.parent.iterdir())] if isinstance(error, FileNotFoundError) and path.parent.is_dir() else []
+        )
+        reason = f"{getattr(error, 'strerror', error)}{suggest(str(path), around)}"
+        raise ConfigError(f"cannot read the config {str(path)!r}: {reason}") from None
     if len(content) > BYTES:
         raise ConfigError(f"{path} is larger than {BYTES} bytes, the most that a config may have; make it smaller")
     try:
@@ -58,7 +62,8 @@ def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     data, lines = _parse(text, str(path))
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} should hold a mapping of sections; it holds {describe(data)}")
+        held = "is empty" if data is None else f"holds {describe(data)}"
+        raise ConfigError(f"{path} should hold a mapping of sections, such as `method: ppo`; it {held}")
     return data, lines
 
 
@@ -87,6 +92,7 @@ def _parse(text: str, source: str) -> tuple[Any, dict[Key, int]]:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
         told = ", ".join(filter(None, (error.context, error.problem)))
+        place += "; YAML is indented with spaces, not with tabs" * ("'\\t'" in told)
         fault = "has a variable that cannot be used" if isinstance(error, _VariableError) else "is not valid YAML"
         raise ConfigError(f"{source} {fault}: {told[:300]}{place}") from None
     except yaml.YAMLError as error:

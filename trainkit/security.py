@@ -23,6 +23,11 @@ def names_secret(variable: str) -> bool:
     return re.search(r"token|secret|passw|credential|(api|access|private)_?key", variable.lower()) is not None
 
 
+def without_logins(text: str) -> str:
+    """Return ``text`` with a mask in place of user and password in each URL."""
+    return re.sub(r"(\w+://)[^/\s@]+@", rf"\1{MASK}@", text)
+
+
 class Secret(str):
     """Text whose ``repr`` is a mask, so that neither a mapping that holds it nor an error message shows it."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,10 @@ from trainkit.errors import ConfigError, TrainkitError, printable, suggest
 if TYPE_CHECKING:
     from trainkit.trainer.trying import Conversation, Tried
 
+Ask = Callable[..., str]
+"""Gets a conversation and ``tell``, and returns the answer."""
 COMMANDS = {
+    "/again": "another answer to the last message",
     "/reset": "forget the conversation",
     "/system TEXT": "begin a new conversation with this system prompt; without TEXT, with none",
     "/help": "list the commands",
@@ -41,8 +45,10 @@ def chat(
     """Print a model's answers to what is typed; of a run, with its settings. /help lists commands.
 
     Conversations are written with the tokenizer's chat template. A model without one continues each line as text.
-    Lines may also come through a pipe.
+    Lines may also come through a pipe. A line that ends with a backslash is continued by the next one.
     """
+    from trainkit.trainer.trying import Conversation
+
     seed = secrets.randbelow(2**31) if seed is None else seed
     given = [model] if compare is None else [model, compare]
     chats = [
@@ -50,13 +56,15 @@ def chat(
         for each in given
     ]
     tell(f"{' and '.join(given)}, seed {seed}. /help lists commands")
-    for line in _lines():
+    for line in _messages(_lines()):
         try:
-            if line.startswith("/"):
+            if line.strip() == "/again":
+                _answer(Conversation.again, chats, given)
+            elif line.startswith("/"):
                 if _command(line, chats):
                     return
             elif line.strip():
-                _answer(line, chats, given)
+                _answer(partial(Conversation.answer, message=line), chats, given)
         except TrainkitError as error:
             tell(message(error))
 
@@ -95,6 +103,19 @@ def _lines() -> Iterator[str]:
             return
 
 
+def _messages(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, as one with those that follow where they end with a backslash."""
+    text = ""
+    for line in lines:
+        if line.endswith("\\"):
+            text += line[:-1] + "\n"
+        else:
+            yield text + line
+            text = ""
+    if text:
+        yield text
+
+
 def _command(line: str, chats: list[Conversation]) -> bool:
     """Do what a line that begins with a slash says; return whether the chat ends."""
     name, _, rest = line.partition(" ")
@@ -112,22 +133,22 @@ def _command(line: str, chats: list[Conversation]) -> bool:
     return False
 
 
-def _answer(line: str, chats: list[Conversation], names: list[str]) -> None:
+def _answer(ask: Ask, chats: list[Conversation], names: list[str]) -> None:
     """Print the answers: one as it is written; two side by side on a terminal, otherwise one after the other."""
     if len(chats) > 1 and sys.stdout.isatty():
-        _side_by_side(line, chats, names)
+        _side_by_side(ask, chats, names)
     else:
         for each, name in zip(chats, names, strict=True):
             if len(chats) > 1:
                 typer.echo(f"[{printable(name)}]")
-            each.answer(line, lambda text: typer.echo(lines(text), nl=False))
+            ask(each, tell=lambda text: typer.echo(lines(text), nl=False))
             typer.echo()
     for each, name in zip(chats, names, strict=True):
         if each.dropped:
             tell(f"({name} did not read the oldest {each.dropped} messages: its context has no room for them)")
 
 
-def _side_by_side(line: str, chats: list[Conversation], names: list[str]) -> None:
+def _side_by_side(ask: Ask, chats: list[Conversation], names: list[str]) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.panel import Panel
@@ -150,5 +171,5 @@ def _side_by_side(line: str, chats: list[Conversation], names: list[str]) -> Non
                 texts[at] += lines(text)
                 live.update(shown(), refresh=True)
 
-            each.answer(line, add)
+            ask(each, tell=add)
         live.vertical_overflow = "visible"  # at the end, also what the terminal has no lines for

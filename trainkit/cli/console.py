@@ -70,8 +70,12 @@ def _as_override(option: str, given: list[str]) -> str:
     """Return what to write instead of an option that the command does not have."""
     from trainkit.config import dotted
 
+    if option in ("--config", "--config-file", "--config_file", "-c"):
+        return ". The configuration file is given without an option: trainkit train CONFIG.yaml"
     if not (meant := dotted(option)):
         return ""
+    if meant[0].startswith("--"):
+        return f". Give {meant[0]}"
     at = next((index for index, argument in enumerate(given) if argument.partition("=")[0] == option), len(given))
     value = given[at].partition("=")[2] if at < len(given) else ""
     value = value or next(iter(given[at + 1 : at + 2]), "") or "VALUE"

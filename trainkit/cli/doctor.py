@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli.console import mark
-from trainkit.errors import printable
-from trainkit.security import names_secret
+from trainkit.errors import DataError, printable
+from trainkit.security import names_secret, without_logins
 
 Facts = dict[str, dict[str, Any]]
 """Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "RANK",
-    "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU",
+    "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_CONFIG_FILE",
 )  # fmt: skip
 """Variables of the environment that change what runs do, besides those that begin with ``TRAINKIT_``."""
 LITTLE = 2 * 1024**3
@@ -39,7 +39,10 @@ def doctor(
         from trainkit.runs import Record
         from trainkit.runs.health import found_in
 
-        found = found_in(Record(run))
+        record = Record(run)
+        found = found_in(record)
+        if not record.metrics:
+            raise DataError(f"no metrics have been recorded in {run}; a run records them from its first step on")
         lines = [f"{mark(False)} {each['check']} (step {each['step']}): {each['message']}" for each in found]
         text = "\n".join(map(printable, lines)) or f"{mark(True)} nothing found in {printable(str(run))}"
         typer.echo(json.dumps(found, indent=2) if as_json else text)
@@ -70,13 +73,17 @@ def installation() -> Facts:
     return {
         "versions": _versions(),
         "devices": _devices(),
+        "distributed launch": _launch(),
+        "plugins": _plugins(),
         "machine": {
             "system": platform.platform(),
             "CPU cores": os.cpu_count(),
             "memory": _memory(),
             "disk": f"{_gigabytes(disk.free)} of {_gigabytes(disk.total)} free",
         },
-        "environment": {name: "(set)" if names_secret(name) else value for name, value in sorted(set_here.items())},
+        "environment": {
+            name: "(set)" if names_secret(name) else without_logins(value) for name, value in sorted(set_here.items())
+        },
         "checks": _checks(disk.free),
     }
 
@@ -86,11 +93,14 @@ def _gigabytes(amount: int) -> str:
 
 
 def _memory() -> str:
-    """Return the size of the memory, where the system tells it."""
-    try:
-        return _gigabytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
+    """Return how much memory there is, and how much of it a run can get."""
+    import psutil  # type: ignore[import-untyped]  # accelerate requires it
+
+    found = psutil.virtual_memory()
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    text = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
+    held = f", limited to {_gigabytes(int(text))}" if text.isdecimal() and int(text) < found.total else ""
+    return f"{_gigabytes(found.available)} of {_gigabytes(found.total)} available{held}"
 
 
 def _versions() -> dict[str, str]:
@@ -109,14 +119,37 @@ def _devices() -> dict[str, Any]:
     found: dict[str, Any] = {"accelerators": torch.accelerator.device_count()}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{about.name}, {_gigabytes(about.total_memory)}"
+        free, total = torch.cuda.mem_get_info(index)
+        found[f"cuda:{index}"] = f"{about.name}, {_gigabytes(free)} of {_gigabytes(total)} free"
     found["threads"] = torch.get_num_threads()
     found["float32 products on the CPU"] = "oneDNN" if fast else "the default library"
     found["CUDA"] = torch.version.cuda or "not in this build of torch"
-    found["backends of processes"] = ", ".join(
-        name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()
-    )
+    found["products in"] = ", ".join(dtype for dtype in ("float32", "bfloat16", "float16") if not _product(dtype))
     return found
+
+
+def _launch() -> dict[str, Any]:
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    file = Path(os.environ.get("ACCELERATE_CONFIG_FILE") or default_config_file or "")
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
+    return {
+        "backends": ", ".join(backends),
+        "processes of this launch": os.environ.get("WORLD_SIZE", "1"),
+        "configuration of accelerate": str(file) if file.is_file() else "none",
+    }
+
+
+def _plugins() -> dict[str, str]:
+    """Return the plugins of each installed distribution, by its name and version."""
+    from trainkit.plugins import discover
+
+    found: dict[str, list[str]] = {}
+    for plugin in discover():
+        state = "" if plugin.state == "ok" else f" ({plugin.state})"
+        found.setdefault(f"{plugin.distribution} {plugin.version}", []).append(f"{plugin.name}{state}")
+    return {distribution: ", ".join(names) for distribution, names in sorted(found.items())}
 
 
 def _checks(free: int) -> dict[str, str]:
@@ -129,7 +162,8 @@ def _checks(free: int) -> dict[str, str]:
         "the working directory can be written to": _unwritable(Path()),
         "the cache of models can be written to": _unwritable(cache),
         "there is room for checkpoints": "" if free >= LITTLE else f"{_gigabytes(free)} are free",
-        "a tensor can be multiplied on the device": _product(),
+        "a tensor can be multiplied on the device": _product("float32"),
+        "processes can talk to each other": _group(),
     }
 
 
@@ -139,12 +173,29 @@ def _unwritable(directory: Path) -> str:
     return "" if os.access(there, os.W_OK) else f"{there} cannot be written to"
 
 
-def _product() -> str:
+def _product(dtype: str) -> str:
+    """Return what is wrong with products of a type on the device; empty if nothing is."""
     import torch
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
-        ones = torch.ones(4, 4, device=device)
+        ones = torch.ones(4, 4, device=device, dtype=getattr(torch, dtype))
         return "" if (ones @ ones).sum().item() == 64 else f"{device} computes wrong numbers"
     except RuntimeError as error:
         return f"{device}: {error}"
+
+
+def _group() -> str:
+    """Return why a group of processes, of this one alone, cannot be made over the loopback address; empty if it can."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return ""
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.barrier()
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        return " ".join(str(error).split())[:300]
+    return ""

@@ -66,6 +66,13 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
         elif each["type"] in ("literal_error", "enum"):
             choices = re.findall(r"'([^']*)'", str(each.get("ctx", {}).get("expected", "")))
             message = f"{message}{suggest(str(each['input']), choices)} (given {given})"
+        elif each["type"] == "list_type":
+            written = (
+                f"; write [{each['input']}]" if isinstance(each["input"], str) and each["input"].isidentifier() else ""
+            )
+            message = f"should be a list{written} (given {given})"
+        elif each["type"] in ("model_type", "dict_type") and isinstance(each["input"], str | int | float | list):
+            message = f"should be a mapping, with a setting and its value in each line (given {given})"
         else:
             message = f"{message} (given {given})"
         found.append(Fault(tuple(map(str, loc)), message, ".".join(_parts(loc, data))))

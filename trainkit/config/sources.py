@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.config.faults import Fault
 from trainkit.config.places import COMMAND_LINE, leaves, value_at
 from trainkit.config.tree import TRLConfig, merged, nest
-from trainkit.errors import describe, suggest
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
 
 PATHS: tuple[Key, ...] = (("model", "model_path"), ("model", "reference_path"), ("tokenizer", "tokenizer_path"))
@@ -26,6 +26,10 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConf
     Raises:
         ConfigError: the file cannot be read, or the configuration is invalid; lists every fault with its key and place.
     """
+    if "=" in path.name and not os.path.exists(path):
+        raise ConfigError(
+            f"given {str(path)!r} instead of a configuration file; give the file first: CONFIG.yaml {path}"
+        )
     data, lines = read_yaml_lines(path)
     places: dict[Key, str] = {key: f"{path}:{line}" for key, line in lines.items()}
     for setting, value in (changes or {}).items():

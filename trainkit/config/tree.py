@@ -89,7 +89,8 @@ class TRLConfig(Frozen, Generic[M]):
 
     def _validate(self, data: Plain, places: Places, faults: Iterable[Fault] = ()) -> None:
         """Set the fields from plain data; ``faults`` are found already, and reported with the others."""
-        data, found = guarded(data), []
+        sections = {name: value for name, value in data.items() if name == "method" or value is not None}
+        data, found = guarded(sections), []
         context = {"sampling": sampling_class(data.get("method"))}
         try:
             self.__pydantic_validator__.validate_python(copy.deepcopy(data), self_instance=self, context=context)

@@ -51,6 +51,8 @@ ACCELERATE_TRACKERS = frozenset(
     ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 )
 """Names of accelerate's trackers. No plugin may use them, because `train.trackers` names both kinds of trackers."""
+CLASS_NAME = re.compile(r"^accelerate|(?:config|trainer)$")
+"""What the names of other frameworks' classes have besides the name of the algorithm."""
 DISABLE = "TRAINKIT_DISABLE_PLUGINS"
 """The environment variable that names plugins or distributions to disable, separated by commas; `ALL` names those that
 are not trainkit's own."""
@@ -131,9 +133,9 @@ def _usable(name: str, claims: Sequence[PluginInfo], registered: Iterable[str] =
         return usable[0]
     if not found:
         names = sorted({*registered, *(plugin.name for plugin in claims if plugin.state == OK)})
-        own = BUILT_IN.get(name.lower())
+        own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
         raise RegistryError(
-            f"no plugin {name!r} is installed{suggest(name.lower(), names)}; available: {', '.join(names) or 'none'}. "
+            f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. "
             + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
         )
     told = "; ".join(plugin.why for plugin in found)

@@ -156,9 +156,9 @@ def _seed(run: Record) -> Any:
 
 def name_of(part: Sequence[Record], everything: Sequence[Path]) -> str:
     """Return the path of a group's runs, without the beginning that the paths of all runs share."""
-    paths = [run.path for run in part]
-    place = paths[0] if len(paths) == 1 else Path(commonpath(paths))
-    above = Path(commonpath([path.parent for path in everything]))
+    paths = [run.path.absolute() for run in part]
+    place = Path(commonpath(paths))
+    above = Path(commonpath([path.absolute().parent for path in everything]))
     inside = place != above and place.is_relative_to(above)
     shown = str(place.relative_to(above)) if inside else place.resolve().name
     return shown if len(part) == 1 else f"{shown} ({len(part)} seeds)"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -70,8 +71,9 @@ def found_in(record: Record) -> list[dict[str, Any]]:
     Raises:
         ConfigError, DataError: it is not the directory of a run, or cannot be read.
     """
+    finite = list(_not_finite(record))
     if record.setting("train", "health") not in ("off", False):
-        return record.findings
+        return [*record.findings, *finite]
     own_sampler = record.setting("rollout", "engine") == "local" and not record.setting("rollout", "staleness")
     half = record.setting("train", "mixed_precision") in ("bf16", "fp16")
     health, found = Health(starts_on_policy=own_sampler, half_precision=half), []
@@ -80,4 +82,13 @@ def found_in(record: Record) -> list[dict[str, Any]]:
         evaluated = any(name.startswith("eval/") for name in metrics)
         verdicts = health.evaluated(metrics) if evaluated else health.trained(metrics)
         found += [{"step": line.get("step"), "check": each.check, "message": each.message} for each in verdicts]
-    return found
+    return [*found, *finite]
+
+
+def _not_finite(record: Record) -> Iterator[dict[str, Any]]:
+    """Yield the first step of each loss, gradient norm and reward that is NaN or infinite."""
+    for name, values in record.series.items():
+        if name.startswith("loss/") or name in ("train/grad_norm", "reward/mean", "eval/reward"):
+            steps = [step for step, value in values.items() if not math.isfinite(value)]
+            if steps:
+                yield {"step": steps[0], "check": "finite", "message": f"{name} is {values[steps[0]]}"}

@@ -385,6 +385,18 @@ class Conversation:
                 "prompt; write it at the beginning of the text"
             )
         self.system, self.messages = system or None, []
+        self.last: str | None = None
+
+    def again(self, tell: Callable[[str], None]) -> str:
+        """Return another answer to the last message, which is remembered instead of the first.
+
+        Raises:
+            ConfigError: there is no message yet.
+        """
+        if self.last is None:
+            raise ConfigError("there is no message yet that could be answered again; write one")
+        del self.messages[-2:]
+        return self.answer(self.last, tell)
 
     def answer(self, message: str, tell: Callable[[str], None]) -> str:
         """Return the answer to a message, which is remembered; ``tell`` gets its text, piece after piece.
@@ -397,6 +409,7 @@ class Conversation:
         trainer, settings = self.tried.trainer, self.tried.settings
         messages = [*self.messages, {"role": "user", "content": message}]
         query = self._fitting(messages, settings.max_new_tokens)
+        self.last = message
         told = _Told(trainer.tokenizer, settings.stop_sequences, trainer.config.rollout.skip_special_tokens, tell)
         seed, self.turn = derive_seed(trainer.config.train.seed, "chat", self.turn), self.turn + 1
         sampler: Any = trainer.core_sampler()
