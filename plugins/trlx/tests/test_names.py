@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import GPT2Config
 
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer
@@ -19,9 +21,24 @@ from trainkit_trlx.data.default_configs import (
     default_ppo_config,
     default_sft_config,
 )
+from trainkit_trlx.data.ilql_types import ILQLBatch
 from trainkit_trlx.data.method_configs import MethodConfig, get_method, register_method
-from trainkit_trlx.models.modeling_ppo import AdaptiveKLController, FixedKLController, PPOConfig
-from trainkit_trlx.pipeline.offline_pipeline import DialogStore, PromptPipeline, tokenize_dialogue
+from trainkit_trlx.data.ppo_types import PPORLElement
+from trainkit_trlx.models.modeling_ilql import ILQLConfig, ILQLHeads
+from trainkit_trlx.models.modeling_ppo import (
+    AdaptiveKLController,
+    AutoModelForCausalLMWithHydraValueHead,
+    FixedKLController,
+    PPOConfig,
+)
+from trainkit_trlx.pipeline import MiniBatchIterator
+from trainkit_trlx.pipeline.offline_pipeline import (
+    DialogStore,
+    ILQLRolloutStorage,
+    PromptPipeline,
+    tokenize_dialogue,
+)
+from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
 from trainkit_trlx.utils import significant
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 from trainkit_trlx.utils.modeling import RunningMoments, flatten_dict, get_tensor_stats
@@ -114,13 +131,21 @@ def test_registries_are_those_of_trlx() -> None:
     ("module", "names"),
     [
         ("", "train logging"),
+        ("data", "GeneralElement RLElement BatchElement"),
+        ("data.accelerate_base_datatypes", "PromptElement PromptBatch AccelerateRLElement AccelerateRLBatchElement"),
+        ("data.ppo_types", "PPORLElement PPORLBatch"),
+        ("data.ilql_types", "ILQLElement ILQLBatch ILQLSeq2SeqElement ILQLSeq2SeqBatch"),
         ("data.configs", "ModelConfig TokenizerConfig OptimizerConfig SchedulerConfig TrainConfig TRLConfig"),
         ("data.default_configs", "default_ppo_config default_ilql_config default_sft_config default_nemo_20b_config"),
         ("data.method_configs", "MethodConfig register_method get_method"),
         ("models.modeling_ppo", "PPOConfig AdaptiveKLController FixedKLController AutoModelForCausalLMWithValueHead"),
-        ("models.modeling_ilql", "ILQLConfig topk_mask"),
-        ("pipeline", "BasePipeline BaseRolloutStore register_datapipeline"),
+        ("models.modeling_ppo", "AutoModelForCausalLMWithHydraValueHead AutoModelForSeq2SeqLMWithHydraValueHead"),
+        ("models.modeling_base", "PreTrainedModelWrapper"),
+        ("models.modeling_ilql", "ILQLConfig ILQLHeads topk_mask batched_index_select"),
+        ("pipeline", "BasePipeline BaseRolloutStore MiniBatchIterator register_datapipeline"),
         ("pipeline.offline_pipeline", "PromptPipeline DialogStore DialogMessage tokenize_dialogue"),
+        ("pipeline.offline_pipeline", "ILQLRolloutStorage ILQLSeq2SeqRolloutStorage"),
+        ("pipeline.ppo_pipeline", "PPORolloutStorage ppo_collate_fn"),
         ("trainer", "BaseRLTrainer register_trainer"),
         ("trainer.accelerate_base_trainer", "AccelerateRLTrainer"),
         ("trainer.accelerate_ppo_trainer", "AcceleratePPOTrainer"),
@@ -179,6 +204,59 @@ def test_ppo_loss_has_its_golden_numbers() -> None:
     assert loss.item() == pytest.approx(0.156496, abs=1e-5)
 
 
+def test_ilql_loss_has_its_golden_numbers() -> None:
+    method = default_ilql_config().method
+    assert isinstance(method, ILQLConfig)
+    method.beta, method.two_qs = 0.5, True
+    q1, q2 = torch.sin(torch.arange(24.0)).reshape(2, 3, 4), torch.cos(torch.arange(24.0)).reshape(2, 3, 4)
+    labels = ILQLBatch(
+        input_ids=torch.tensor([[2, 0, 1, 3], [2, 1, 3, 0]]),
+        attention_mask=torch.ones(2, 4),
+        rewards=torch.tensor([[0.0, 0, 1], [0, -1, 0]]),
+        states_ixs=torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0]]),
+        actions_ixs=torch.tensor([[0, 1, 2], [0, 1, 0]]),
+        dones=torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+    )
+    logits, vs = torch.arange(32.0).reshape(2, 4, 4) / 10, (torch.arange(8.0) / 8).reshape(2, 4, 1)
+    loss, stats = method.loss((logits, ((q1, q2), (q1 / 2, q2 / 2), vs)), labels)
+    golden = {"loss_q": 2.526194, "loss_v": 0.078869, "loss_cql": 2.831347, "loss_awac": 1.130888, "loss": 4.019085}
+    assert {name: stats[f"losses/{name}"] for name in golden} == pytest.approx(golden, abs=1e-5)
+    assert loss.item() == pytest.approx(4.019085, abs=1e-5)
+
+
+def test_targets_of_ilql_move_by_alpha() -> None:
+    heads = ILQLHeads(4, 5, two_qs=True, alpha=0.25)
+    qs, targets, vs = heads(torch.randn(2, 3, 4), torch.tensor([[0, 1, 2]] * 2), torch.tensor([[0, 1]] * 2))
+    assert [len(qs), len(targets), tuple(qs[0].shape), tuple(vs.shape)] == [2, 2, (2, 2, 5), (2, 3, 1)]
+    torch.nn.init.constant_(heads.q_heads[0][2].weight, 2.0)
+    torch.nn.init.constant_(heads.target_q_heads[0][2].weight, 1.0)
+    heads.sync_target_q_heads()
+    assert heads.target_q_heads[0][2].weight.unique().tolist() == [1.25]
+    assert not any(parameter.requires_grad for parameter in heads.target_q_heads.parameters())
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 0, 1, 2])
+def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = AutoModelForCausalLMWithHydraValueHead.from_config(config, num_layers_unfrozen=unfrozen)
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(ids)
+    assert before.value.shape == (1, 3)
+    assert torch.equal(before.logits, model.forward_hydra(ids).logits)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    closure = lambda: (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()  # noqa: E731
+    torch.optim.SGD(trained, 0.1).step(closure)
+        lambda: (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()
+    )
+    assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=False))
+    if unfrozen:
+        assert not torch.equal(before.logits, model(ids, return_dict=False)[0])
+    assert model.base_model is model.pretrained_model
+    assert model.get_compatible_forward_kwargs(input_ids=1, odd=2) == {"input_ids": 1}
+    with pytest.raises(ConfigError, match="num_value_layers_unfrozen is 2"):
+        AutoModelForCausalLMWithHydraValueHead.from_config(config, num_value_layers_unfrozen=2)
+
+
 def test_controllers_have_their_golden_numbers() -> None:
     for current, expected in ((12, 0.201024), (6, 0.2), (3, 0.198976), (6.6, 0.200512)):
         controller = AdaptiveKLController(0.2, 6, 10000)
@@ -229,6 +307,32 @@ def test_dialogues_are_tokenised_and_cut(dialogue: Any, side: str, length: int, 
 def test_a_dialogue_needs_as_many_outputs_as_prompts() -> None:
     with pytest.raises(ValueError, match="given 3 messages"):
         tokenize_dialogue(["a", "b", "c"], character_tokenizer("abc"))
+
+
+def test_rollouts_are_padded_exported_and_cleared(tmp_path: Path) -> None:
+    store = PPORolloutStorage(0, "left")
+    for query, response in (([5, 6], [7]), ([5], [7, 8])):
+        numbers = torch.arange(float(len(response)))
+        store.push([PPORLElement(torch.tensor(query), torch.tensor(response), numbers, numbers, numbers)])
+    (batch,) = store.create_loader(2, shuffle=False)
+    assert batch.query_tensors.tolist() == [[5, 6], [0, 5]]
+    assert batch.response_tensors.tolist() == [[7, 0], [7, 8]]
+    assert ppo_collate_fn("right", 0, store.history).query_tensors.tolist() == [[5, 6], [5, 0]]
+    store.export_history(str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())[0] == {"query_tensor": [5, 6], "response_tensor": [7]}
+    ((first, second),) = MiniBatchIterator(store.create_loader(2, shuffle=False), 1, 2)
+    assert (len(first.query_tensors), second.response_tensors.tolist()) == (1, [[7, 8]])
+    store.clear_history()
+    assert len(store) == 0
+
+
+def test_samples_of_ilql_are_padded_with_zeros() -> None:
+    columns = [[torch.ones(2), torch.ones(3)] for _ in range(6)]
+    (batch,) = ILQLRolloutStorage(*columns).create_loader(2, shuffle=False)
+    assert batch.dones.tolist() == [[1, 1, 0], [1, 1, 1]]
+    with pytest.raises(ValueError, match="one list of the same length for each of input_ids"):
+        ILQLRolloutStorage(*columns[:5])
 
 
 def test_stores_give_padded_batches() -> None:

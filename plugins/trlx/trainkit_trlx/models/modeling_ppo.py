@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit import functional as F
-from trainkit.models import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
+from trainkit_trlx.models.modeling_base import (
+    AutoModelForCausalLMWithHydraValueHead,
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithHydraValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    CausalLMOutputWithValue,
+    Seq2SeqLMOutputWithValue,
+)
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats
 
 if TYPE_CHECKING:
@@ -17,10 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveKLController",
+    "AutoModelForCausalLMWithHydraValueHead",
     "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithHydraValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "CausalLMOutputWithValue",
     "FixedKLController",
     "PPOConfig",
+    "Seq2SeqLMOutputWithValue",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -77,3 +78,34 @@ class BaseRolloutStore(Dataset[Any]):
         self, batch_size: int, shuffle: bool, prep_fn: Callable[..., Any] | None = None, num_workers: int = 0
     ) -> DataLoader[Any]:
         """Return a loader of batches."""
+
+
+class MiniBatchIterator:
+    """Iterates over the batches of a loader, each cut into a list of minibatches.
+
+    Args:
+        data_loader: gives batches: dataclasses or mappings of tensors or lists.
+        mb_size: rows of a minibatch; the last one may be smaller.
+        num_mb: the most minibatches of a batch.
+    """
+
+    def __init__(self, data_loader: Any, mb_size: int, num_mb: int) -> None:
+        self.data_loader, self.mb_size, self.num_mb = data_loader, mb_size, num_mb
+        self._batches = iter(data_loader)
+
+    def __iter__(self) -> MiniBatchIterator:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> list[Any]:
+        """Return the minibatches of the next batch."""
+        batch = next(self._batches)
+        columns = vars(batch) if is_dataclass(batch) else dict(batch)
+        rows = max(len(column) for column in columns.values())
+        starts = range(0, min(rows, self.mb_size * self.num_mb), self.mb_size)
+        parts = [{name: c[start : start + self.mb_size] for name, c in columns.items()} for start in starts]
+        if not parts:
+            raise StopIteration
+        if is_dataclass(batch):
+            return [type(batch)(**part) for part in parts]  # type: ignore[operator]
+        return [type(batch)(part) for part in parts]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
 
 
@@ -146,3 +148,44 @@ class PromptPipeline(BasePipeline):
             sampler=sampler,
             drop_last=drop_last,
         )
+
+
+class ILQLRolloutStorage(BaseRolloutStore):
+    """Samples with rewards, for loops of one's own; trainkit's trainers keep theirs themselves.
+
+    Args:
+        input_ids: token ids of each sample [T].
+        attention_mask: which of them are real [T].
+        rewards: of each action [A].
+        states_ixs: positions of the states [A + 1].
+        actions_ixs: positions of the actions [A].
+        dones: 0 at the last state, else 1 [A + 1].
+    """
+
+    element: type[Any] = ILQLElement
+    batch: type[Any] = ILQLBatch
+
+    def __init__(self, *columns: list[torch.Tensor], **named: list[torch.Tensor]) -> None:
+        super().__init__()
+        names = [about.name for about in fields(self.element)]
+        given = {**dict(zip(names, columns, strict=False)), **named}
+        if set(given) != set(names) or len({len(column) for column in given.values()}) > 1:
+            raise ValueError(f"{type(self).__name__} takes one list of the same length for each of {', '.join(names)}")
+        self.history = [self.element(*row) for row in zip(*(given[name] for name in names), strict=True)]
+
+    def create_loader(self, batch_size: int, shuffle: bool = True, **_: Any) -> DataLoader[Any]:
+        """Return a loader of batches, padded with 0."""
+
+        def collate(rows: list[Any]) -> Any:
+            names = [about.name for about in fields(self.element)]
+            columns = ([getattr(row, name) for row in rows] for name in names)
+            return self.batch(*(pad_sequence(column, batch_first=True) for column in columns))
+
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=collate)
+
+
+class ILQLSeq2SeqRolloutStorage(ILQLRolloutStorage):
+    """The same for encoder-decoders, with ``decoder_input_ids`` after ``attention_mask``."""
+
+    element = ILQLSeq2SeqElement
+    batch = ILQLSeq2SeqBatch
