@@ -244,10 +244,8 @@ def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
     assert before.value.shape == (1, 3)
     assert torch.equal(before.logits, model.forward_hydra(ids).logits)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    closure = lambda: (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()  # noqa: E731
-    torch.optim.SGD(trained, 0.1).step(closure)
-        lambda: (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()
-    )
+    (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()
+    torch.optim.SGD(trained, 0.1).step()
     assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=False))
     if unfrozen:
         assert not torch.equal(before.logits, model(ids, return_dict=False)[0])
