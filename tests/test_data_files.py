@@ -234,6 +234,15 @@ def test_every_format_is_checked_and_trained_on_from_every_source(
     assert (tmp_path / "out").is_dir()
 
 
+def test_rewards_are_a_column_of_a_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rated.csv").write_text("prompt,output,reward\na,b,0.5\na,c,-1\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("method: ilql\ntrain: {total_steps: 1, run_dir: out, trackers: []}\n", "utf-8")
+    command = ["train", "run.yaml", f"model.model_path={model}", "--samples", "rated.csv"]
+    result = CliRunner().invoke(app, [*command, "--eval-samples", "rated.csv"])
+    assert result.exit_code == 0, result.output
+
+
 def test_training_takes_samples_and_held_out_samples_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "samples.csv").write_text("prompt,completion\na,b\nb,c\n", encoding="utf-8")
