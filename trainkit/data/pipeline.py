@@ -324,7 +324,7 @@ def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, w
         raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
     if ids[-1] != tokenizer.eos_token_id:
         ids, count = [*ids, tokenizer.eos_token_id], count + 1
-    return ids, [index >= len(ids) - count for index in range(len(ids))]
+    return ids, [False] * (len(ids) - count) + [True] * count
 
 
 def encode_apart(
@@ -375,7 +375,8 @@ def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str,
         agree = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), len(alone))
         return len(whole) - agree
     ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return sum(end > len(prompt) for _, end in ends)
+    size = len(prompt)
+    return sum([end > size for _, end in ends])
 
 
 def encode_sample(
