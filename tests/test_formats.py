@@ -163,7 +163,7 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
     "messages in text": ({"messages": "[]"}, CHATML, r"should be a list of messages.*convert it by json.loads"),
     "no messages": ({"messages": []}, CHATML, r"messages should be a list of messages"),
     "no text": ({"prompt": "a", "completion": None}, CHATML, "completion should be text, or a list of messages; given"),
-    "a label in text": ({"prompt": "a", "completion": "b", "label": "0"}, CHATML, "label should be true or false"),
+    "a label in text": ({"prompt": "a", "completion": "b", "label": "0"}, CHATML, "it is a truth value as text"),
     "a sender that is not known": (
         [{"from": "observation", "value": "x"}], CHATML,
         r"message 0 is from 'observation' \(str\); known are human, gpt, user, assistant, system, tool",

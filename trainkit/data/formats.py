@@ -260,7 +260,6 @@ def sample_row(
     own = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
     check_columns(sample, (*names, *own, *(SETTINGS if talk else ()), *columns), what)
     kept = {key: value for key, value in sample.items() if key not in names}
-    _check_label(sample, what)
     if rated:
         kept = _rated(kept, form == "unpaired preference", what)
     _check_alike(what, *parts)
@@ -294,16 +293,6 @@ def _rated(columns: Row, labelled: bool, what: str) -> Row:
         raise DataError(f"{what}: reward should be a finite number; given {describe(reward)}")
     kept = {key: value for key, value in columns.items() if key != "reward" and not (labelled and key == "label")}
     return {**kept, "reward": finite(columns["label"] if labelled else reward)} if given or labelled else kept
-
-
-def _check_label(row: Mapping[str, Any], what: str) -> None:
-    """Raise a DataError for a label that is a truth value as text, which would not keep a bad sample from training."""
-    label = row.get("label")
-    if isinstance(label, str) and label.strip().lower() in ("true", "false", "1", "0"):
-        raise DataError(
-            f"{what}: label should be true or false, or 1 or 0, and not text; given {describe(label)}. Convert it, or, "
-            "if it should have no effect, list it in data.ignore_columns: ['label']"
-        )
 
 
 def _alpaca(row: Mapping[str, Any], what: str, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
