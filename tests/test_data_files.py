@@ -166,7 +166,7 @@ def test_a_file_that_is_not_there_is_not_looked_for_in_the_hub(tmp_path: Path, m
 # ----------------------------------------------------------------------------------------------- from file to training
 
 
-def stored(rows: list[dict[str, Any]], source: str, folder: Path) -> str:
+def stored(rows: list[Any], source: str, folder: Path) -> str:
     """Write rows as a file with this suffix, a saved dataset, or a dataset of the hub; return what names it."""
     path = folder / f"data.{source}"
     if source == "csv":
@@ -192,13 +192,23 @@ def stored(rows: list[dict[str, Any]], source: str, folder: Path) -> str:
 
 SOURCES = ("jsonl", "json", "csv", "parquet", "txt", "saved", "hub")
 METHODS = {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "kto", "prompt-only": "ppo"}
-STORED = [
+STORED: list[tuple[str, str, Any]] = [
     (source, form, row)
     for source in SOURCES
     for form, row in (FLAT if source in ("csv", "txt") else FORMATS)
     if source != "txt" or {*row} in ({"text"}, {"prompt"})
 ]
 """Every format in every source that can hold it: conversations are no text, and lines of text have no columns."""
+STORED += [
+    (source, form, row)
+    for source in ("jsonl", "json")
+    for form, row in (
+        ("text", "2+2? 4"),
+        ("turns", ["2+2?", " 4"]),
+        ("turns", ["2+2?", " 4", " 3+3?", " 6"]),
+        ("messages", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]),
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -214,14 +224,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("source", "form", "row"), STORED)
 def test_every_format_is_checked_and_trained_on_from_every_source(
-    source: str, form: str, row: dict[str, Any], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, form: str, row: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [row, {**row, "label": not row["label"]} if "label" in row else row]
     data, method = stored(rows, source, tmp_path), METHODS.get(form, "sft")
     checked = CliRunner().invoke(app, ["data", "check", data, "--model", model, "--method", method])
     assert checked.exit_code == 0, checked.output
-    assert f"{data}: 2 rows" in checked.output
+    assert f"{data}: 2 rows: 2 " in checked.output
     (tmp_path / "reward.py").write_text("def reward(outputs, **_):\n    return [len(each) for each in outputs]\n")
     changes = ["train.total_steps=1", "train.batch_size=2", "train.trackers=[]", f"model.model_path={model}"]
     options = ["--samples", data, "--eval-samples", data]
