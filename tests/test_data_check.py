@@ -189,6 +189,8 @@ def test_columns_are_named_with_what_becomes_of_them(tmp_path: Path) -> None:
     assert found["columns"]["margin"] == {"read by the method": 1}
     rated = written(tmp_path / "e.jsonl", [{**ANSWER, "reward": 0.5}, {**ANSWER, "reward": -1}])
     assert facts(rated, "--method", "ilql")["columns"]["reward"] == {"reward": 2}
+    assert facts(rated, "--method", "ilql")["rewards"] == [-1, -0.25, 0.5]
+    assert "\nrewards: -1 to 0.5, mean -0.25\n" in checked(rated, "--method", "ilql")
     assert facts(rated)["columns"]["reward"] == {"not read": 2}
     alpaca = {"instruction": "Add.", "input": "2+2", "output": "4", "text": "Add. 2+2 4"}
     columns = facts(written(tmp_path / "d.jsonl", [alpaca]))["columns"]

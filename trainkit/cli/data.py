@@ -190,7 +190,7 @@ def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played: b
     name, ignored = config.method.name, tuple(config.data.ignore_columns)
     trainer = _trainer(name, needed=named)
     inputs = () if trainer is None else trainer.inputs_for(config.method)
-    kind = kind_of(inputs) if inputs else usual_kind(rows, ignored)
+    kind = kind_of(inputs) if inputs else "prompts" if played else usual_kind(rows, ignored)
     scored = not inputs or bool({"reward_fn", "environment"} & {*inputs})
     if played and not (scored and kind == "prompts"):
         raise ConfigError(f"method {name!r} learns from {' and '.join(inputs)}, not from an environment; remove it")
@@ -304,6 +304,9 @@ def _report(found: Inspection, why: str, source: str, asked: int | None, strict:
     yield f"read as {why}"
     if found.labels:
         yield "labels: " + ", ".join(f"{count} {label}" for label, count in found.labels.items())
+    if found.rewards:
+        least, mean, most = found.rewards
+        yield f"rewards: {least:.4g} to {most:.4g}, mean {mean:.4g}"
     yield from _columns(found)
     yield from _lengths(found)
     yield from _example(found, asked)

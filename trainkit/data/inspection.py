@@ -6,6 +6,7 @@ Rows are read, encoded and truncated by the functions that training uses (`train
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,8 @@ class Inspection:
     """Tokens that truncation removes, of all rows."""
     labels: dict[str, int] = field(default_factory=dict)
     """How many rows are labelled true and false."""
+    rewards: list[float] = field(default_factory=list)
+    """The least, the mean and the largest reward; empty if nothing is learnt from rewards."""
     faults: list[Found] = field(default_factory=list)
     """What training refuses, with the rows it is true of; of the whole dataset if there are none."""
     refused: int = 0
@@ -213,6 +216,7 @@ class _Inspector:
         self.columns: dict[str, Counter[str]] = {}
         self.formats: Counter[str] = Counter()
         self.labels: Counter[str] = Counter()
+        self.rewards: list[float] = []
         self.faults: dict[str, Found] = {}
         self.seen: dict[Any, Any] = {}  # the label, by prompt and outputs
         self.asked: set[Any] = set()
@@ -252,6 +256,8 @@ class _Inspector:
         found.columns = {name: dict(uses) for name, uses in self.columns.items()}
         found.lengths = {name: _distribution(lengths) for name, lengths in self.lengths.items()}
         found.words = {name: _distribution(lengths) for name, lengths in self.words.items()}
+        if self.rewards:
+            found.rewards = [min(self.rewards), math.fsum(self.rewards) / len(self.rewards), max(self.rewards)]
         found.faults = [*self._whole(rows), *self.faults.values()]
         return found
 
@@ -364,9 +370,10 @@ class _Inspector:
             self._refuse(index, error)
             return
         self._note_repeated(index, row)
-        rated = row.get("label" if kind == "labels" else "reward") if kind in ("labels", "rewards") else None
-        if rated is not None:
-            self.labels["true" if rated else "false"] += 1
+        if kind == "labels":
+            self.labels["true" if row["label"] else "false"] += 1
+        elif kind == "rewards":
+            self.rewards.append(row["reward"])
 
     def _find(self, name: str, index: int) -> None:
         self.found.findings.setdefault(name, Found()).add(index)
