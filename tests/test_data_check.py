@@ -187,7 +187,11 @@ def test_columns_are_named_with_what_becomes_of_them(tmp_path: Path) -> None:
     margins = written(tmp_path / "c.jsonl", [{**PAIR, "margin": 1.0, "label": None}])
     found = facts(margins, "--method", "reward")
     assert found["columns"]["margin"] == {"read by the method": 1}
-    assert "what 'reward' checks itself of its samples" in found["omitted"]
+    rated = written(tmp_path / "e.jsonl", [{**ANSWER, "reward": 0.5}, {**ANSWER, "reward": -1}])
+    assert facts(rated, "--method", "ilql")["columns"]["reward"] == {"reward": 2}
+    assert facts(rated, "--method", "ilql")["rewards"] == [-1, -0.25, 0.5]
+    assert "\nrewards: -1 to 0.5, mean -0.25\n" in checked(rated, "--method", "ilql")
+    assert facts(rated)["columns"]["reward"] == {"not read": 2}
     alpaca = {"instruction": "Add.", "input": "2+2", "output": "4", "text": "Add. 2+2 4"}
     columns = facts(written(tmp_path / "d.jsonl", [alpaca]))["columns"]
     assert [*columns] == [*alpaca]
@@ -210,6 +214,57 @@ def test_columns_that_refuse_a_prompt_are_told_as_refused(tmp_path: Path) -> Non
         assert {name: uses[name] for name in refused} == refused
         assert uses["answer"] != ["refused"]
         assert [fault["rows"] for fault in found["faults"]] == [[1], [2], [3], [4], [5]]
+
+
+def test_an_algorithm_checks_its_own_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**PAIR, "margin": 1.0}, PAIR]
+    path = written(tmp_path / "a.jsonl", rows)
+    found = facts(path, "--method", "reward", code=1)
+    assert [fault["message"] for fault in found["faults"]] == [
+        "1 of 2 samples have a margin; give all of them one, or none"
+    ]
+    trainer = trainer_of("reward", talking_tokenizer(), tmp_path)
+    with pytest.raises(DataError, match="1 of 2 samples have a margin"):
+        trainer.add_samples(rows)
+    found = facts(written(tmp_path / "b.jsonl", [*rows, ANSWER]), "--method", "reward", code=1)
+    assert "what the method checks itself of its samples, until all rows are accepted" in found["omitted"]
+    own = lambda self, samples, rewards=None, *, first=0: []  # noqa: E731
+    own.__module__ = "trainkit_stranger"
+    stranger = type("Stranger", (get_trainer("reward"),), {"read_samples": own, "__module__": "trainkit_stranger"})
+    monkeypatch.setattr("trainkit.plugins.get_trainer", lambda _: stranger)
+    assert "what 'reward' checks itself of its samples" in facts(path, "--method", "reward", code=1)["omitted"]
+
+
+def test_rows_of_environments_need_no_prompt(model: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from trainkit.testing.trainers import Letters\n", encoding="utf-8")
+    path = written(tmp_path / "a.jsonl", [{"level": 1}, {"prompt": "2+2?", "level": 2}, {"level": 1}])
+    said = "rows 0, 2: prompt 0 has the columns level; .* Rows without a prompt need an environment, which gives it"
+    assert re.search(said, checked(path, "--method", "ppo", code=1))
+    for named in ([], ["--model", model], ["--method", "ppo"]):
+        text = checked(path, "--environment", f"{tmp_path}/own.py:Letters", *named)
+        assert "2 rows without a prompt, which the environment gives (rows 0, 2)" in text
+        assert "read as prompts (method 'ppo' learns from reward_fn and prompts)" in text
+    assert "not from an environment" in checked(
+        path, "--environment", f"{tmp_path}/own.py:Letters", "--method", "sft", code=2
+    )
+
+
+def test_without_a_tokenizer_lengths_are_characters_and_words(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "one two three", "chosen": " four", "rejected": " five six"},
+        {"prompt": "one", "chosen": " 4 5", "rejected": " 6"},
+    ]
+    path = written(tmp_path / "a.jsonl", rows)
+    found = facts(path)
+    assert {name: (each["least"], each["most"]) for name, each in found["words"].items()} == {
+        "prompt": (1, 3), "chosen": (1, 2), "rejected": (1, 2), "whole": (3, 5),
+    }  # fmt: skip
+    assert (found["lengths"]["prompt"]["most"], found["lengths"]["whole"]["most"]) == (13, 22)
+    lines = checked(path).splitlines()
+    words = lines[lines.index("lengths in words:") + 2]
+    assert words.split() == ["prompt", "1", "2", "2", "2.9", "3", "█", "█"]  # one of 1, none of 2, one of 3
+    text = {"text": "one two"}
+    assert [*facts(written(tmp_path / "b.jsonl", [text]))["words"]] == ["output", "whole"]
 
 
 def test_repetition_is_told_by_kind(tmp_path: Path) -> None:
@@ -268,11 +323,16 @@ def test_faults_of_all_rows_are_told_with_their_lines(tmp_path: Path) -> None:
     rows = [ANSWER, *[{"prompt": "2+2?"}] * 30, {**ANSWER, "completion": ""}]
     text = checked(written(tmp_path / "a.jsonl", rows), "--method", "sft", code=1)
     assert "training refuses 31 of 32 rows; expected are text | messages" in text
-    assert "(rows 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 20 more)" in text
-    assert "sample 31 is empty; give some text, or remove it (row 31, line 32)" in text
-    different = [{**ANSWER, "completion": number} for number in range(150)]
+    assert "rows 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 20 more: sample 1 has the columns prompt" in text
+    assert "row 31, line 32: sample 31: completion is empty; give some text, or remove it" in text
+    alike = [{**ANSWER, "completion": number} for number in range(150)]
+    assert [each["count"] for each in facts(written(tmp_path / "a.jsonl", alike), code=1)["faults"]] == [150]
+    different = [{**ANSWER, f"reference_{number}_logps": -1.0} for number in range(150)]
     found = facts(written(tmp_path / "b.jsonl", [ANSWER, *different]), code=1)
     assert (found["refused"], len(found["faults"])) == (150, 101)
+    text = checked(str(tmp_path / "b.jsonl"), code=1)
+    (tmp_path / "c.jsonl").write_text(f'\n{json.dumps(ANSWER)}\n\n{{"text": ""}}\n', encoding="utf-8")
+    assert "row 1, line 4: sample 1: text is empty" in checked(str(tmp_path / "c.jsonl"), code=1)
     text = checked(str(tmp_path / "b.jsonl"), code=1)
     assert "and 91 more kinds of faults, of 140 rows; --json prints them" in text
 
@@ -289,7 +349,7 @@ def test_a_method_that_learns_from_other_data_says_what_it_learns_from(tmp_path:
     ("content", "message"),
     [
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": \nx\n', r"line 2: not JSON[\s\S]*2 lines are not JSON: 2, 3"),
-        (b"\xff\xfe", "not UTF-8"),
+        (b'"a"\n"\xe9"\n', "line 2: not UTF-8"),
         (None, "No such file or directory"),
     ],
 )
@@ -319,7 +379,12 @@ def test_strict_checks_end_with_code_1_for_what_training_accepts(tmp_path: Path)
     checked(good, "--strict")
     twice = written(tmp_path / "b.jsonl", [ANSWER, ANSWER])
     checked(twice)
-    assert not facts(twice, "--strict", code=1)["passed"]
+    assert "✓ training accepts all rows" in checked(twice)
+    assert checked(twice, "--strict", code=1).endswith("✗ with --strict, what is marked by ! is a fault\n")
+    assert "--strict" not in checked(good, "--strict")
+    found = facts(twice, "--strict", code=1)
+    assert (found["passed"], found["faults"]) == (False, [])
+    assert found["warnings"] == ["1 row the same as a row before (row 1)"]
     checked(written(tmp_path / "c.jsonl", [{**ANSWER, "id": 1}]), "--strict", code=1)
 
 

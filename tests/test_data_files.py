@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import string
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from trainkit.cli import app
-from trainkit.cli.files import read_data
+from trainkit.cli.files import read_data, row_lines
+from trainkit.data import PLAIN_TEMPLATE
 from trainkit.errors import DataError
+from trainkit.testing import character_tokenizer, tiny_gpt2
 
 PAGE = Path(__file__).parents[1] / "docs" / "datasets.md"
 
@@ -27,7 +32,11 @@ def formats() -> dict[str, list[dict[str, Any]]]:
     return dict(names["rows"])
 
 
-FORMATS = [(form, row) for form, rows in formats().items() for row in rows]
+FORMATS = [
+    *((form, row) for form, rows in formats().items() for row in rows),
+    ("prompt-completion", {"instruction": "Add.", "input": "2+2", "output": "4"}),  # Alpaca
+    ("language modelling", {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}),
+]
 FLAT = [(form, row) for form, row in FORMATS if not any(isinstance(value, list) for value in row.values())]
 
 
@@ -64,6 +73,13 @@ def test_text_in_csv_stays_text_whatever_it_looks_like(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_columns_are_separated_by_what_the_first_line_has(separator: str, tmp_path: Path) -> None:
+    text = f'prompt{separator}answer\n"a, b; c"{separator}d\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    assert read_data(str(tmp_path / "a.csv")) == [{"prompt": "a, b; c", "answer": "d"}]
+
+
 def test_text_files_keep_every_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
     assert read_data(str(tmp_path / "a.txt")) == ["one", "", "two\u2028lines"]
@@ -71,6 +87,9 @@ def test_text_files_keep_every_line(tmp_path: Path) -> None:
     assert read_data(str(tmp_path / "b.txt")) == [""]
     (tmp_path / "b.txt").write_bytes(b"")
     assert read_data(str(tmp_path / "b.txt")) == []
+    (tmp_path / "b.jsonl").write_text('\n"one"\n  \n"two"\n\n', encoding="utf-8")
+    assert read_data(str(tmp_path / "b.jsonl")) == ["one", "two"]
+    assert row_lines(tmp_path / "b.jsonl") == [2, 4]
     (tmp_path / "a.JSONL").write_text('"one"\n{"prompt": "p"}', encoding="utf-8")
     assert read_data(str(tmp_path / "a.JSONL")) == ["one", {"prompt": "p"}]
 
@@ -97,14 +116,24 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
         ("a.jsonl", b"[" * 100_000, "line 1: not JSON"),
         ("a.json", b'{"a": 1}', "should hold a list of rows; it holds .*A row per line is .jsonl"),
         ("a.json", b"[1,", "not JSON .*the file should be a list of objects or strings"),
-        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b'{"a": 1},\n', r"line 1: not JSON \(Extra data: column 9, before ','\)"),
+        ("a.jsonl", b"[\n", r"line 1: not JSON .*which is the end.* \(a list of rows over several lines is .json\)"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', r"line 2: not JSON .*a row per line is .jsonl"),
+        ("a.json", b"", "line 1: not JSON .it is empty"),
+        ("a.txt", b"one\ntwo\ncaf\xe9\n", "a.txt, line 3: not UTF-8 .after 'caf'.; save it as UTF-8"),
+        ("a.csv", b"prompt\ncaf\xe9\n", "a.csv, line 2: not UTF-8"),
+        ("a.csv", "prompt\nx\n".encode("utf-16"), "a.csv: it is UTF-16; save it as UTF-8"),
+        ("a.jsonl", gzip.compress(b"{}"), "a.jsonl: it is compressed; decompress it"),
+        ("a.jsonl.gz", gzip.compress(b"{}"), "given .*a.jsonl.gz'; decompress it"),
+        ("a.csv", b"prompt,prompt\na,b\n", "a.csv has several columns 'prompt'; give each a name of its own"),
         ("a.csv", b"", "cannot read .*a.csv"),
-        ("a.csv", b"a,b\n1\n", "cannot read .*a.csv: .*Expected 2 columns, got 1"),
+        ("a.csv", b"a,b\n1,2\n1\n", "cannot read .*a.csv: .*Row #3: Expected 2 columns, got 1"),
         ("a.parquet", b"no table", "cannot read .*a.parquet"),
         ("a.xlsx", b"", "data files are .jsonl, .json, .csv, .parquet, .txt, a directory, or a hub id; given"),
         ("a/train.jsonl", None, "cannot read .*train.jsonl: No such file or directory"),
         ("gone.csv", None, "cannot read .*gone.csv: No such file or directory"),
         ("empty/", None, "has no data: no saved dataset"),
+        ("deep/data/a.jsonl", b"", "'.*deep' has no data: .*; name a directory below: .*data"),
         ("two/a.jsonl two/b.csv", b"", "has several data files; name one: .*a.jsonl, .*b.csv"),
     ],
 )
@@ -113,10 +142,11 @@ def test_what_cannot_be_read_is_an_error_in_a_sentence(
 ) -> None:
     for each in name.split():
         path = tmp_path / each
-        (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
         if content is not None:
             path.write_bytes(content)
-    given = tmp_path / name.partition("/")[0] if "two/" in name or name.endswith("/") else tmp_path / name
+    whole = name.startswith(("two/", "deep/")) or name.endswith("/")
+    given = tmp_path / name.partition("/")[0] if whole else tmp_path / name
     with pytest.raises(DataError, match=message):
         read_data(str(given))
 
@@ -131,6 +161,96 @@ def test_a_file_that_is_not_there_is_not_looked_for_in_the_hub(tmp_path: Path, m
         read_data("promts.jsonl")
     with pytest.raises(DataError, match=r"'owner/name@main:test' cannot be loaded as a dataset: .*Give a file"):
         read_data("owner/name@main:test")
+
+
+# ----------------------------------------------------------------------------------------------- from file to training
+
+
+def stored(rows: list[Any], source: str, folder: Path) -> str:
+    """Write rows as a file with this suffix, a saved dataset, or a dataset of the hub; return what names it."""
+    path = folder / f"data.{source}"
+    if source == "csv":
+        cells = [[*rows[0]], *(map(str, row.values()) for row in rows)]
+        path.write_text("".join(",".join(line) + "\n" for line in cells), encoding="utf-8")
+    elif source == "txt":
+        path.write_text("".join(f"{row.get('text') or row['prompt']}\n" for row in rows), encoding="utf-8")
+    elif source == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif source == "saved":
+        Dataset.from_list(rows).save_to_disk(str(path))
+    elif source == "hub":  # what `datasets` loads by a name, here without a network: a repository with two splits
+        path = folder / "owner" / "name" / "data"
+        path.mkdir(parents=True)
+        for split, some in (("train", rows[:1]), ("test", rows)):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(some), path / f"{split}-00000-of-00001.parquet")
+        return "owner/name:test"
+    else:
+        each = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(each) if source == "jsonl" else f"[{', '.join(each)}]", encoding="utf-8")
+    return path.name
+
+
+SOURCES = ("jsonl", "json", "csv", "parquet", "txt", "saved", "hub")
+METHODS = {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "kto", "prompt-only": "ppo"}
+STORED: list[tuple[str, str, Any]] = [
+    (source, form, row)
+    for source in SOURCES
+    for form, row in (FLAT if source in ("csv", "txt") else FORMATS)
+    if source != "txt" or {*row} in ({"text"}, {"prompt"})
+]
+"""Every format in every source that can hold it: conversations are no text, and lines of text have no columns."""
+STORED += [
+    (source, form, row)
+    for source in ("jsonl", "json")
+    for form, row in (
+        ("text", "2+2? 4"),
+        ("turns", ["2+2?", " 4"]),
+        ("turns", ["2+2?", " 4", " 3+3?", " 6"]),
+        ("messages", [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a model and a tokenizer of the printable characters."""
+    path, tokenizer = tmp_path_factory.mktemp("model"), character_tokenizer(string.printable)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.save_pretrained(path)
+    config = AutoConfig.for_model(**tiny_gpt2(len(tokenizer), n_positions=128))
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("source", "form", "row"), STORED)
+def test_every_format_is_checked_and_trained_on_from_every_source(
+    source: str, form: str, row: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [row, {**row, "label": not row["label"]} if "label" in row else row]
+    data, method = stored(rows, source, tmp_path), METHODS.get(form, "sft")
+    checked = CliRunner().invoke(app, ["data", "check", data, "--model", model, "--method", method])
+    assert checked.exit_code == 0, checked.output
+    assert f"{data}: 2 rows: 2 " in checked.output
+    (tmp_path / "reward.py").write_text("def reward(outputs, **_):\n    return [len(each) for each in outputs]\n")
+    changes = ["train.total_steps=1", "train.batch_size=2", "train.trackers=[]", f"model.model_path={model}"]
+    options = ["--samples", data, "--eval-samples", data]
+    if form == "prompt-only":
+        options = ["--prompts", data, "--eval-prompts", data, "--reward-fn", "reward.py:reward"]
+        changes += ["rollout.max_new_tokens=2", "rollout.num_rollouts=2", "rollout.batch_size=2", "method.ppo_epochs=1"]
+    (tmp_path / "run.yaml").write_text(f"method: {method}\ntrain: {{run_dir: out}}\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["train", "run.yaml", *changes, *options])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out").is_dir()
+
+
+def test_rewards_are_a_column_of_a_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rated.csv").write_text("prompt,output,reward\na,b,0.5\na,c,-1\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("method: ilql\ntrain: {total_steps: 1, run_dir: out, trackers: []}\n", "utf-8")
+    command = ["train", "run.yaml", f"model.model_path={model}", "--samples", "rated.csv"]
+    result = CliRunner().invoke(app, [*command, "--eval-samples", "rated.csv"])
+    assert result.exit_code == 0, result.output
 
 
 def test_training_takes_samples_and_held_out_samples_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

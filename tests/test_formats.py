@@ -159,6 +159,11 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
     "nobody answers": (ASK, CHATML, "has no message of the assistant to learn from"),
     "nobody asks": (ANSWER, CHATML, "begins with a message of the assistant"),
     "no role": ([{"content": "x"}], CHATML, "message 0 should be a dict with 'role' and 'content'"),
+    "no content": ([{"role": "user", "content": None}, *ANSWER], CHATML, "message 0 should be a dict with .*None"),
+    "messages in text": ({"messages": "[]"}, CHATML, r"should be a list of messages.*convert it by json.loads"),
+    "no messages": ({"messages": []}, CHATML, r"messages should be a list of messages"),
+    "no text": ({"prompt": "a", "completion": None}, CHATML, "completion should be text, or a list of messages; given"),
+    "a label in text": ({"prompt": "a", "completion": "b", "label": "0"}, CHATML, "it is a truth value as text"),
     "a sender that is not known": (
         [{"from": "observation", "value": "x"}], CHATML,
         r"message 0 is from 'observation' \(str\); known are human, gpt, user, assistant, system, tool",
@@ -300,6 +305,24 @@ def test_labels_are_rewards_for_whom_learns_from_rewards() -> None:
         sample_rows([{"prompt": "a", "completion": "b", "label": True}], [1.0], rated=True)
     with pytest.raises(DataError, match="sample 0 has no reward"):
         sample_rows(["text"], rated=True)
+    with pytest.raises(
+        DataError, match=r"sample 0 has no reward; its label is 2 \(int\), and labels are true or false"
+    ):
+        sample_rows([{"prompt": "a", "completion": "b", "label": 2}], rated=True)
+
+
+def test_a_column_is_the_reward_for_whom_learns_from_rewards() -> None:
+    row = {"prompt": "a", "completion": "b"}
+    rows = sample_rows([{**row, "reward": reward} for reward in (0.5, np.float32(-1))], rated=True)
+    assert [row["reward"] for row in rows] == [0.5, -1.0]
+    for wrong in ("0.5", float("inf"), [1]):
+        with pytest.raises(DataError, match="sample 0: reward should be a finite number; given"):
+            sample_rows([{**row, "reward": wrong}], rated=True)
+    for missing in (None, float("nan"), ""):
+        with pytest.raises(DataError, match="sample 0 has no reward"):
+            sample_rows([{**row, "reward": missing}], rated=True)
+    with pytest.raises(DataError, match="sample 0 has a reward and a label; list one"):
+        sample_rows([{**row, "reward": 0.5, "label": True}], rated=True)
 
 
 @pytest.mark.parametrize("read", [sample_rows, prompt_rows, preference_rows])

@@ -96,7 +96,7 @@ def test_labels_are_true_or_false(tmp_path: Path) -> None:
     assert "reward" not in trainer.pipeline.rows[0]
     trainer.add_samples(SAMPLES[:2], [1, 0])
     assert [row["label"] for row in trainer.pipeline.rows] == [True, False]
-    with pytest.raises(DataError, match=r"sample 1 has the label 0.5; labels are true or false, or 1 and 0"):
+    with pytest.raises(DataError, match=r"sample 1: label should be true or false, or 1 or 0; given 0.5"):
         trainer.add_samples(SAMPLES[:2], [1, 0.5])
     with pytest.raises(DataError, match="sample 0 has no reward; give rewards, one per sample, or a column 'label'"):
         trainer.add_samples(SAMPLES[:2])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -247,6 +248,36 @@ def test_prompts_with_a_column_that_is_written_are_refused(runs: Path, tmp_path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "finish_reason": "b"}\n')
     given = ("--prompts", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out.jsonl"))
     assert "a column 'finish_reason'" in told("generate", str(runs / "ppo"), *given, code=1).stderr
+
+
+def test_a_prompt_that_is_too_long_can_be_given_again_with_shorter_answers(talker: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 100}))
+    given = ("--prompts", str(tmp_path / "rows.jsonl"))
+    out = ("--out", str(tmp_path / "out.jsonl"))
+    said = "has 100 tokens, and at most 64 leave room for the response. Shorten it, or lower max_new_tokens\n"
+    assert told("generate", str(talker), *given, *out, code=1).stderr.endswith(said)
+    assert "1 responses" in told("generate", str(talker), *given, *out, "--max-new-tokens", "5").stdout
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = ("--reward-fn", f"{tmp_path / 'reward.py'}:count_first_letters")
+    assert told("eval", str(talker), *given, *reward, code=1).stderr.endswith(said)
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet", "txt", "saved"])
+def test_prompts_come_from_every_kind_of_file(suffix: str, runs: Path, tmp_path: Path) -> None:
+    rows, path = [{"prompt": "ab"}, {"prompt": "c"}], tmp_path / f"data.{suffix}"
+    data = Dataset.from_list(rows)
+    if suffix in ("json", "csv", "parquet"):
+        write = {"json": lambda: data.to_json(path, lines=False), "csv": lambda: data.to_csv(path)}
+        write.get(suffix, lambda: data.to_parquet(path))()
+    elif suffix == "txt":
+        path.write_text("ab\nc\n")
+    else:
+        data.save_to_disk(path)
+    out = tmp_path / "out.jsonl"
+    told("generate", str(runs / "ppo"), "--prompts", str(path), "--out", str(out))
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["ab", "c"]
+    reward = ("--reward-fn", f"{runs / 'reward.py'}:count_first_letters")
+    assert "4 responses" in told("eval", str(runs / "ppo"), "--prompts", str(path), *reward).stdout  # 2 temperatures
 
 
 def test_an_encoder_decoder_of_no_run_generates(tmp_path: Path) -> None:

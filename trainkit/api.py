@@ -179,13 +179,13 @@ def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:
 def _eval_samples(
     eval_samples: Any, trainer: AcceleratedLoop[Any], formatting_func: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
-    from trainkit.data import first_format, formatted
+    from trainkit.data import are_rated, formatted
 
     rated = bool({"rewards", "labels"} & {*trainer.inputs})
     if rated and isinstance(eval_samples, tuple) and len(eval_samples) == 2:
         return formatted(eval_samples[0], formatting_func), eval_samples[1]
     made = formatted(eval_samples, formatting_func)
-    if rated and first_format(made, trainer.config.data.ignore_columns) != "unpaired preference":
+    if rated and not are_rated(made, trainer.config.data.ignore_columns):
         raise ConfigError(f"eval_samples should be (samples, rewards); given {describe(eval_samples)}")
     return made, None
 
@@ -365,7 +365,7 @@ def _check_inputs(
     config: TRLConfig[Any], trainer_class: type[AcceleratedLoop[Any]], present: list[str], samples: Any
 ) -> None:
     """Raise a `ConfigError` unless the data are those that the method learns from."""
-    from trainkit.data import first_format
+    from trainkit.data import are_rated
 
     method, ignored = config.method, config.data.ignore_columns
     inputs = trainer_class.inputs_for(method)
@@ -373,7 +373,7 @@ def _check_inputs(
     rated = {"rewards", "labels"} & {*inputs}
     met = {"prompts", "pairs", *present}  # prompts have a default; read_samples checks that samples are pairs
     met |= {"reward_fn"} if "environment" in present and "reward_fn" in inputs else set()
-    if rated and ("rewards" in present or first_format(samples, ignored) == "unpaired preference"):
+    if rated and ("rewards" in present or are_rated(samples, ignored)):
         met |= rated
     known = {*inputs, *(("reward_fn", "environment") if {"reward_fn", "environment"} & {*inputs} else ())}
     known |= {"rewards"} if rated else set()

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.console import RemoteCode, complete_method, lines, mark
-from trainkit.cli.files import read_data, wrong_lines
+from trainkit.cli.files import read_data, row_lines, wrong_lines
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
+from trainkit.plugins import load_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +44,13 @@ MEANINGS = {
     "contradictory": "the same as a row before but for the label, or for chosen and rejected, which are swapped",
 }
 """What is said of rows that training accepts and may not be meant."""
-REPEATED = "repeated prompt", "with the prompt of a row before and another output"
+NOTES = {
+    "repeated prompt": "with the prompt of a row before and another output",
+    "no prompt": "without a prompt, which the environment gives",
+}
 """What is said of rows that are as common as not, and no fault even if checks are strict."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Bars of a histogram within a line."""
 LOST = {"no room": "no room for an output", "equal after truncation": "equal sides after truncation"}
 """What is said of rows that are refused because of truncation."""
 
@@ -69,6 +75,10 @@ def check_data(
         typer.Option(metavar="PATH", help="A directory or hub id, whose tokenizer and context count."),
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="A configuration, for its settings.")] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:NAME", help="The environment that gets the rows; it may give their prompts."),
+    ] = None,
     row: Annotated[int | None, typer.Option(metavar="N", min=0, help="The row to show, from 0.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="End with exit code 1 if anything is found.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -77,12 +87,13 @@ def check_data(
     """Print what training would make of data: format, columns, lengths, truncation, repetition, and faults of all rows.
 
     A method decides what the rows are for: samples, samples with labels, pairs, or prompts. Without one, the format of
-    the first row does. Without a model, lengths are in characters.
+    the first row does. Without a model, lengths are in characters and words.
     """
     rows = _read(source)
-    settled, named = _settle(config, method, model, overrides or [], rows)
+    played = environment is not None and load_function(environment) is not None
+    settled, named = _settle(config, method, model, overrides or [], rows, played)
     settled = settled.settled(trust_remote_code=trust_remote_code)
-    reading, why = _reading(settled, rows, named)
+    reading, why = _reading(settled, rows, named, played)
     if row is not None and row >= len(rows):
         are = "is" if len(rows) == 1 else "are"
         raise ConfigError(f"--row is {row}, and there {are} {_rows(len(rows))}; rows are numbered from 0")
@@ -90,12 +101,13 @@ def check_data(
 
     with _progress(len(rows)) as progress:
         found = inspect(rows, reading, shown=row, progress=progress)
-    by_line = Path(source).suffix.lower() in (".jsonl", ".txt")
-    failed = bool(found.faults) or (strict and bool(_warnings(found)))
+    warnings = _warnings(found)
+    failed = bool(found.faults) or (strict and bool(warnings))
     if as_json:
-        typer.echo(json.dumps({"source": source, "read_as": why, "passed": not failed, **asdict(found)}, indent=2))
+        told = {"source": source, "read_as": why, "passed": not failed, "warnings": warnings}
+        typer.echo(json.dumps({**told, **asdict(found)}, indent=2))
     else:
-        for line in _report(found, why, source, by_line, row):
+        for line in _report(found, why, source, row, strict):
             typer.echo(line, color=_coloured() or None)
     if failed:
         raise typer.Exit(1)
@@ -121,7 +133,7 @@ def _read(source: str) -> Sequence[Any]:
 
 
 def _settle(
-    file: Path | None, method: str | None, model: str | None, overrides: list[str], rows: Sequence[Any]
+    file: Path | None, method: str | None, model: str | None, overrides: list[str], rows: Sequence[Any], played: bool
 ) -> tuple[TRLConfig[Any], bool]:
     """Return the configuration whose settings count, and whether its method is named, or else follows from the data."""
     from trainkit.config import MethodConfig, TRLConfig, default_config, read_config
@@ -140,7 +152,7 @@ def _settle(
         return settled, True
     if method is not None or isinstance(named, str):
         return default_config(method or str(named)).update(changes), True
-    usual = _usual(rows, changes.get("data.ignore_columns"))
+    usual = _usual(rows, changes.get("data.ignore_columns"), played)
     if _trainer(usual, needed=False) is not None:
         return default_config(usual).update(changes), False
     sections: dict[str, Any] = {}
@@ -161,33 +173,38 @@ def _trainer(name: str, *, needed: bool) -> Any:
         return None
 
 
-def _usual(rows: Sequence[Any], ignored: Any) -> str:
-    """Return the method of `trainkit.train` for such rows."""
+def _usual(rows: Sequence[Any], ignored: Any, played: bool) -> str:
+    """Return the method of `trainkit.train` for such rows, with an environment if they are ``played``."""
     from trainkit.api import usual_method
     from trainkit.data.inspection import usual_kind
 
     ignored = ignored if isinstance(ignored, list) else []
-    given = ["prompts", "reward_fn"] if usual_kind(rows, ignored) == "prompts" else ["samples"]
+    given = ["prompts", "reward_fn"] if played or usual_kind(rows, ignored) == "prompts" else ["samples"]
     return usual_method(given, rows, {"data": {"ignore_columns": ignored}})
 
 
-def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool) -> tuple[Reading, str]:
-    """Return how the rows are read, and in words as what, and why."""
+def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played: bool) -> tuple[Reading, str]:
+    """Return how the rows are read, and in words as what, and why; ``played``: there is an environment."""
     from trainkit.data.inspection import Reading, kind_of, usual_kind
 
     name, ignored = config.method.name, tuple(config.data.ignore_columns)
     trainer = _trainer(name, needed=named)
     inputs = () if trainer is None else trainer.inputs_for(config.method)
-    kind = kind_of(inputs) if inputs else usual_kind(rows, ignored)
+    kind = kind_of(inputs) if inputs else "prompts" if played else usual_kind(rows, ignored)
+    scored = not inputs or bool({"reward_fn", "environment"} & {*inputs})
+    if played and not (scored and kind == "prompts"):
+        raise ConfigError(f"method {name!r} learns from {' and '.join(inputs)}, not from an environment; remove it")
     why = f"method {name!r} learns from {' and '.join(inputs)}"
-    if not named:
+    if not named and not played:
         why = f"the format of the first row; {name!r} is the method for it if none is named"
     why = f"{f'samples with {kind}' if kind in ('labels', 'rewards') else kind} ({why})"
     reading = Reading(
         kind=kind,
         columns=tuple(getattr(trainer, "columns", ())),
         ignored=ignored,
-        scored=not inputs or bool({"reward_fn", "environment"} & {*inputs}),
+        scored=scored,
+        needed=not (played or "environment" in inputs),
+        check=getattr(trainer, "check_samples", None) if _is_checked(trainer) else None,
         omitted=_own_checks(name, trainer),
         **(_limits(config, kind) if trainer is None or hasattr(trainer, "columns") else {}),
     )
@@ -204,6 +221,12 @@ def _own_checks(name: str, trainer: Any) -> tuple[str, ...]:
     if reads.__module__.partition(".")[0] != "trainkit":
         return (f"what {name!r} checks itself of its samples",)
     return ()
+
+
+def _is_checked(trainer: Any) -> bool:
+    """Return whether the algorithm's class has a check of its own, besides its way to read samples."""
+    own = next((base for base in getattr(trainer, "__mro__", ()) if "check_samples" in vars(base)), None)
+    return own is not None and own.__module__.partition(".")[0] != "trainkit"
 
 
 def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
@@ -255,7 +278,7 @@ def _warnings(found: Inspection) -> list[str]:
         if name in found.findings:
             some = found.findings[name]
             lost = f", which removes {found.tokens_lost} tokens: {found.lost}" if name == "truncated" else ""
-            warnings.append(f"{_rows(some.count)} {meaning}{lost} {_indices(some)}")
+            warnings.append(f"{_rows(some.count)} {meaning}{lost} ({_indices(some)})")
     unread = [name for name, uses in found.columns.items() if "not read" in uses]
     if unread:
         warnings.append(f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}")
@@ -266,30 +289,39 @@ def _rows(count: int) -> str:
     return f"{count} row{'s' * (count != 1)}"
 
 
-def _indices(some: Found, by_line: bool = False) -> str:
-    """Return the numbers of the first rows, in brackets."""
+def _indices(some: Found, line_of: Sequence[int] = ()) -> str:
+    """Return the numbers of the first rows, and the line of one alone."""
     first = some.rows[:SHOWN]
     more = f" and {some.count - len(first)} more" if some.count > len(first) else ""
-    at = f", line {first[0] + 1}" if by_line and len(first) == 1 and not more else ""
-    return f"(row{'s' * (some.count > 1)} {', '.join(map(str, first))}{more}{at})"
+    at = f", line {line_of[first[0]]}" if line_of and some.count == 1 else ""
+    return f"row{'s' * (some.count > 1)} {', '.join(map(str, first))}{more}{at}"
 
 
-def _report(found: Inspection, why: str, source: str, by_line: bool, asked: int | None) -> Iterator[str]:
+def _report(found: Inspection, why: str, source: str, asked: int | None, strict: bool) -> Iterator[str]:
     """Yield the lines of the report."""
     forms = ", ".join(f"{count} {form}" for form, count in found.formats.items())
     yield printable(f"{source}: {_rows(found.rows)}{f': {forms}' if forms else ''}")
     yield f"read as {why}"
     if found.labels:
         yield "labels: " + ", ".join(f"{count} {label}" for label, count in found.labels.items())
+    if found.rewards:
+        least, mean, most = found.rewards
+        yield f"rewards: {least:.4g} to {most:.4g}, mean {mean:.4g}"
     yield from _columns(found)
     yield from _lengths(found)
     yield from _example(found, asked)
     yield ""
-    for sentence in _warnings(found):
-        yield printable(f"! {sentence}")
-    if some := found.findings.get(REPEATED[0]):
-        yield f"  {_rows(some.count)} {REPEATED[1]} {_indices(some)}"
-    yield from _faults(found, by_line)
+    warnings = _warnings(found)
+    yield from (printable(f"! {sentence}") for sentence in warnings)
+    for name, meaning in NOTES.items():
+        if some := found.findings.get(name):
+            yield f"  {_rows(some.count)} {meaning} ({_indices(some)})"
+    if found.faults:
+        yield from _faults(found, row_lines(Path(source)))
+        return
+    yield f"{mark(True)} training accepts all rows{', as far as they are checked' * bool(found.omitted)}"
+    if strict and warnings:
+        yield f"{mark(False)} with --strict, what is marked by ! is a fault"
 
 
 def _columns(found: Inspection) -> Iterator[str]:
@@ -303,6 +335,7 @@ def _columns(found: Inspection) -> Iterator[str]:
 
 
 def _lengths(found: Inspection) -> Iterator[str]:
+    yield from [""] if found.omitted else []
     for each in found.omitted:
         yield f"omitted: {printable(each)}"
     if not found.lengths:
@@ -310,18 +343,34 @@ def _lengths(found: Inspection) -> Iterator[str]:
     yield ""
     room = "leave room for the response" if found.kind == "prompts" else "are read of a row"
     yield f"lengths in {found.unit}" + (f" (at most {found.limit} {room}):" if found.limit else ":")
-    yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}"
-    for name, lengths in found.lengths.items():
-        numbers = (lengths.least, lengths.median, lengths.mean, lengths.percentile_95, lengths.most)
-        yield f"  {name:8} " + " ".join(f"{number:7.4g}" if number < 1e4 else f"{number:7.0f}" for number in numbers)
+    yield from _table(found.lengths)
+    if found.words:
+        yield "lengths in words:"
+        yield from _table(found.words)
     name = "whole" if "whole" in found.lengths else next(iter(found.lengths))
     yield ""
     yield from _histogram(name, found.lengths[name])
 
 
+def _table(distributions: dict[str, Lengths]) -> Iterator[str]:
+    """Yield the lines of a table of lengths, each with a small histogram from the shortest to the longest."""
+    bars = _can_print(BLOCKS)
+    yield f"  {'':8} {'min':>7} {'median':>7} {'mean':>7} {'95 %':>7} {'max':>7}{'  min to max' * bars}"
+    for name, lengths in distributions.items():
+        numbers = (lengths.least, lengths.median, lengths.mean, lengths.percentile_95, lengths.most)
+        cells = [f"{number:7.4g}" if number < 1e4 else f"{number:7.0f}" for number in numbers]
+        most = max(lengths.counts)
+        shape = "".join(BLOCKS[-(-(len(BLOCKS) - 1) * count // most)] for count in lengths.counts)
+        yield f"  {name:8} {' '.join(cells)}{f'  {shape}' * bars}"
+
+
+def _can_print(text: str) -> bool:
+    return "?" not in text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii")
+
+
 def _histogram(name: str, lengths: Lengths) -> Iterator[str]:
     """Yield the bars of a histogram of the lengths of rows."""
-    block = "█" if "█".encode(sys.stdout.encoding or "ascii", "replace") != b"?" else "#"
+    block = "█" if _can_print("█") else "#"
     ends = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(lengths.bounds)]
     wide, most = max(map(len, ends)), max(lengths.counts)
     yield f"  {name}:"
@@ -353,20 +402,17 @@ def _part(part: Part) -> str:
     return f"[[{text}]]" if trained else text
 
 
-def _faults(found: Inspection, by_line: bool) -> Iterator[str]:
-    """Yield what training refuses."""
+def _faults(found: Inspection, line_of: Sequence[int]) -> Iterator[str]:
+    """Yield what training refuses; the rows of some files have lines of their own."""
     from trainkit.data.inspection import EXPECTED_AS
 
-    if not found.faults:
-        yield f"{mark(True)} training accepts all rows{', as far as they are checked' * bool(found.omitted)}"
-        return
     which = f"{found.refused} of {_rows(found.rows)}" if found.refused else "the data"
     yield f"{mark(False)} training refuses {which}; expected are {EXPECTED_AS[found.kind]}"
     for name, meaning in LOST.items():
         if some := found.findings.get(name):
-            yield f"  {_rows(some.count)} with {meaning} within {found.limit} tokens {_indices(some)}"
+            yield f"  {_rows(some.count)} with {meaning} within {found.limit} tokens ({_indices(some)})"
     for fault in found.faults[:SHOWN]:
-        yield lines(f"  {fault.message}{f' {_indices(fault, by_line)}' if fault.rows else ''}")
+        yield lines(f"  {f'{_indices(fault, line_of)}: ' if fault.rows else ''}{fault.message}")
     if len(found.faults) > SHOWN:
         rest = found.faults[SHOWN:]
         yield f"  and {len(rest)} more kinds of faults, of {sum(each.count for each in rest)} rows; --json prints them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ TEXT = ("prompt", "completion", "output", "text", "chosen", "rejected", "instruc
 """Columns of CSV files that are text, whatever it looks like. Others get the type that all of their values have."""
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]:%+-]+))?")
 """``owner/name``, with the name of a configuration after ``@`` and of a split after ``:``."""
+OTHERS = {
+    b"\x1f\x8b": "compressed; decompress it",
+    b"\x28\xb5\x2f\xfd": "compressed; decompress it",
+    b"PK\x03\x04": "an archive; take the data out of it",
+    b"\xff\xfe": "UTF-16; save it as UTF-8",
+    b"\xfe\xff": "UTF-16; save it as UTF-8",
+}
+"""What files are that begin so, and what to do."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+"""Suffixes of compressed files."""
 
 
 def read_data(source: str) -> Sequence[Any]:
@@ -21,7 +32,8 @@ def read_data(source: str) -> Sequence[Any]:
 
     Args:
         source: a ``.jsonl`` file (a JSON value per line), a ``.json`` file (a list), a ``.txt`` file (a text per line),
-            a ``.csv`` or ``.parquet`` file, a directory that `datasets` has saved or that holds one such file, whole or
+            a ``.csv`` file (columns separated by commas, or by the tabs or semicolons of a first line without commas),
+            a ``.parquet`` file, a directory that `datasets` has saved or that holds one such file, whole or
             in parts (``train-00000-of-00002.parquet``), or a hub id. ``owner/name@config:split`` names a configuration
             and a split, which is ``train`` by default.
 
@@ -39,8 +51,9 @@ def read_data(source: str) -> Sequence[Any]:
         return _directory(path)
     id = HUB_ID.fullmatch(source)
     if path.exists() or path.suffix[1:].isalpha() or not id:
-        raise DataError(f"data files are {', '.join(READERS)}, a directory, or a hub id; given {source!r}")
-    if "/" in source and path.parent.is_dir():
+        todo = "; decompress it" if path.suffix.lower() in COMPRESSED else ""
+        raise DataError(f"data files are {', '.join(READERS)}, a directory, or a hub id; given {source!r}{todo}")
+    if "/" in source and path.parent.is_dir() and not Path(id["id"]).is_dir():
         around = [str(other) for other in path.parent.iterdir()]
         raise DataError(f"there is no {source!r}{suggest(source, around) or '.'}")
     return _of_hub(source, id)
@@ -49,13 +62,26 @@ def read_data(source: str) -> Sequence[Any]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError, ValueError) as error:  # a ValueError: a NUL in the path
+    except UnicodeDecodeError:
+        raise _not_text(path, path.read_bytes()) from None
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
         raise _unread(path, error) from error
 
 
+def _not_text(path: Path, content: bytes) -> DataError:
+    """Return the error for bytes that are not UTF-8, with their line and what they may be."""
+    for beginning, what in OTHERS.items():
+        if content.startswith(beginning):
+            return DataError(f"cannot read {path}: it is {what}")
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        at, line = error.start, content.count(b"\n", 0, error.start) + 1
+    before = content[:at].rpartition(b"\n")[2][-60:].decode(errors="replace")[-20:]
+    return DataError(f"cannot read {path}, line {line}: not UTF-8 (after {before!r}); save it as UTF-8")
+
+
 def _unread(path: Path, error: Exception) -> DataError:
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(f"cannot read {path}: not UTF-8 ({error.reason} at {error.start})")
     around: list[str] = []
     if isinstance(error, FileNotFoundError) and path.parent.is_dir():
         around = [str(other) for other in path.parent.iterdir()]
@@ -69,7 +95,15 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _json_lines(path: Path) -> list[Any]:
-    return [_json(line, f"{path}, line {at}", "every line") for at, line in enumerate(_lines(path), start=1)]
+    return [_json(line, path, at) for at, line in enumerate(_lines(path), start=1) if line.strip()]
+
+
+def row_lines(path: Path) -> list[int]:
+    """Return the number of each row's line; none of a file that has not a row per line."""
+    by_line = path.suffix.lower() if path.is_file() else ""
+    if by_line not in (".jsonl", ".txt"):
+        return []
+    return [at for at, line in enumerate(_lines(path), start=1) if by_line == ".txt" or line.strip()]
 
 
 def wrong_lines(path: Path) -> list[int]:
@@ -77,44 +111,64 @@ def wrong_lines(path: Path) -> list[int]:
     wrong = []
     for at, line in enumerate(_lines(path) if path.suffix.lower() == ".jsonl" and path.is_file() else [], start=1):
         try:
-            json.loads(line)
+            json.loads(line.strip() or "null")
         except (ValueError, RecursionError):
             wrong.append(at)
     return wrong
 
 
 def _json_list(path: Path) -> list[Any]:
-    rows = _json(_text(path), str(path), "the file")
+    rows = _json(_text(path), path)
     if not isinstance(rows, list):
         raise DataError(f"{path} should hold a list of rows; it holds {describe(rows)}. A row per line is .jsonl")
     return rows
 
 
-def _json(text: str, where: str, what: str) -> Any:
+def _json(text: str, path: Path, line: int | None = None) -> Any:
+    """Return the value of a file, or of one of its lines."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        kind = "a list of objects or strings" if what == "the file" else "an object or a string"
-        raise DataError(f"{where}: not JSON ({error}); {what} should be {kind}") from error
+        at, why = line, str(error)
+        if isinstance(error, json.JSONDecodeError):
+            at = line or error.lineno
+            near = f"before {text[error.pos : error.pos + 20]!r}" if error.pos < len(text) else "which is the end"
+            why = f"{error.msg}: column {error.colno}, {near}" if text.strip() else "it is empty"
+        where = f"{path}, line {at}" if at else str(path)
+        expected = "every line should be an object or a string" if line else "the file should be a list of objects or "
+        expected += "" if line else "strings; a row per line is .jsonl"
+        if line == 1 and text.rstrip() in "[{":
+            expected += " (a list of rows over several lines is .json)"
+        raise DataError(f"{where}: not JSON ({why}); {expected}") from error
 
 
 def _csv(path: Path) -> list[Any]:
     from pyarrow import ArrowException, csv, string
 
+    header = _text(path).partition("\n")[0]  # it also says which line is not UTF-8
+    separators = [each for each in "\t;" if each in header and "," not in header]
     types = dict.fromkeys(TEXT, string())
     options = csv.ConvertOptions(column_types=types, strings_can_be_null=False)
-    parse = csv.ParseOptions(newlines_in_values=True)
+    parse = csv.ParseOptions(delimiter=next(iter(separators), ","), newlines_in_values=True)
+    reading = csv.ReadOptions(use_threads=False)  # with several threads, errors do not name the row
     try:
-        return list(csv.read_csv(path, convert_options=options, parse_options=parse).to_pylist())
+        return _rows(csv.read_csv(path, reading, parse, options), path)
     except (OSError, ArrowException) as error:
         raise _unread(path, error) from error
+
+
+def _rows(table: Any, path: Path) -> list[Any]:
+    """Return the rows of a table of pyarrow, whose columns have different names."""
+    if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
+        raise DataError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
+    return list(table.to_pylist())
 
 
 def _parquet(path: Path) -> list[Any]:
     from pyarrow import ArrowException, parquet
 
     try:
-        return list(parquet.read_table(path).to_pylist())
+        return _rows(parquet.read_table(path), path)
     except (OSError, ArrowException) as error:
         raise _unread(path, error) from error
 
@@ -128,7 +182,11 @@ def _directory(path: Path) -> Sequence[Any]:
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
     names = {re.sub(r"(-\d+-of-\d+)?\.\w+$", "", file.name) for file in files}
     if not files:
-        raise DataError(f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file")
+        below = sorted({str(file.parent) for file in path.glob("*/*") if file.suffix.lower() in READERS})[:20]
+        told = f"; name a directory below: {', '.join(below)}" if below else ""
+        raise DataError(
+            f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file{told}"
+        )
     if len(names) > 1:  # such as splits
         raise DataError(f"{str(path)!r} has several data files; name one: {', '.join(map(str, files[:20]))}")
     return [row for file in files for row in READERS[file.suffix.lower()](file)]

@@ -123,7 +123,7 @@ def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, s
     """
     beside = out.with_name(f"{out.name}.settings.json")
     another = f"give another --out, or remove {out}"
-    if not out.exists():
+    if not out.exists() or (beside.is_file() and not out.stat().st_size):  # none was made, or not one response
         out.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return 0

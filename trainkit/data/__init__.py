@@ -4,6 +4,7 @@ from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, 
 from trainkit.data.chat import PLAIN_TEMPLATE, Chat, is_conversation
 from trainkit.data.formats import (
     Prompts,
+    are_rated,
     finite,
     first_format,
     formatted,
@@ -32,6 +33,7 @@ __all__ = [
     "Sequences",
     "Stream",
     "TokenBatch",
+    "are_rated",
     "check_labels",
     "finite",
     "first_format",

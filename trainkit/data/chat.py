@@ -118,7 +118,10 @@ class Chat:
             at = end
         closed = _closed([*spans, (whole[at:], False)], self._eos)
         if not closed:
-            raise DataError(f"{self.what} has no message of the assistant to learn from; its role is 'assistant'")
+            roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in checked))
+            raise DataError(
+                f"{self.what} has no message of the assistant to learn from; its role is 'assistant', given {roles}"
+            )
         return closed
 
     # ---------------------------------------------------------------------------------------------------- internals
@@ -144,12 +147,14 @@ class Chat:
         """Return the messages as dicts, without keys whose value is None, which datasets use to fill tables."""
         checked = []
         for index, message in enumerate(with_roles(messages, self.what)):
-            if not isinstance(message.get("role"), str) or not ({"content", "tool_calls"} & message.keys()):
+            given = {key: value for key, value in message.items() if value is not None}
+            empty = given.keys() <= {"role", "name"}  # with content of None, or with tool calls of None
+            if not isinstance(message.get("role"), str) or empty or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
                     f"{self.what}: message {index} should be a dict with 'role' and 'content'; "
                     f"given {describe(message)}"
                 )
-            checked.append({key: value for key, value in message.items() if value is not None})
+            checked.append(given)
         return checked
 
     def _write(self, messages: list[Message], **flags: Any) -> str:

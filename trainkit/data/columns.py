@@ -27,6 +27,8 @@ KNOWN = {
     "completions": "stepwise supervision is not supported; make samples of its steps",
 }
 """Columns of known formats, here and in other systems, and what to know if one of them is not read."""
+TRUTHS = ("true", "false", "1", "0")
+"""What labels are if they are text, in lower case."""
 LOGPS = ("reference_*_logps", "ref_*_logps")
 """Patterns of columns with the log-probabilities of a reference."""
 
@@ -85,6 +87,9 @@ def why_refused(name: str, row: Mapping[str, Any]) -> str | None:
     """Return what to know about a column that must not be unread; None if it may be."""
     if name in KNOWN:
         return KNOWN[name]
+    label = row.get("label") if name == "label" and "chosen" not in row else None
+    if isinstance(label, str) and label.strip().lower() in TRUTHS:
+        return "it is a truth value as text, and labels are true or false, or 1 and 0"
     if any(fnmatchcase(name, pattern) for pattern in LOGPS):
         return "log-probabilities of the reference are computed here, with the model in model.reference_path"
     meant = [column for column in near(name, tuple(KNOWN)) if column not in row]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, with_roles
-from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, row_without
+from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, row_without
 from trainkit.data.pipeline import check_text, is_stream
 from trainkit.errors import DataError, describe
 from trainkit.seeding import SEEDED, check_seed
@@ -138,7 +138,7 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
         if is_conversation(row.get("prompt")):
             row["prompt"] = with_roles(row["prompt"], f"prompt {index}")
         elif needed or row.get("prompt") is not None:
-            check_text(row["prompt"], f"prompt {index}")
+            check_text(row["prompt"], f"prompt {index}", "a string, or a dict with the key 'prompt'")
         if taken := [name for name in row if name in GIVEN and not (replayed and name == "episode_seed")]:
             raise DataError(
                 f"prompt {index} has a column {taken[0]!r}, and trainkit gives reward functions or environments "
@@ -159,7 +159,7 @@ def written_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, 
     """
     return [
         {**row, "prompt": Chat(tokenizer, row, f"prompt {index}").prompt(row["prompt"])}
-        if is_conversation(row["prompt"])
+        if is_conversation(row.get("prompt"))
         else row
         for index, row in enumerate(rows, first)
     ]
@@ -186,7 +186,7 @@ def sample_rows(
         samples: the samples.
         rewards: one number per sample.
         tokenizer: its chat template renders conversations.
-        rated: whether every sample needs a reward; the label of an unpaired preference is one.
+        rated: whether every sample needs a reward: a column ``reward``, or the label of an unpaired preference.
         first: the index of the first sample in error messages.
         columns: further columns that the caller reads.
 
@@ -204,7 +204,12 @@ def sample_rows(
     if rewards is not None:
         return _rewarded(rows, list(rewards))
     if rated and (missing := [index for index, row in enumerate(rows) if "reward" not in row]):
-        raise DataError(f"sample {first + missing[0]} has no reward; give rewards, one per sample, or a column 'label'")
+        label = rows[missing[0]].get("label")
+        told = f"its label is {describe(label)}, and labels are true or false, or 1 and 0; " if is_given(label) else ""
+        raise DataError(
+            f"sample {first + missing[0]} has no reward; {told}give rewards, one per sample, or a column 'label' or "
+            "'reward'"
+        )
     return rows
 
 
@@ -216,13 +221,13 @@ def labelled(rows: list[Row], *, first: int = 0) -> list[Row]:
     """
     for index, row in enumerate(rows, first):
         if not _is_label(row["reward"]):
-            raise DataError(f"sample {index} has the label {row['reward']:g}; labels are true or false, or 1 and 0")
+            raise DataError(f"sample {index}: label should be true or false, or 1 or 0; given {row['reward']:g}")
     return [{**{k: v for k, v in row.items() if k != "reward"}, "label": bool(row["reward"])} for row in rows]
 
 
 def _rewarded(rows: list[Row], rewards: list[Any]) -> list[Row]:
     if any("reward" in row for row in rows):
-        raise DataError("rewards are given, and the samples' labels are rewards too; give one of the two")
+        raise DataError("rewards are given, and the samples have labels or rewards too; give one of the two")
     if len(rewards) != len(rows):
         raise DataError(f"there are {len(rows)} samples and {len(rewards)} rewards; give one reward per sample")
     read = [finite(reward) for reward in rewards]
@@ -250,18 +255,44 @@ def sample_row(
         raise _wrong(sample, "sample", what)
     if form == "unpaired preference" and not rated:
         raise _wrong(sample, "sample", what, ' if row["label"]')
-    parts = _alpaca(sample, what, tokenizer) if names == ALPACA else [sample[name] for name in names]
+    parts = _alpaca(sample, what, tokenizer) if names == ALPACA else [_cell(sample, name, what) for name in names]
     talk = is_conversation(parts[-1])
     own = ("text",) if names == ALPACA else ()  # Alpaca's own dataset has the whole text, too
     check_columns(sample, (*names, *own, *(SETTINGS if talk else ()), *columns), what)
     kept = {key: value for key, value in sample.items() if key not in names}
-    if form == "unpaired preference":
-        kept["reward"] = float(kept.pop("label"))
+    if rated:
+        kept = _rated(kept, form == "unpaired preference", what)
     _check_alike(what, *parts)
     if talk:
         asked = parts[0] if len(parts) > 1 else []
         return _spans(kept, Chat(tokenizer, sample, what).spans([*asked, *parts[-1]], first=len(asked)))
     return _turns(kept, parts, what)
+
+
+def _cell(row: Mapping[str, Any], name: str, what: str) -> Any:
+    """Return the text or the conversation in a column of a sample."""
+    cell = row[name]
+    if is_conversation(cell):
+        return cell
+    if name in ("messages", "conversations"):
+        hint = "; if it is JSON in text, convert it by json.loads" if isinstance(cell, str) else ""
+        raise DataError(
+            f"{what}: {name} should be a list of messages, dicts with 'role' and 'content'; given "
+            f"{describe(cell)}{hint}"
+        )
+    check_text(cell, f"{what}: {name}", "text, or a list of messages")
+    return cell
+
+
+def _rated(columns: Row, labelled: bool, what: str) -> Row:
+    """Return the columns of a sample that needs a reward, with what its reward or label gives in the place of both."""
+    reward, given = columns.get("reward"), is_given(columns.get("reward"))
+    if given and labelled:
+        raise DataError(f"{what} has a reward and a label; list one of the two in data.ignore_columns")
+    if given and finite(reward) is None:
+        raise DataError(f"{what}: reward should be a finite number; given {describe(reward)}")
+    kept = {key: value for key, value in columns.items() if key != "reward" and not (labelled and key == "label")}
+    return {**kept, "reward": finite(columns["label"] if labelled else reward)} if given or labelled else kept
 
 
 def _alpaca(row: Mapping[str, Any], what: str, tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
@@ -415,12 +446,23 @@ def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
     return made if is_stream(rows) else list(made)
 
 
+def are_rated(samples: Any, ignored: Collection[str] = ()) -> bool:
+    """Return whether the first sample, without the columns ``ignored``, has a reward or a label."""
+    first = _first(samples, ignored)
+    return recognise(first) == "unpaired preference" or is_given(first.get("reward"))
+
+
 def first_format(samples: Any, ignored: Collection[str] = ()) -> Format | None:
     """Return the format of the first sample without the columns ``ignored``; None if it is not a dict of a format."""
+    return recognise(_first(samples, ignored))
+
+
+def _first(samples: Any, ignored: Collection[str]) -> Mapping[str, Any]:
+    """Return the first sample without the columns ``ignored``; an empty dict if it is no dict."""
     if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
-        return None
-    first = next(iter(samples), None)
-    return recognise(row_without(first, ignored)) if isinstance(first, Mapping) else None
+        return {}
+    first = row_without(next(iter(samples), None), ignored)
+    return first if isinstance(first, Mapping) else {}
 
 
 def _check_list(given: Any, kind: str) -> None:
@@ -461,7 +503,9 @@ def _wrong(row: Any, wanted: str, what: str, condition: str = "") -> DataError:
 
 
 def _advice(form: Format | None, wanted: str) -> str:
-    if form == "prompt-only" and wanted != "prompt":
+    if wanted == "prompt":
+        return "Rows without a prompt need an environment, which gives it. "
+    if form == "prompt-only":
         return "Prompts without outputs are for prompts=, with a reward_fn. "
     if form in ("preference", "implicit preference") and wanted == "sample":
         return "Pairs are for preference methods, such as method='dpo'. "

@@ -6,6 +6,7 @@ Rows are read, encoded and truncated by the functions that training uses (`train
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ Kind = Literal["samples", "rewards", "labels", "pairs", "prompts"]
 KINDS: tuple[Kind, ...] = ("pairs", "labels", "rewards", "prompts", "samples")
 EXPECTED_AS: dict[Kind, str] = {
     "samples": EXPECTED["sample"],
-    "rewards": f"{EXPECTED['sample']}, and label",
+    "rewards": f"{EXPECTED['sample']}, and label or reward",
     "labels": f"{EXPECTED['sample']}, and label",
     "pairs": EXPECTED["pair"],
     "prompts": EXPECTED["prompt"],
@@ -102,6 +103,10 @@ class Reading:
     """Whether the model reads prompt and output separately."""
     overlong: Literal["error", "truncate", "drop"] = "error"
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
+    needed: bool = True
+    """Whether rows that are prompts need one; an environment may give it."""
+    check: Callable[[Sequence[Row]], None] | None = None
+    """Raises a `DataError` for rows that the algorithm refuses though their formats are right."""
     omitted: tuple[str, ...] = ()
     """What else training checks, in words."""
 
@@ -160,12 +165,16 @@ class Inspection:
     """The largest number of tokens; None if it is not known or there is none."""
     lengths: dict[str, Lengths] = field(default_factory=dict)
     """Lengths of prompts and outputs, and of both together."""
+    words: dict[str, Lengths] = field(default_factory=dict)
+    """The same in words, without a tokenizer."""
     lost: str = ""
     """What truncated rows lose, in words."""
     tokens_lost: int = 0
     """Tokens that truncation removes, of all rows."""
     labels: dict[str, int] = field(default_factory=dict)
     """How many rows are labelled true and false."""
+    rewards: list[float] = field(default_factory=list)
+    """The least, the mean and the largest reward; empty if nothing is learnt from rewards."""
     faults: list[Found] = field(default_factory=list)
     """What training refuses, with the rows it is true of; of the whole dataset if there are none."""
     refused: int = 0
@@ -201,9 +210,13 @@ class _Inspector:
         self.reading, self.shown = reading, shown
         self.found = Inspection(kind=reading.kind, limit=reading.limit, omitted=[*reading.omitted])
         self.lengths: dict[str, list[int]] = {}
+        self.words: dict[str, list[int]] = {}
+        self.scales = ((self.lengths, len), (self.words, _count_words))  # without a tokenizer
+        self.kept: list[Row] = []  # for the algorithm's own check
         self.columns: dict[str, Counter[str]] = {}
         self.formats: Counter[str] = Counter()
         self.labels: Counter[str] = Counter()
+        self.rewards: list[float] = []
         self.faults: dict[str, Found] = {}
         self.seen: dict[Any, Any] = {}  # the label, by prompt and outputs
         self.asked: set[Any] = set()
@@ -235,11 +248,16 @@ class _Inspector:
                     self.ahead.use(encodings.result())
                 for index, row in read:
                     self._measure(index, row)
+                if self.reading.check is not None:
+                    self.kept += [row for _, row in read]
                 if progress is not None:
                     progress(count)
         found.formats, found.labels = dict(self.formats.most_common()), dict(self.labels)
         found.columns = {name: dict(uses) for name, uses in self.columns.items()}
         found.lengths = {name: _distribution(lengths) for name, lengths in self.lengths.items()}
+        found.words = {name: _distribution(lengths) for name, lengths in self.words.items()}
+        if self.rewards:
+            found.rewards = [min(self.rewards), math.fsum(self.rewards) / len(self.rewards), max(self.rewards)]
         found.faults = [*self._whole(rows), *self.faults.values()]
         return found
 
@@ -269,7 +287,7 @@ class _Inspector:
         reading = self.reading
         tokenizer = self._plain_tokenizer() if talk and reading.tokenizer is None else reading.tokenizer
         if reading.kind == "prompts":
-            made = prompt_rows(rows, first=first)
+            made = prompt_rows(rows, needed=reading.needed, first=first)
             return made if tokenizer is None else written_prompts(made, tokenizer, first=first)
         if reading.kind == "pairs":
             return preference_rows(rows, tokenizer, first=first, columns=reading.columns)
@@ -305,7 +323,9 @@ class _Inspector:
 
     def _refuse(self, index: int, error: DataError) -> None:
         message = str(error)
-        alike = message.replace(f"sample {index}", "sample").replace(f"prompt {index}", "prompt")
+        alike = (
+            message.replace(f"sample {index}", "sample").replace(f"prompt {index}", "prompt").partition("; given ")[0]
+        )
         if alike not in self.faults and len(self.faults) >= DIFFERENT:
             alike = "others"
             message = "other faults"
@@ -322,6 +342,10 @@ class _Inspector:
             dropped = self.found.findings.get("dropped")
             if dropped is not None and dropped.count == len(rows):
                 raise DataError(f"all {len(rows)} prompts are longer than {self.reading.limit} tokens and are dropped")
+            if self.reading.check is not None and len(self.kept) == len(rows):
+                self.reading.check(self.kept)
+            elif self.reading.check is not None:
+                self.found.omitted.append("what the method checks itself of its samples, until all rows are accepted")
         except DataError as error:
             yield Found(message=str(error))
 
@@ -330,7 +354,7 @@ class _Inspector:
     def _texts(self, row: Row) -> list[str]:
         """Return the texts that are encoded of a row."""
         if self.reading.kind == "prompts":
-            return [row["prompt"]]
+            return [] if row.get("prompt") is None else [row["prompt"]]
         if self.reading.kind != "pairs":
             return list(row["turns"])
         sides = [row["chosen"], row["rejected"]]
@@ -346,16 +370,13 @@ class _Inspector:
             self._refuse(index, error)
             return
         self._note_repeated(index, row)
-        rated = row.get("label" if kind == "labels" else "reward") if kind in ("labels", "rewards") else None
-        if rated is not None:
-            self.labels["true" if rated else "false"] += 1
+        if kind == "labels":
+            self.labels["true" if row["label"] else "false"] += 1
+        elif kind == "rewards":
+            self.rewards.append(row["reward"])
 
     def _find(self, name: str, index: int) -> None:
         self.found.findings.setdefault(name, Found()).add(index)
-
-    def _note_lengths(self, **lengths: int) -> None:
-        for name, length in lengths.items():
-            self.lengths.setdefault(name, []).append(length)
 
     def _note_cut(self, index: int, lost: int) -> None:
         if lost:
@@ -372,14 +393,13 @@ class _Inspector:
         turns, outputs = row["turns"], row["outputs"]
         parts = list(zip(turns, outputs, strict=True))
         if self.ahead is None:
-            sizes = [sum(len(text) for text, out in parts if out == side) for side in (False, True)]
+            for lengths, size in self.scales:
+                sizes = [sum(size(text) for text, out in parts if out == side) for side in (False, True)]
+                _note_sides(lengths, *sizes, asked=not all(outputs))
         else:
             whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
             trained = sum(mask)
-            sizes = [len(mask) - trained, trained]
-        asked = {} if all(outputs) else {"prompt": sizes[0]}
-        self._note_lengths(**asked, output=sizes[1], whole=sum(sizes))
-        if self.ahead is not None:
+            _note_sides(self.lengths, len(mask) - trained, trained, asked=not all(outputs))
             ids, chosen = self._within(index, row, whole, mask)
             self._note_cut(index, len(whole) - len(ids))
             parts = self._pieces(ids, chosen) if self._wants(index) else []
@@ -402,17 +422,15 @@ class _Inspector:
     def _measure_pair(self, index: int, row: Row) -> None:
         prompt, chosen, rejected = (row[name] for name in ("prompt", "chosen", "rejected"))
         if self.ahead is None:
-            self._note_lengths(
-                prompt=len(prompt),
-                chosen=len(chosen),
-                rejected=len(rejected),
-                whole=len(prompt) + max(len(chosen), len(rejected)),
-            )
+            for lengths, size in self.scales:
+                asked, good, bad = map(size, (prompt, chosen, rejected))
+                _note(lengths, prompt=asked, chosen=good, rejected=bad, whole=asked + max(good, bad))
             parts = {"chosen": [(prompt, False), (chosen, True)], "rejected": [(prompt, False), (rejected, True)]}
         else:
             *whole, _ = encode_pair_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
             (ids, mask), (others, other_mask) = whole
-            self._note_lengths(
+            _note(
+                self.lengths,
                 prompt=len(ids) - sum(mask),
                 chosen=sum(mask),
                 rejected=sum(other_mask),
@@ -439,13 +457,17 @@ class _Inspector:
             raise
 
     def _measure_prompt(self, index: int, row: Row) -> None:
-        prompt = row["prompt"]
-        if self.ahead is None:
-            self._note_lengths(prompt=len(prompt))
+        prompt = row.get("prompt")
+        if prompt is None:
+            self._find("no prompt", index)
+            parts = []
+        elif self.ahead is None:
+            for lengths, size in self.scales:
+                _note(lengths, prompt=size(prompt))
             parts = [(prompt, False)]
         else:
             whole = self.prompts[0](prompt, f"prompt {index}")
-            self._note_lengths(prompt=len(whole))
+            _note(self.lengths, prompt=len(whole))
             overlong, limit = self.reading.overlong, self.reading.limit
             if limit is not None and len(whole) > limit and overlong != "truncate":
                 self._find("dropped" if overlong == "drop" else "no room", index)
@@ -454,7 +476,7 @@ class _Inspector:
             ids = self.prompts[1](prompt, f"prompt {index}", may_drop=True)
             self._note_cut(index, len(whole) - len(ids))
             parts = [(self._decode(ids), False)] if self._wants(index) else []
-        if self._shows(index):
+        if (prompt is not None or index == self.shown) and self._shows(index):
             self.found.example["prompt"] = parts
 
     def _wants(self, index: int) -> bool:
@@ -498,10 +520,24 @@ class _Inspector:
         if self.reading.kind == "pairs":
             return row["prompt"], (row["chosen"], row["rejected"]), None
         if self.reading.kind == "prompts":
-            return row["prompt"], tuple((name, repr(row[name])) for name in sorted(row) if name != "prompt"), None
+            return row.get("prompt"), tuple((name, repr(row[name])) for name in sorted(row) if name != "prompt"), None
         start = row["outputs"].index(True)
         rating = row.get("label", row.get("reward")) if self.reading.kind in ("labels", "rewards") else None
         return tuple(row["turns"][:start]), tuple(row["turns"][start:]), rating
+
+
+def _count_words(text: str) -> int:
+    return len(text.split())
+
+
+def _note(lengths: dict[str, list[int]], **found: int) -> None:
+    for name, length in found.items():
+        lengths.setdefault(name, []).append(length)
+
+
+def _note_sides(lengths: dict[str, list[int]], prompt: int, output: int, *, asked: bool) -> None:
+    """Note the lengths of a sample, which has a prompt only if it is ``asked``."""
+    _note(lengths, **({"prompt": prompt} if asked else {}), output=output, whole=prompt + output)
 
 
 def _distribution(lengths: list[int]) -> Lengths:
@@ -535,15 +571,15 @@ def _use(name: Any, row: Mapping[str, Any], reading: Reading, talk: bool) -> str
         return "given to the chat template"
     if reading.kind == "prompts":
         kept = "given to reward functions, metric functions and environments" if reading.scored else "not read"
-        return "refused" if _refused_of_prompt(name, row) else kept
+        return "refused" if _refused_of_prompt(name, row, reading.needed) else kept
     return "refused" if why_refused(str(name), row) else "not read"
 
 
-def _refused_of_prompt(name: Any, row: Mapping[str, Any]) -> bool:
+def _refused_of_prompt(name: Any, row: Mapping[str, Any], needed: bool) -> bool:
     """Return whether a prompt with such a column is refused, whatever the text of the prompt."""
     together = {"prompt", name, *(STEPWISE if name in STEPWISE else ())} & row.keys()
     try:
-        prompt_rows([dict.fromkeys(together, "text")])
+        prompt_rows([dict.fromkeys(together, "text")], needed=needed)
     except DataError:
         return True
     return False
@@ -563,4 +599,6 @@ def _roles(row: Mapping[str, Any], reading: Reading) -> dict[Any, str]:
         roles["text"] = "not read; it repeats prompt and output"
     if recognise(row) == "unpaired preference":
         roles["label"] = {"labels": "label", "rewards": "reward"}.get(reading.kind, "refused")
+    elif reading.kind in ("labels", "rewards"):
+        roles["reward"] = {"labels": "label", "rewards": "reward"}[reading.kind]
     return roles

@@ -139,6 +139,8 @@ class PromptEncoder:
         ends: bool = False,
     ) -> None:
         self.tokenizer, self.budget, self.overlong, self.ends = tokenizer, budget, overlong, ends
+        self.advice = ""
+        """What to do about a prompt that is too long; empty: the settings of a run are named."""
         self._known: dict[str, list[int]] = {}  # prompts recur with every sample and every epoch
 
     def __call__(self, prompt: Any, what: str = "the prompt", *, may_drop: bool = False) -> list[int]:
@@ -171,11 +173,11 @@ class PromptEncoder:
             return ids[-self.budget :]
         ways = "'truncate' or 'drop'" if may_drop else "'truncate'"
         room = "are read" if self.ends else "leave room for the response"
-        raise DataError(
-            f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. Shorten it, "
-            f"{'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if that is the limit, "
-            f"or set rollout.overlong_prompts to {ways}"
+        advice = self.advice or (
+            f"Shorten it, {'' if self.ends else 'lower rollout.max_new_tokens, '}raise train.seq_length if that is the "
+            f"limit, or set rollout.overlong_prompts to {ways}"
         )
+        raise DataError(f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. {advice}")
 
     def _encode(self, prompt: str, what: str) -> list[int]:
         """Return the tokenizer's ids, without EOS unless ``ends``; BOS or EOS in the text is not repeated."""
@@ -223,10 +225,10 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_s
     return ids
 
 
-def check_text(text: Any, what: str) -> None:
+def check_text(text: Any, what: str, expected: str = "text") -> None:
     """Raise a DataError unless ``text`` is a non-empty string that can be encoded as UTF-8."""
     if not isinstance(text, str):
-        raise DataError(f"{what} should be a string, or a dict with the key 'prompt'; given {describe(text)}")
+        raise DataError(f"{what} should be {expected}; given {describe(text)}")
     if not text:
         raise DataError(f"{what} is empty; give some text, or remove it")
     try:
@@ -322,7 +324,7 @@ def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, w
         raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
     if ids[-1] != tokenizer.eos_token_id:
         ids, count = [*ids, tokenizer.eos_token_id], count + 1
-    return ids, [index >= len(ids) - count for index in range(len(ids))]
+    return ids, [False] * (len(ids) - count) + [True] * count
 
 
 def encode_apart(
@@ -373,7 +375,8 @@ def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str,
         agree = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), len(alone))
         return len(whole) - agree
     ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return sum(end > len(prompt) for _, end in ends)
+    size = len(prompt)
+    return sum([end > size for _, end in ends])
 
 
 def encode_sample(

@@ -27,6 +27,8 @@ OWN = {
     "train.resume": "a sweep resumes its own runs",
 }
 """Settings that a sweep sets itself, and what to do instead."""
+FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".py")
+"""Suffixes of files that a run may name; without one of them, it names a directory, a hub id or a module."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def read_sweep(path: Path, changes: Mapping[str, Any] | None = None) -> Sweep:
     except ValidationError as error:
         raise ConfigError(report(list(_faults(error)), places)) from None
     base = _configured(settings.run, {})
-    faults = [*_own(settings), *_unusable(settings, base)] or list(_refused(settings))
+    faults = [*_own(settings), *_unusable(settings, base), *_absent(settings.run)] or list(_refused(settings))
     if faults:
         raise ConfigError(report(faults, places))
     name = settings.name or path.stem
@@ -134,6 +136,15 @@ def _unusable(settings: SweepConfig, base: TRLConfig[Any]) -> Iterator[Fault]:
     for name, given in settings.parameters.items():
         if settings.sampler == "grid" and isinstance(given, Range) and given.step is None:
             yield Fault(("parameters", name), "the sampler 'grid' needs a list of choices, or a range with a step")
+
+
+def _absent(run: RunArguments) -> Iterator[Fault]:
+    """Yield a fault for each file of data or code that is not there; every trial would fail with it."""
+    for name, given in run:
+        path = Path(given.partition(":")[0]) if isinstance(given, str) and name != "config" else Path()
+        if path.suffix.lower() in FILES and not path.exists():
+            around = map(str, path.parent.iterdir()) if path.parent.is_dir() else ()
+            yield Fault(("run", name), f"there is no file {str(path)!r}{suggest(str(path), [*around])}")
 
 
 def _refused(settings: SweepConfig) -> Iterator[Fault]:

@@ -262,12 +262,25 @@ class TextTrainer(AcceleratedLoop[M]):
             rows = sample_rows(samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns)
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
+        self.check_samples(rows, first=first)
         own = ("prompt", "chosen", "rejected") if "pairs" in self.inputs else ("turns", "outputs")
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
         self._tell_unread(rows, {*own, *rated}, "samples")
         if cut and self.accelerator.is_main_process:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
+
+    @classmethod
+    def check_samples(cls, rows: Sequence[Row], *, first: int = 0) -> None:
+        """Raise a `DataError` if the algorithm cannot learn from rows that `read_samples` has read.
+
+        Override it to check more than the format, such as columns that the algorithm reads. It is called for the rows
+        of a stream as they are read, and by ``trainkit data check``.
+
+        Args:
+            rows: samples, or pairs.
+            first: the index of the first row, for error messages.
+        """
 
     def _tell_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""

@@ -142,6 +142,7 @@ def load(
     if not cls.generates:
         raise ConfigError(_scores(given))
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
+    trainer.encode.advice = "Shorten it" + ("" if trainer.apart else ", or lower max_new_tokens")
     trainer.progress.step = int(source.mark.get("step", 0))
     trainer._prepare_model()
     return Tried(source, trainer, wanted, omitted)

@@ -80,7 +80,7 @@ def test_margins_come_from_a_column_and_are_0_without_one(tmp_path: Path) -> Non
         ({"margin": None}, r"1 of 2 samples have a margin; give all of them one, or none"),
         ({"rejected": "b"}, r"sample 1 has the same text as chosen and as rejected"),
         ({"chosen": ""}, r"sample 1: chosen is empty"),
-        ({"rejected": 3}, r"sample 1: rejected should be a string"),
+        ({"rejected": 3}, r"sample 1: rejected should be text"),
     ],
 )
 def test_pairs_that_say_nothing_are_refused(fault: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +49,13 @@ class RewardTrainer(Declared, AccelerateRLTrainer[RewardConfig]):
         """Return a language model with a new score head, or a sequence classifier with its own head."""
         return load_scorer(config.model, self.live_model)
 
-    def read_samples(
-        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
-    ) -> list[Row]:
-        """Return the pairs as rows, and check that either all or none of them have a finite margin.
+    @classmethod
+    def check_samples(cls, rows: Sequence[Row], *, first: int = 0) -> None:
+        """Check that either all or none of the pairs have a finite margin.
 
         Raises:
             DataError: only some pairs have a margin, or a margin is not a finite number.
         """
-        rows = super().read_samples(samples, rewards, first=first)
         given = [index for index, row in enumerate(rows) if row.get("margin") is not None]
         if given and len(given) < len(rows):
             raise DataError(f"{len(given)} of {len(rows)} samples have a margin; give all of them one, or none")
@@ -65,7 +63,6 @@ class RewardTrainer(Declared, AccelerateRLTrainer[RewardConfig]):
             margin = rows[index]["margin"]
             if isinstance(margin, bool) or finite(margin) is None:
                 raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
-        return rows
 
     def make_experience(self, rows: list[Row]) -> RewardBatch:
         """Return the pairs as token sequences [B, T], with their margins [B]."""
