@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer
@@ -19,11 +19,13 @@ from trainkit_trlx.data.default_configs import (
     default_ilql_config,
     default_nemo_20b_config,
     default_ppo_config,
+    default_rft_config,
     default_sft_config,
 )
 from trainkit_trlx.data.ilql_types import ILQLBatch
 from trainkit_trlx.data.method_configs import MethodConfig, get_method, register_method
 from trainkit_trlx.data.ppo_types import PPORLElement
+from trainkit_trlx.models import modeling_ilql
 from trainkit_trlx.models.modeling_ilql import ILQLConfig, ILQLHeads
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
@@ -80,7 +82,7 @@ def test_changes_of_fields_that_do_not_exist_are_refused(changes: dict[str, Any]
         TRLConfig.update(default_ppo_config(), changes)
 
 
-@pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config])
+@pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config, default_rft_config])
 def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> None:
     config = default()
     config.train.tracker = None
@@ -253,6 +255,21 @@ def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
     assert model.get_compatible_forward_kwargs(input_ids=1, odd=2) == {"input_ids": 1}
     with pytest.raises(ConfigError, match="num_value_layers_unfrozen is 2"):
         AutoModelForCausalLMWithHydraValueHead.from_config(config, num_value_layers_unfrozen=2)
+
+
+def test_a_checkpoint_of_trlx_is_loaded_with_its_value_head(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
+    base, head = AutoModelForCausalLM.from_config(config), modeling_ilql.make_head(8, 1)
+    state = {f"base_model.{name}": tensor for name, tensor in base.state_dict().items()}
+    state |= {f"v_head.{name}": tensor for name, tensor in head.state_dict().items()}
+    config.save_pretrained(tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    model = AutoModelForCausalLMWithHydraValueHead.from_pretrained(str(tmp_path), num_layers_unfrozen=-1).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    states = base.eval()(ids, output_hidden_states=True)
+    torch.testing.assert_close(model(ids).logits, states.logits)
+    torch.testing.assert_close(model(ids).value, head(states.hidden_states[-1]).squeeze(-1))
+    assert torch.equal(model.forward_hydra(ids).logits, model(ids).logits)
 
 
 def test_controllers_have_their_golden_numbers() -> None:

@@ -12,6 +12,7 @@ from trainkit_trlx.data.configs import (
 )
 from trainkit_trlx.models.modeling_ilql import ILQLConfig
 from trainkit_trlx.models.modeling_ppo import PPOConfig
+from trainkit_trlx.trainer.accelerate_rft_trainer import RFTConfig
 from trainkit_trlx.trainer.accelerate_sft_trainer import SFTConfig
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PPOConfig",
+    "RFTConfig",
     "SFTConfig",
     "SchedulerConfig",
     "TRLConfig",
@@ -29,6 +31,7 @@ __all__ = [
     "default_nemo_2b_config",
     "default_nemo_20b_config",
     "default_ppo_config",
+    "default_rft_config",
     "default_sft_config",
 ]
 
@@ -97,6 +100,17 @@ def default_sft_config() -> TRLConfig:
             name="sftconfig", gen_kwargs={"max_new_tokens": 40, "top_k": 0, "top_p": 1.0, "do_sample": True}
         ),
     )  # fmt: skip
+
+
+def default_rft_config() -> TRLConfig:
+    """Return the configuration of rejection sampling, which trlX has in its example on random walks."""
+    config = default_sft_config()
+    config.train.trainer = "AccelerateRFTTrainer"
+    config.method = RFTConfig(
+        name="RFTConfig", n_generations_per_prompt=32, start_percentile=0.7, end_percentile=0.95, n_improve_steps=4,
+        gen_kwargs={"max_new_tokens": 40, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "do_sample": True},
+    )  # fmt: skip
+    return config
 
 
 def default_nemo_20b_config() -> TRLConfig:

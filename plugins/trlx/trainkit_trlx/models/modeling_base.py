@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
 from trainkit import models
@@ -26,6 +29,36 @@ __all__ = [
     "PreTrainedModelWrapper",
     "Seq2SeqLMOutputWithValue",
 ]
+
+
+BASE = "base_model."
+"""What the names of the language model's weights begin with in a checkpoint of trlX."""
+LAYERS = {
+    f"{there}.{name}": f"{here}.{name}"
+    for there, here in ((0, "hidden"), (2, "summary"))
+    for name in ("weight", "bias")
+}
+"""The weights of a value head by their names in trlX."""
+
+
+def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries of a state dictionary that begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """Return the weights that trlX has saved in a directory; empty if it is none of trlX."""
+    index = Path(path) / "pytorch_model.bin.index.json"
+    names = {"pytorch_model.bin"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    files = [Path(path) / name for name in sorted(names)]
+    if not all(file.is_file() for file in files):
+        return {}
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state |= torch.load(file, map_location="cpu", weights_only=True)
+    return state if any(name.startswith(BASE) for name in state) else {}
 
 
 @dataclass
@@ -61,6 +94,21 @@ class OfTrlx:
             )
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its value head."""
+        path = pretrained_model_name_or_path
+        state = checkpoint(path) if isinstance(path, str | Path) else {}
+        if not state:
+            return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        model = cls.transformers_parent_class.from_config(AutoConfig.from_pretrained(path))
+        model.load_state_dict(under(BASE, state), strict=False)
+        model.tie_weights()
+        made = super().from_pretrained(model, *args, **kwargs)  # type: ignore[misc]
+        head = under("v_head.", state)
+        made.v_head.load_state_dict({LAYERS.get(name, name): tensor for name, tensor in head.items()})
+        return made  # type: ignore[no-any-return]
 
     @property
     def base_model(self) -> Any:

@@ -13,6 +13,11 @@ from trainkit import hookimpl
 from trainkit.errors import ConfigError
 from trainkit.migrating import translate_sampling
 from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.models.modeling_base import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    checkpoint,
+)
 from trainkit_trlx.trainer import register_trainer
 
 if TYPE_CHECKING:
@@ -105,6 +110,11 @@ class OfTrlx:
             translated = translated.evolve(
                 model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}
             )
+        elif isinstance(model, str) and checkpoint(model):
+            seq2seq = config.model.model_arch_type == "seq2seq"
+            made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
+            kwargs["model"] = made.from_pretrained(model)
+            translated = translated.evolve(model={"model_path": None})
         elif not isinstance(model, str):
             kwargs["model"] = model
         self._observer = Observer()
