@@ -143,7 +143,10 @@ def test_registries_are_those_of_trlx() -> None:
         ("models.modeling_ppo", "PPOConfig AdaptiveKLController FixedKLController AutoModelForCausalLMWithValueHead"),
         ("models.modeling_ppo", "AutoModelForCausalLMWithHydraValueHead AutoModelForSeq2SeqLMWithHydraValueHead"),
         ("models.modeling_base", "PreTrainedModelWrapper"),
-        ("models.modeling_ilql", "ILQLConfig ILQLHeads topk_mask batched_index_select"),
+        (
+            "models.modeling_ilql",
+            "ILQLConfig ILQLHeads AutoModelForCausalLMWithILQLHeads topk_mask batched_index_select",
+        ),
         ("pipeline", "BasePipeline BaseRolloutStore MiniBatchIterator register_datapipeline"),
         ("pipeline.offline_pipeline", "PromptPipeline DialogStore DialogMessage tokenize_dialogue"),
         ("pipeline.offline_pipeline", "ILQLRolloutStorage ILQLSeq2SeqRolloutStorage"),
@@ -270,6 +273,28 @@ def test_a_checkpoint_of_trlx_is_loaded_with_its_value_head(tmp_path: Path) -> N
     torch.testing.assert_close(model(ids).logits, states.logits)
     torch.testing.assert_close(model(ids).value, head(states.hidden_states[-1]).squeeze(-1))
     assert torch.equal(model.forward_hydra(ids).logits, model(ids).logits)
+
+
+def test_sampling_is_steered_by_the_heads_of_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12, eos_token_id=11)
+    made = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_config(config).eval()
+    config.save_pretrained(tmp_path)
+    torch.save(made.state_dict(), tmp_path / "pytorch_model.bin")
+    model = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_pretrained(str(tmp_path)).eval()
+    ids, mask = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    given = {"temperature": 0, "top_k": 12, "max_new_tokens": 5, "pad_token_id": 0}
+    greedy = model.base_model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5, pad_token_id=0)
+    plain = model.generate(ids, mask, beta=0, **given)
+    assert torch.equal(plain, greedy[:, : plain.shape[1]])
+    forbidden = torch.ones(12, 12, dtype=torch.bool)
+    forbidden[range(12), [(n + 1) % 11 for n in range(12)]] = False  # the next number
+    walked = model.generate(ids, mask, logit_mask=forbidden, **given)
+    assert walked[:, 3:].tolist() == [[3, 4, 5, 6, 7], [6, 7, 8, 9, 10]]
+    assert model.generate(ids[:1], mask[:1], logit_mask=forbidden, **given).shape == (1, 8)
+    logits, _, targets, vs, _ = model(ids[1:])
+    steered = logits[:, -1].log_softmax(-1) + 50 * (torch.minimum(*targets)[:, -1] - vs[:, -1])
+    assert model.generate(ids[1:], beta=50, **{**given, "max_new_tokens": 1})[0, -1] == steered.argmax()
 
 
 def test_controllers_have_their_golden_numbers() -> None:

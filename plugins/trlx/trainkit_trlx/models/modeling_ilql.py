@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+from peft import get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from trainkit import functional as F
+from trainkit.models import make_peft_config
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
+from trainkit_trlx.models.modeling_base import BASE, checkpoint, under
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats
 
 if TYPE_CHECKING:
@@ -141,3 +146,131 @@ class ILQLConfig(MethodConfig):
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.token_logprobs(logits.flatten(0, 1), tokens.flatten()).view_as(tokens)
+
+
+class AutoModelForCausalLMWithILQLHeads(nn.Module):
+    """A causal language model with the heads of ILQL, for checkpoints of trlX and loops of one's own.
+
+    Args:
+        base_model: the language model.
+        two_qs: whether there are two Q.
+        alpha: the share of Q in an update of its target.
+        peft_config: an adapter to add to the language model.
+    """
+
+    auto_class: Any = AutoModelForCausalLM
+
+    def __init__(self, base_model: Any, *, two_qs: bool = True, alpha: float = 0.99, peft_config: Any = None) -> None:
+        super().__init__()
+        if peft_config is not None:
+            base_model = get_peft_model(base_model, make_peft_config(peft_config))
+        self.base_model = base_model
+        config = base_model.config.get_text_config(decoder=True)
+        self.ilql_heads = ILQLHeads(config.hidden_size, config.vocab_size, two_qs, alpha, base_model.dtype)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the language model."""
+        return cast(PreTrainedConfig, self.base_model.config)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Self:
+        """Make a model with random weights."""
+        return cls(cls.auto_class.from_config(config), **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Self:
+        """Load a model, or a checkpoint of trlX with the weights of its heads, or wrap a live model."""
+        path = pretrained_model_name_or_path
+        if not isinstance(path, str | Path):
+            return cls(path, **kwargs)
+        state = checkpoint(path)
+        if not state:
+            return cls(cls.auto_class.from_pretrained(path), **kwargs)
+        made = cls(cls.auto_class.from_config(AutoConfig.from_pretrained(path)), **kwargs)
+        made.base_model.load_state_dict(under(BASE, state), strict=False)
+        made.base_model.tie_weights()
+        made.ilql_heads.load_state_dict(under("ilql_heads.", state))
+        return made
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        actions_ixs: Tensor | None = None,
+        states_ixs: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """Return logits [B, T, V], Q and target Q of the actions, V of the states, and the cache."""
+        given = {"position_ids": position_ids} if position_ids is not None else {}
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            output_hidden_states=True,
+            **given,
+        )
+        qs, targets, vs = self.ilql_heads(outputs.hidden_states[-1], states_ixs, actions_ixs)
+        return outputs.logits, qs, targets, vs, outputs.past_key_values
+
+    def sync_target_q_heads(self) -> None:
+        """Move the targets towards Q."""
+        self.ilql_heads.sync_target_q_heads()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        beta: float = 1,
+        max_new_tokens: int = 32,
+        max_length: int = 1024,
+        temperature: float = 1,
+        top_k: int = 20,
+        logit_mask: Tensor | None = None,
+        pad_token_id: int | None = None,
+        eos_token_id: int | None = None,
+    ) -> Tensor:
+        """Sample with logits that are steered by the advantage: log π + β (min target Q − V). [B, P] -> [B, P + R].
+
+        Args:
+            input_ids: the prompts, padded on the left.
+            attention_mask: which of their ids are real; by default all but those of padding.
+            position_ids: without effect: positions follow from the mask.
+            past_key_values: a cache of the prompts.
+            beta: the weight of the advantage.
+            max_new_tokens: the longest response.
+            max_length: the longest prompt and response together.
+            temperature: divides the steered scores; 0: greedy.
+            top_k: how many of the likeliest tokens remain.
+            logit_mask: bool [V, V] (row: the previous token), True = forbidden.
+            pad_token_id: fills up responses that have ended; by default that of the configuration, or EOS.
+            eos_token_id: ends a response; by default that of the configuration.
+        """
+        eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
+        pad = next((each for each in (pad_token_id, self.config.pad_token_id, eos) if each is not None), 0)
+        mask = (input_ids != pad if attention_mask is None else attention_mask).long()
+        ids, finished, cache = input_ids, torch.zeros_like(input_ids[:, 0], dtype=torch.bool), past_key_values
+        fed = input_ids
+        for _ in range(min(max_new_tokens, max_length - input_ids.shape[1])):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fed.shape[1] :]
+            logits, _, targets, vs, cache = self(fed, mask, positions, cache)
+            scores = logits[:, -1].float()
+            if logit_mask is not None:
+                scores = scores.masked_fill(logit_mask.to(scores.device).bool()[ids[:, -1]], -torch.inf)
+            advantage = torch.stack([target[:, -1] for target in targets]).amin(0) - vs[:, -1]
+            scores = topk_mask(scores.log_softmax(-1) + beta * advantage.float(), top_k)
+            if temperature == 0:
+                chosen = scores.argmax(-1)
+            else:
+                chosen = torch.multinomial((scores / temperature).softmax(-1), 1).squeeze(-1)
+            chosen = torch.where(finished, torch.full_like(chosen, pad), chosen)
+            ids = torch.cat([ids, chosen.unsqueeze(1)], 1)
+            mask = torch.cat([mask, (~finished).long().unsqueeze(1)], 1)
+            finished, fed = finished | (chosen == eos), chosen.unsqueeze(1)
+            if finished.all():
+                break
+        return ids
