@@ -176,7 +176,7 @@ def test_settings_survive_the_file_of_the_configuration(tmp_path: Path) -> None:
         ({"name": "wandb", "projekt": "x"}, r"\(wandb\)\.projekt: unknown field; did you mean 'project'"),
         ({"name": "tensorboard", "project": "x"}, "'tensorboard' has no settings; remove 'project'"),
         ({"name": "dvclive", "project": "x"}, r"\(dvclive\)\.project: unknown field"),
-        ({"name": "mlflow", "tags": ["a"]}, r"\(mlflow\)\.tags: should be a valid dictionary"),
+        ({"name": "mlflow", "tags": ["a"]}, r"\(mlflow\)\.tags: should be a mapping"),
         ({"name": "wandb", "mode": "ofline"}, r"\(wandb\)\.mode: .*did you mean 'offline'"),
         ({"name": "wandb", "project": ""}, r"\(wandb\)\.project: .*at least 1 character"),
     ],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
-    from trainkit.data import Prompts
+    from trainkit.data import Prompts, Row
     from trainkit.rollouts import EnvironmentMaker, MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.loop import AcceleratedLoop
@@ -155,12 +155,7 @@ def train(
     if samples is not None:
         trainer.add_samples(samples, rewards)
     else:
-        from trainkit.data import prompt_rows
-        from trainkit.data.columns import without
-
-        prompts = trainer.default_prompts() if prompts is None else without(prompts, settled.data.ignore_columns)
-        rows = prompt_rows(prompts, needed=environment is None)
-        trainer.add_prompt_pipeline(rows)
+        rows = _add_prompts(trainer, prompts, played=environment is not None)
         eval_prompts = rows[: _prompts_of_a_step(trainer)] if eval_prompts is None else eval_prompts
     if eval_prompts is not None:
         trainer.add_eval_pipeline(eval_prompts)
@@ -168,6 +163,17 @@ def train(
         trainer.add_eval_samples(*_eval_samples(eval_samples, trainer, formatting_func))
     trainer.learn()
     return trainer
+
+
+def _add_prompts(trainer: AcceleratedLoop[Any], prompts: Prompts | None, *, played: bool) -> list[Row]:
+    """Set the prompts to train on, and return them as rows; ``played``: an environment may give the prompts."""
+    from trainkit.data import prompt_rows
+    from trainkit.data.columns import without
+
+    given = trainer.default_prompts() if prompts is None else without(prompts, trainer.config.data.ignore_columns)
+    rows = prompt_rows(given, needed=not played)
+    trainer.add_prompt_pipeline(rows)
+    return rows
 
 
 def _prompts_of_a_step(trainer: AcceleratedLoop[Any]) -> int:

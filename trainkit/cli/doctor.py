@@ -94,7 +94,7 @@ def _gigabytes(amount: int) -> str:
 
 def _memory() -> str:
     """Return how much memory there is, and how much of it a run can get."""
-    import psutil  # type: ignore[import-untyped]  # accelerate requires it
+    import psutil  # accelerate requires it
 
     found = psutil.virtual_memory()
     limit = Path("/sys/fs/cgroup/memory.max")  # of a container

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -88,6 +88,18 @@ class TrainerInputs(PreparedTrainer[M]):
     ) -> list[Row]:
         """Return checked rows of the samples to learn from; errors number the samples from ``first``."""
         raise NotImplementedError(f"{type(self).__name__} learns from {' and '.join(self.inputs)}, not from samples")
+
+    @classmethod
+    def check_samples(cls, rows: Sequence[Row], *, first: int = 0) -> None:
+        """Raise a `DataError` if the algorithm cannot learn from rows that `read_samples` has read.
+
+        Override it to check more than the format, such as columns that the algorithm reads. It is called for the rows
+        of a stream as they are read, and by ``trainkit data check``.
+
+        Args:
+            rows: samples, or pairs.
+            first: the index of the first row, for error messages.
+        """
 
     def default_prompts(self) -> list[Any]:
         """Return the prompts to train on if none are given.

@@ -270,18 +270,6 @@ class TextTrainer(AcceleratedLoop[M]):
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
 
-    @classmethod
-    def check_samples(cls, rows: Sequence[Row], *, first: int = 0) -> None:
-        """Raise a `DataError` if the algorithm cannot learn from rows that `read_samples` has read.
-
-        Override it to check more than the format, such as columns that the algorithm reads. It is called for the rows
-        of a stream as they are read, and by ``trainkit data check``.
-
-        Args:
-            rows: samples, or pairs.
-            first: the index of the first row, for error messages.
-        """
-
     def _tell_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
         found = dict.fromkeys(name for row in rows for name, value in row.items() if is_given(value))

@@ -57,7 +57,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype)
 
 
-def lora_of(network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def lora_of(network: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights and the configuration of the network's adapter if it is LoRA, else two empty dicts."""
     from peft import get_peft_model_state_dict
 

@@ -14,7 +14,8 @@ Rewards = NDArray[np.float64]
 def standardise(rewards: Sequence[float]) -> Rewards:
     """Return (r − μ) / (σ + 1e-8) over a whole collection, σ biased. [B] -> [B]."""
     given = np.asarray(rewards, dtype=np.float64)
-    return (given - given.mean()) / (given.std() + 1e-8)
+    standard: Rewards = (given - given.mean()) / (given.std() + 1e-8)
+    return standard
 
 
 class PerPromptStatTracker:
@@ -41,7 +42,8 @@ class PerPromptStatTracker:
         usable = {prompt: own if len(own) >= self.min_count else given for prompt, own in known.items()}
         mean = np.array([usable[prompt].mean() for prompt in prompts])
         std = np.array([usable[prompt].std() for prompt in prompts])
-        return (given - mean) / (std + 1e-6)
+        standard: Rewards = (given - mean) / (std + 1e-6)
+        return standard
 
     def get_stats(self) -> dict[str, dict[str, float]]:
         """Return mean, standard deviation and count of the stored rewards, by prompt."""

@@ -170,7 +170,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor, timesteps: Tensor, prompts: Tensor) -> Tensor:
         """Return the predicted velocity. [B, C, h, w], [B], [B] -> [B, C, h, w]."""
-        times = sinusoids(timesteps, self.time[0].in_features).to(x.dtype)
+        times = sinusoids(timesteps, self.prompt.embedding_dim // 4).to(x.dtype)
         about = self.time(times) + self.prompt(prompts)
         x = self.first(x)
         kept = []

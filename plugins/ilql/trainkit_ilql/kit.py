@@ -41,7 +41,8 @@ def slopes(trainer: Any, value: float, name: str) -> Tensor:
     trainer.optimizer.zero_grad()
     found = kept[0].grad
     assert found is not None, "the loss depends on it"
-    return found[batch.sequences.response_mask] * batch.weight
+    weighted: Tensor = found[batch.sequences.response_mask] * batch.weight
+    return weighted
 
 
 def pull_on_values(trainer: Any) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.machinery import PathFinder
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class _Pool:
     """Workers, which are started by the first call."""
 
     function: Callable[..., Any]
-    kind: type
+    kind: type[Any]
     workers: int
     address: str | None
     cpus: float
@@ -254,8 +254,8 @@ class Scorer(Worker):
     @cached_property
     def score_fn(self) -> RewardFn:
         """The function, or an object of the class."""
-        made: RewardFn = self.function() if inspect.isclass(self.function) else self.function
-        return made
+        made: Any = self.function() if inspect.isclass(self.function) else self.function
+        return cast("RewardFn", made)
 
     def score(self, arguments: dict[str, Any], tokenizer: Any) -> Any:
         """Return the scores of some responses."""
