@@ -109,7 +109,7 @@ class TrainConfig(Section):
     minibatch_size: int | None = None
 
 
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
     "tokenizer": TokenizerConfig,
     "optimizer": OptimizerConfig,

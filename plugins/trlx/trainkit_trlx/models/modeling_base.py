@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from trainkit import models
 from trainkit.errors import ConfigError
@@ -81,6 +81,7 @@ class OfTrlx:
     """
 
     output_class: type[CausalLMOutputWithValue] = CausalLMOutputWithValue
+    supported_args: tuple[str, ...] = ("num_value_layers_unfrozen",)
     if TYPE_CHECKING:
         pretrained_model: Any
         transformers_parent_class: Any
@@ -119,7 +120,7 @@ class OfTrlx:
     def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
         """Make a model with random weights."""
         made = cls.transformers_parent_class.from_config(config)
-        return cls.from_pretrained(made, peft_config=peft_config, **kwargs)  # type: ignore[attr-defined,no-any-return]
+        return cls.from_pretrained(made, peft_config=peft_config, **kwargs)
 
     def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         """Return those of the arguments that the language model takes."""
@@ -142,7 +143,7 @@ class Hydra(OfTrlx):
         **kwargs: those of the model with a value head.
     """
 
-    supported_args = ("num_layers_unfrozen", "num_value_layers_unfrozen")
+    supported_args: tuple[str, ...] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
@@ -164,24 +165,21 @@ class Hydra(OfTrlx):
         return CausalLMOutputWithValue(logits=logits) if return_dict else logits
 
 
-class AutoModelForCausalLMWithValueHead(OfTrlx, models.AutoModelForCausalLMWithValueHead):
+class AutoModelForCausalLMWithValueHead(OfTrlx, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
-    supported_args = ("num_value_layers_unfrozen",)
 
-
-class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMWithValueHead):
+class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head and a frozen branch."""
 
 
-class AutoModelForSeq2SeqLMWithValueHead(OfTrlx, models.AutoModelForSeq2SeqLMWithValueHead):
+class AutoModelForSeq2SeqLMWithValueHead(OfTrlx, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
-    supported_args = ("num_value_layers_unfrozen",)
     output_class = Seq2SeqLMOutputWithValue
 
 
-class AutoModelForSeq2SeqLMWithHydraValueHead(Hydra, models.AutoModelForSeq2SeqLMWithValueHead):
+class AutoModelForSeq2SeqLMWithHydraValueHead(Hydra, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head and a frozen branch of its decoder."""
 
     output_class = Seq2SeqLMOutputWithValue

@@ -107,5 +107,5 @@ class MiniBatchIterator:
         if not parts:
             raise StopIteration
         if is_dataclass(batch):
-            return [type(batch)(**part) for part in parts]  # type: ignore[operator]
+            return [type(batch)(**part) for part in parts]  # type: ignore[misc]
         return [type(batch)(part) for part in parts]

@@ -77,7 +77,9 @@ class DialogStore(BaseRolloutStore):
             labels = [token if message.is_output else -100 for message in dialog for token in message.tokens]
             self.history.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
 
-    def create_loader(self, batch_size: int, shuffle: bool = False, **_: Any) -> DataLoader[Any]:
+    def create_loader(  # type: ignore[override]
+        self, batch_size: int, shuffle: bool = False, **_: Any
+    ) -> DataLoader[Any]:
         """Return a loader of padded batches; labels of padding are -100."""
 
         def collate(items: list[dict[str, list[int]]]) -> Any:
@@ -173,7 +175,9 @@ class ILQLRolloutStorage(BaseRolloutStore):
             raise ValueError(f"{type(self).__name__} takes one list of the same length for each of {', '.join(names)}")
         self.history = [self.element(*row) for row in zip(*(given[name] for name in names), strict=True)]
 
-    def create_loader(self, batch_size: int, shuffle: bool = True, **_: Any) -> DataLoader[Any]:
+    def create_loader(  # type: ignore[override]
+        self, batch_size: int, shuffle: bool = True, **_: Any
+    ) -> DataLoader[Any]:
         """Return a loader of batches, padded with 0."""
 
         def collate(rows: list[Any]) -> Any:

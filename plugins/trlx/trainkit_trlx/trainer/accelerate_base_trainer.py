@@ -203,5 +203,5 @@ class Offline(OfTrlx):
 
 
 @register_trainer
-class AccelerateRLTrainer(OfTrlx, trainkit.AccelerateRLTrainer[Any]):
+class AccelerateRLTrainer(OfTrlx, trainkit.AccelerateRLTrainer[Any]):  # type: ignore[misc]
     """Base class of trainers of one's own, with the arguments of trlX."""

@@ -12,7 +12,7 @@ Trainer: Any = get_trainer("ilql")
 
 
 @register_trainer
-class AccelerateILQLTrainer(Offline, Trainer):
+class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
     """Trainer of ILQL."""
 
     def make_experience_seq2seq(self, samples: Any, rewards: Any, max_length: int = 2048) -> None:

@@ -12,5 +12,5 @@ Trainer: Any = get_trainer("ppo")
 
 
 @register_trainer
-class AcceleratePPOTrainer(OfTrlx, Trainer):
+class AcceleratePPOTrainer(OfTrlx, Trainer):  # type: ignore[misc]
     """Trainer of PPO."""

@@ -26,5 +26,5 @@ class RFTConfig(MethodConfig):
 
 
 @register_trainer
-class AccelerateRFTTrainer(OfTrlx, Trainer):
+class AccelerateRFTTrainer(OfTrlx, Trainer):  # type: ignore[misc]
     """Trainer of RFT."""

@@ -22,5 +22,5 @@ class SFTConfig(MethodConfig):
 
 
 @register_trainer
-class AccelerateSFTTrainer(Offline, Trainer):
+class AccelerateSFTTrainer(Offline, Trainer):  # type: ignore[misc]
     """Trainer of SFT."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import count
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -61,9 +60,9 @@ def significant(x: Any, ndigits: int = 2) -> Any:
     """Round a number to ``ndigits`` digits after the leading one; return anything else as it is."""
     if isinstance(x, torch.Tensor):
         x = x.item()
-    if not isinstance(x, Number) or math.isnan(x) or x == 0:  # type: ignore[arg-type]
+    if not isinstance(x, int | float) or math.isnan(x) or x == 0:
         return x
-    return round(x, ndigits - math.floor(math.log10(abs(x))))  # type: ignore[call-overload,arg-type]
+    return round(x, ndigits - math.floor(math.log10(abs(x))))
 
 
 class Clock:

@@ -39,7 +39,8 @@ def get_trainer(name: str) -> Callable[..., Any]:
             f"{name} needs NeMo, which trainkit does not have: take the trainer that begins with Accelerate, and "
             "divide the model with train.sharding of trainkit (docs/scale.md)"
         )
-    return _found(name, _TRAINERS, "trainer")
+    found: Callable[..., Any] = _found(name, _TRAINERS, "trainer")
+    return found
 
 
 def get_pipeline(name: str) -> Callable[..., Any]:
@@ -48,7 +49,8 @@ def get_pipeline(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: there is none of this name.
     """
-    return _found(name, _DATAPIPELINE, "pipeline")
+    found: Callable[..., Any] = _found(name, _DATAPIPELINE, "pipeline")
+    return found
 
 
 def _found(name: str, registry: Mapping[str, Any], what: str) -> Any:
