@@ -14,7 +14,7 @@ from trainkit.cli import app
 from trainkit.config.names import dotted, settings
 from trainkit.config.tree import merged, nest
 from trainkit.errors import ConfigError
-from trainkit.migrating import framework, translate
+from trainkit.migrating import framework, rewritten, translate
 from trainkit.plugins import get_method_class
 
 TRLX = {
@@ -202,6 +202,55 @@ def test_a_file_that_is_not_of_trlx_is_refused(tmp_path: Path) -> None:
     assert "should have the sections of trlX" in str(result.output) + str(result.exception)
     with pytest.raises(ConfigError, match="frameworks with a table are trlx"):
         framework("axolotl")
+
+
+SCRIPT = """\
+import json, trlx
+import trlx.utils.logging as logging
+from trlx.data.default_configs import (
+    TRLConfig,
+    default_ppo_config,
+)
+from trlx import train  # the entry point
+
+def main():
+    import trlx
+    trlx.train(trlx=1)
+"""
+
+
+def test_imports_of_a_script_are_changed_and_nothing_else(tmp_path: Path) -> None:
+    script = tmp_path / "ppo.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    result = CliRunner().invoke(app, ["migrate", str(script)])
+    assert result.exit_code == 0, result.output
+    changed = [line for line in result.stdout.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert changed == [
+        "+import json, trainkit_trlx as trlx",
+        "+import trainkit_trlx.utils.logging as logging",
+        "+from trainkit_trlx.data.default_configs import (",
+        "+from trainkit_trlx import train  # the entry point",
+        "+    import trainkit_trlx as trlx",
+    ]
+    assert rewritten(SCRIPT).text.count("trainkit_trlx") == len(changed)
+
+
+def test_names_of_a_script_that_the_adapter_lacks_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "ppo.py"
+    lines = ("import trlx", "from trlx.data.configs import TRLConfg", "from trlx.sweep import main")
+    script.write_text("\n".join(lines), encoding="utf-8")
+    result = CliRunner().invoke(app, ["migrate", str(script)])
+    assert result.exit_code == 1
+    told = "ppo.py:2: trainkit_trlx has no 'TRLConfg' in 'trlx.data.configs'; did you mean 'TRLConfig'?"
+    assert told in result.stderr
+        "ppo.py:2: trainkit_trlx has no 'TRLConfg' in 'trlx.data.configs'; did you mean 'TRLConfig'?" in result.stderr
+    )
+    assert "ppo.py:3: trainkit_trlx has no module 'sweep'" in result.stderr
+    for text, words in (("import torch", "imports none of trlx"), ("def", "cannot read the script")):
+        script.write_text(text, encoding="utf-8")
+        result = CliRunner().invoke(app, ["migrate", str(script)])
+        assert result.exit_code == 2
+        assert words in result.stderr
 
 
 def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:

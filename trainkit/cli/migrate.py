@@ -1,4 +1,4 @@
-"""Configurations of other frameworks as configurations of trainkit."""
+"""Configurations and scripts of other frameworks for trainkit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import typer
 
 from trainkit.errors import ConfigError, printable
 
-EXIT_OF_MIGRATE = "Exit code: 0 if all settings have a counterpart, 1 if one has none."
+EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 
 
 def migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration of trlX.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A configuration (.yml) or script (.py) of trlX.", show_default=False)
+    ],
     processes: Annotated[int, typer.Option(min=1, help="Processes that train: trlX gives sizes for each.")] = 1,
 ) -> None:
-    """Print the configuration of another framework as a configuration of trainkit.
+    """Print a configuration of another framework as one of trainkit, or what to change in a script, as a patch.
 
     What has no effect or no counterpart is said on standard error, with the reason and what to write instead.
     """
+    if file.suffix == ".py":
+        _migrate_script(file)
+        return
     from trainkit.config import TRLConfig
     from trainkit.migrating import translate
     from trainkit.plain import read_yaml, to_yaml
@@ -37,5 +42,23 @@ def migrate(
     if not found.refused:
         TRLConfig.from_dict(found.config)
     typer.echo(to_yaml({name: found.config[name] for name in TRLConfig.model_fields if name in found.config}), nl=False)
+    if found.refused:
+        raise typer.Exit(1)
+
+
+def _migrate_script(file: Path) -> None:
+    from difflib import unified_diff
+
+    from trainkit.migrating import rewritten
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = rewritten(text)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the script {str(file)!r}: {error}") from None
+    for remark in found.refused:
+        typer.echo(printable(f"{file}:{remark}"), err=True)
+    before, after = text.splitlines(keepends=True), found.text.splitlines(keepends=True)
+    typer.echo("".join(unified_diff(before, after, str(file), str(file))), nl=False)
     if found.refused:
         raise typer.Exit(1)

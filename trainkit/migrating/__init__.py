@@ -6,6 +6,7 @@ are common among frameworks. This room imports neither torch nor the configurati
 
 from __future__ import annotations
 
+from trainkit.migrating.scripts import Rewritten, rewritten
 from trainkit.migrating.tables import FRAMEWORKS, Framework, Setting, framework, known_names
 from trainkit.migrating.translation import Remark, Translation, translate, translate_sampling
 
@@ -13,10 +14,12 @@ __all__ = [
     "FRAMEWORKS",
     "Framework",
     "Remark",
+    "Rewritten",
     "Setting",
     "Translation",
     "framework",
     "known_names",
+    "rewritten",
     "translate",
     "translate_sampling",
 ]

@@ -122,8 +122,8 @@ class ILQLConfig(MethodConfig):
             return q.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
         def mean(x: Tensor) -> Tensor:
-            total: Tensor = (x * mask).sum()
-            return total / count
+            found: Tensor = (x * mask).sum() / count
+            return found
 
         target = torch.stack([chosen(q) for q in target_qs]).amin(0).detach()
         goal = (labels.rewards + self.gamma * vs[:, 1:] * dones[:, 1:]).detach()
