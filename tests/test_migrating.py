@@ -243,8 +243,6 @@ def test_names_of_a_script_that_the_adapter_lacks_are_told(tmp_path: Path) -> No
     assert result.exit_code == 1
     told = "ppo.py:2: trainkit_trlx has no 'TRLConfg' in 'trlx.data.configs'; did you mean 'TRLConfig'?"
     assert told in result.stderr
-        "ppo.py:2: trainkit_trlx has no 'TRLConfg' in 'trlx.data.configs'; did you mean 'TRLConfig'?" in result.stderr
-    )
     assert "ppo.py:3: trainkit_trlx has no module 'sweep'" in result.stderr
     for text, words in (("import torch", "imports none of trlx"), ("def", "cannot read the script")):
         script.write_text(text, encoding="utf-8")
