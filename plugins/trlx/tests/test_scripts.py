@@ -144,6 +144,15 @@ def test_functions_that_learn_takes_are_called(tokenizer_path: str, tmp_path: An
     assert told["save"] == [str(tmp_path / "ckpts" / "checkpoints" / "step-2")] or len(told["save"]) == 1
 
 
+def test_a_script_can_be_run_again(tokenizer_path: str, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=1, epochs=1).evolve(
+        train={"save_best": False}
+    )
+    first, second = (trlx.train(samples=["abcd", "bc"] * 8, config=config) for _ in range(2))
+    assert [str(trainer.run_dir) for trainer in (first, second)] == [str(tmp_path / "ckpts"), str(tmp_path / "ckpts-2")]
+    assert "ckpts holds a run; this one is written to" in caplog.text
+
+
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reward_fn.*or samples"):
         trlx.train(config=default_sft_config())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +25,9 @@ from trainkit_trlx.trainer import register_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+log = logging.getLogger(__name__)
 
 
 def taking(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -78,6 +84,15 @@ class Observer:
             self.eval_fn(metrics)
 
 
+def free_directory(given: str) -> str:
+    """Return a directory for a new run: ``given``, or with a number if that holds a run, which trlX would overwrite."""
+    names = (given if number == 1 else f"{given}-{number}" for number in count(1))
+    found = next(name for name in names if not (Path(name) / "config.yaml").exists())
+    if found != given:
+        log.warning("%s holds a run; this one is written to %s", given, found)
+    return found
+
+
 class OfTrlx:
     """The arguments and methods of trlX, before a trainer of trainkit in the order of inheritance.
 
@@ -117,6 +132,8 @@ class OfTrlx:
             translated = translated.evolve(model={"model_path": None})
         elif not isinstance(model, str):
             kwargs["model"] = model
+        if translated.train.resume is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            translated = translated.evolve(train={"run_dir": free_directory(config.train.checkpoint_dir)})
         self._observer = Observer()
         callbacks = [self._observer, *kwargs.pop("callbacks", ())]
         super().__init__(  # type: ignore[call-arg]
