@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer
@@ -30,6 +30,7 @@ from trainkit_trlx.models.modeling_ilql import ILQLConfig, ILQLHeads
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
     AutoModelForCausalLMWithHydraValueHead,
+    AutoModelForSeq2SeqLMWithHydraValueHead,
     FixedKLController,
     PPOConfig,
 )
@@ -295,6 +296,30 @@ def test_sampling_is_steered_by_the_heads_of_a_checkpoint(tmp_path: Path) -> Non
     logits, _, targets, vs, _ = model(ids[1:])
     steered = logits[:, -1].log_softmax(-1) + 50 * (torch.minimum(*targets)[:, -1] - vs[:, -1])
     assert model.generate(ids[1:], beta=50, **{**given, "max_new_tokens": 1})[0, -1] == steered.argmax()
+
+
+def test_an_encoder_decoder_is_steered_from_its_start_token() -> None:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=12, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = modeling_ilql.AutoModelForSeq2SeqLMWithILQLHeads.from_config(config).eval()
+    ids = torch.tensor([[3, 4, 5, 1], [6, 7, 1, 0]])
+    mask = (ids != 0).long()
+    greedy = model.base_model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+    plain = model.generate(ids, mask, beta=0, temperature=0, top_k=0, max_new_tokens=6)
+    assert torch.equal(plain, greedy[:, : plain.shape[1]])
+    logits, _, targets, vs, *_ = model(ids[:1], mask[:1], torch.tensor([[0]]))
+    steered = logits[:, -1].log_softmax(-1) + 50 * (torch.minimum(*targets)[:, -1] - vs[:, -1])
+    assert model.generate(ids[:1], mask[:1], beta=50, temperature=0, max_new_tokens=1)[0, -1] == steered.argmax()
+
+
+def test_the_frozen_branch_of_an_encoder_decoder_is_exact() -> None:
+    config = T5Config(vocab_size=12, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0)
+    model = AutoModelForSeq2SeqLMWithHydraValueHead.from_config(config, num_layers_unfrozen=1)
+    given = {"input_ids": torch.tensor([[3, 4, 1]]), "decoder_input_ids": torch.tensor([[0, 5]])}
+    before = model(**given)
+    assert (tuple(before.value.shape), tuple(before.logits.shape)) == ((1, 2), (1, 2, 12))
+    assert torch.equal(before.logits, model.forward_hydra(**given).logits)
+    assert not any(parameter.requires_grad for parameter in model.base_model.encoder.parameters())
 
 
 def test_controllers_have_their_golden_numbers() -> None:

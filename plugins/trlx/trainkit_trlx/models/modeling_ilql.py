@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from trainkit import functional as F
 from trainkit.models import make_peft_config
@@ -254,24 +255,107 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
         pad = next((each for each in (pad_token_id, self.config.pad_token_id, eos) if each is not None), 0)
         mask = (input_ids != pad if attention_mask is None else attention_mask).long()
-        ids, finished, cache = input_ids, torch.zeros_like(input_ids[:, 0], dtype=torch.bool), past_key_values
-        fed = input_ids
-        for _ in range(min(max_new_tokens, max_length - input_ids.shape[1])):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fed.shape[1] :]
-            logits, _, targets, vs, cache = self(fed, mask, positions, cache)
-            scores = logits[:, -1].float()
-            if logit_mask is not None:
-                scores = scores.masked_fill(logit_mask.to(scores.device).bool()[ids[:, -1]], -torch.inf)
+
+        def step(fed: Tensor, mask: Tensor, cache: Any) -> tuple[Any, ...]:
+            return cast("tuple[Any, ...]", self(fed, mask, _positions(mask)[:, -fed.shape[1] :], cache))
+
+        length = min(max_new_tokens, max_length - input_ids.shape[1])
+        choice = _Choice(beta, temperature, top_k, logit_mask, pad, eos)
+        return choice.continued(step, input_ids, mask, past_key_values, length)
+
+
+class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
+    """An encoder-decoder with the heads of ILQL on its decoder."""
+
+    auto_class = AutoModelForSeq2SeqLM
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        actions_ixs: Tensor | None = None,
+        states_ixs: Tensor | None = None,
+        encoder_outputs: Any = None,
+    ) -> tuple[Any, ...]:
+        """Return the logits of the decoder, Q and target Q of actions, V of states, the cache, and encoder states."""
+        outputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            output_hidden_states=True,
+        )
+        qs, targets, vs = self.ilql_heads(outputs.decoder_hidden_states[-1], states_ixs, actions_ixs)
+        states = (outputs.encoder_last_hidden_state,)
+        return outputs.logits, qs, targets, vs, outputs.past_key_values, states
+
+    @torch.no_grad()
+    def generate(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        beta: float = 1,
+        max_new_tokens: int = 32,
+        max_length: int = 1024,
+        temperature: float = 1,
+        top_k: int = 20,
+        logit_mask: Tensor | None = None,
+        pad_token_id: int | None = None,
+        eos_token_id: int | None = None,
+    ) -> Tensor:
+        """Sample from the decoder, from its start token on; the arguments are those of causal models. -> [B, 1 + R]."""
+        eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
+        pad = self.config.pad_token_id if pad_token_id is None else pad_token_id
+        mask = (input_ids != pad if attention_mask is None else attention_mask).long()
+        encoded = self.base_model.get_encoder()(input_ids=input_ids, attention_mask=mask)
+        start = torch.full_like(input_ids[:, :1], self.config.decoder_start_token_id)
+
+        def step(fed: Tensor, _: Tensor, cache: Any) -> tuple[Any, ...]:
+            given = {"encoder_outputs": encoded, "past_key_values": cache}
+            return cast("tuple[Any, ...]", self(None, mask, fed, **given))
+
+        choice = _Choice(beta, temperature, top_k, logit_mask, pad, eos)
+        return choice.continued(step, start, torch.ones_like(start), None, min(max_new_tokens, max_length))
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How tokens are chosen by logits and heads."""
+
+    beta: float
+    temperature: float
+    top_k: int
+    logit_mask: Tensor | None
+    pad: int
+    eos: int | None
+
+    def continued(self, step: Callable[..., Any], ids: Tensor, mask: Tensor, cache: Any, length: int) -> Tensor:
+        """Return the ids with up to ``length`` further ones; ``step(ids, mask, cache)`` runs the model."""
+        finished, fed = torch.zeros_like(ids[:, 0], dtype=torch.bool), ids
+        for _ in range(length):
+            logits, _, targets, vs, cache, *_ = step(fed, mask, cache)
             advantage = torch.stack([target[:, -1] for target in targets]).amin(0) - vs[:, -1]
-            scores = topk_mask(scores.log_softmax(-1) + beta * advantage.float(), top_k)
-            if temperature == 0:
-                chosen = scores.argmax(-1)
-            else:
-                chosen = torch.multinomial((scores / temperature).softmax(-1), 1).squeeze(-1)
-            chosen = torch.where(finished, torch.full_like(chosen, pad), chosen)
-            ids = torch.cat([ids, chosen.unsqueeze(1)], 1)
+            chosen = self._token(logits[:, -1].float(), advantage.float(), ids[:, -1])
+            chosen = torch.where(finished, torch.full_like(chosen, self.pad), chosen)
+            ids, fed = torch.cat([ids, chosen.unsqueeze(1)], 1), chosen.unsqueeze(1)
             mask = torch.cat([mask, (~finished).long().unsqueeze(1)], 1)
-            finished, fed = finished | (chosen == eos), chosen.unsqueeze(1)
+            finished = finished | (chosen == self.eos)
             if finished.all():
                 break
         return ids
+
+    def _token(self, logits: Tensor, advantage: Tensor, previous: Tensor) -> Tensor:
+        """Return a token for each row: [B, V], [B, V], [B] -> [B]."""
+        if self.logit_mask is not None:
+            logits = logits.masked_fill(self.logit_mask.to(logits.device).bool()[previous], -torch.inf)
+        scores = topk_mask(logits.log_softmax(-1) + self.beta * advantage, self.top_k)
+        if self.temperature == 0:
+            return scores.argmax(-1)
+        return torch.multinomial((scores / self.temperature).softmax(-1), 1).squeeze(-1)
