@@ -6,12 +6,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
+from types import ModuleType
 from typing import Any, Literal
 
 from trainkit.errors import ConfigError
 
-FRAMEWORKS = ("trlx",)
+FRAMEWORKS = ("trlx", "trl")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
 
@@ -26,7 +28,7 @@ class Setting:
     """What values are called in trainkit, by what they are called there, where that differs. A value that is a list
     ``["refused", reason]`` has no counterpart."""
     convert: str | None = None
-    """The function of `trainkit.migrating.values` that gives settings of trainkit for the value."""
+    """The function of the framework's module that gives settings of trainkit for the value."""
     part_of: str | None = None
     """The field by whose function it is read."""
     unused: str | None = None
@@ -62,6 +64,8 @@ class Framework:
     """The package of trainkit that scripts import instead."""
     settings: Mapping[str, Setting]
     """The fields of its configuration by their dotted paths."""
+    functions: ModuleType
+    """The module with the functions that convert values."""
 
 
 @cache
@@ -77,14 +81,20 @@ def framework(name: str) -> Framework:
     settings = data.pop("settings")
     for path, section in data.pop("generation", {}).items():
         settings |= {f"{path}.{argument}": about for argument, about in _generation(section).items()}
-    return Framework(settings={path: _setting(about) for path, about in settings.items()}, **data)
+    return Framework(
+        settings={path: _setting(about) for path, about in settings.items()},
+        functions=import_module(f"trainkit.migrating.{name}"),
+        **data,
+    )
 
 
 @cache
 def generation() -> Framework:
     """Return the table of the arguments of `generate` of transformers; they are settings of the section ``rollout``."""
     settings = {argument: _setting(about) for argument, about in _generation("rollout").items()}
-    return Framework("generate()", "transformers 5", "transformers", "trainkit", settings)
+    return Framework(
+        "generate()", "transformers 5", "transformers", "trainkit", settings, import_module("trainkit.migrating.trlx")
+    )
 
 
 def _generation(section: str) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.errors import describe, suggest
-from trainkit.migrating import values
+from trainkit.migrating.conversions import Context, RefusedError
 from trainkit.migrating.tables import Framework, Setting, framework, generation
 
 
@@ -56,9 +56,9 @@ def translate(name: str, given: Mapping[str, Any], *, processes: int = 1) -> Tra
         ConfigError: there is no table of that framework.
     """
     about, found = framework(name), Translation()
-    context = values.Context(given, processes)
+    context = Context(given, processes)
     _walk(about, given, "", context, found)
-    for path, value in values.implied(found.config, context).items():
+    for path, value in about.functions.implied(found.config, context).items():
         found.set(path, value)
     found.config.pop("eval", None)
     return found
@@ -67,29 +67,29 @@ def translate(name: str, given: Mapping[str, Any], *, processes: int = 1) -> Tra
 def translate_sampling(given: Mapping[str, Any]) -> Translation:
     """Translate arguments of `generate` of transformers; the configuration of the result has sampling settings."""
     found = Translation()
-    _walk(generation(), given, "", values.Context({}, 1), found)
+    _walk(generation(), given, "", Context({}, 1), found)
     found.config = {name: value for section in found.config.values() for name, value in section.items()}
     return found
 
 
-def _walk(about: Framework, given: Mapping[str, Any], at: str, context: values.Context, found: Translation) -> None:
+def _walk(about: Framework, given: Mapping[str, Any], at: str, context: Context, found: Translation) -> None:
     """Translate the fields below ``at``, in the order of the table, then report those that it does not have."""
     order = {path: place for place, path in enumerate(about.settings)}
     known = {f"{at}{key}": value for key, value in given.items()}
     for path in sorted(known, key=lambda path: order.get(path, len(order))):
         value = known[path]
         if setting := about.settings.get(path):
-            _apply(path, setting, value, context, found)
+            _apply(about, path, setting, value, context, found)
         elif isinstance(value, Mapping) and any(key.startswith(f"{path}.") for key in order):
             _walk(about, value, f"{path}.", context, found)
         elif rest := about.settings.get(f"{at}*"):
-            _apply(path, rest, value, context, found)
+            _apply(about, path, rest, value, context, found)
         elif value not in (None, {}, []):
             unknown = f"{about.title}, {about.version}, has no such field{suggest(path, order)}"
             found.refused.append(Remark(path, unknown))
 
 
-def _apply(path: str, setting: Setting, value: Any, context: values.Context, found: Translation) -> None:
+def _apply(about: Framework, path: str, setting: Setting, value: Any, context: Context, found: Translation) -> None:
     matters = value not in (None, {}, [], *setting.unless)
     if setting.refused:
         found.refused += [Remark(path, setting.refused)] if matters else []
@@ -97,9 +97,9 @@ def _apply(path: str, setting: Setting, value: Any, context: values.Context, fou
         found.remarks += [Remark(path, f"has no effect: {setting.unused}")] if matters else []
     else:
         try:
-            for key, settled in _converted(path, setting, value, context).items():
+            for key, settled in _converted(about, path, setting, value, context).items():
                 found.set(key, settled)
-        except values.RefusedError as reason:
+        except RefusedError as reason:
             found.refused.append(Remark(path, str(reason)))
             return
         said = [*context.remarks, *([setting.note] if setting.note and matters else [])]
@@ -107,18 +107,18 @@ def _apply(path: str, setting: Setting, value: Any, context: values.Context, fou
         found.remarks += [Remark(path, text) for text in said]
 
 
-def _converted(path: str, setting: Setting, value: Any, context: values.Context) -> dict[str, Any]:
+def _converted(about: Framework, path: str, setting: Setting, value: Any, context: Context) -> dict[str, Any]:
     if setting.part_of:
         return {}
     if setting.convert:
-        return dict(getattr(values, setting.convert)(value, context))
+        return dict(getattr(about.functions, setting.convert)(value, context))
     key = (setting.to or "").replace("*", path.rpartition(".")[2])
     if not setting.values:
         return {key: value}
     word = str(value).lower()
     if word not in setting.values:
-        raise values.RefusedError(f"given {describe(value)}; trainkit knows {', '.join(setting.values)}")
+        raise RefusedError(f"given {describe(value)}; trainkit knows {', '.join(setting.values)}")
     settled = setting.values[word]
     if isinstance(settled, list):
-        raise values.RefusedError(settled[1])
+        raise RefusedError(settled[1])
     return {key: settled}

@@ -1,46 +1,22 @@
-"""Conversions of values that trainkit writes differently. Each returns settings of trainkit by their dotted paths."""
+"""Values of trlX that trainkit writes differently. Each function returns settings of trainkit by their dotted paths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-Settings = dict[str, Any]
+from trainkit.migrating.conversions import Context, RefusedError, Settings
+
 ONLINE = ("ppo", "rft")
 """Methods of trlX that sample what they train on."""
 METHODS = {"ppoconfig": "ppo", "ilqlconfig": "ilql", "sftconfig": "sft", "rftconfig": "rft"}
 
 
-class RefusedError(ValueError):
-    """A value without counterpart; the message says what to write instead."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a conversion may look at besides the value."""
-
-    given: Mapping[str, Any]
-    """The whole configuration."""
-    processes: int
-    """How many processes train."""
-    remarks: list[str] = field(default_factory=list)
-    """What conversions have to say about their values."""
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """Return the value at a dotted path of the configuration; ``default`` if it is not set or None."""
-        here: Any = self.given
-        for part in path.split("."):
-            here = here.get(part) if isinstance(here, Mapping) else None
-        return default if here is None else here
-
-    @property
-    def method(self) -> str:
-        """The method that the configuration of trlX names, in trainkit."""
-        trainer = str(self.get("train.trainer", "")).lower()
-        named = trainer.removeprefix("accelerate").removeprefix("nemo").removesuffix("trainer")
-        return named or METHODS.get(str(self.get("method.name", "")).lower(), "")
+def _method(context: Context) -> str:
+    """Return the method that the configuration names, in trainkit."""
+    trainer = str(context.get("train.trainer", "")).lower()
+    named = trainer.removeprefix("accelerate").removeprefix("nemo").removesuffix("trainer")
+    return named or METHODS.get(str(context.get("method.name", "")).lower(), "")
 
 
 def method_name(value: Any, context: Context) -> Settings:
@@ -50,14 +26,14 @@ def method_name(value: Any, context: Context) -> Settings:
         raise RefusedError(
             f"{value!r} is no method of trlX ({', '.join(METHODS)}); register yours as a trainer of trainkit"
         )
-    if context.method not in ("", name):
+    if _method(context) not in ("", name):
         raise RefusedError(f"train.trainer is {context.get('train.trainer')!r}, which does not train with {value!r}")
     return {"method.name": name}
 
 
 def epochs(value: Any, context: Context) -> Settings:
     """Return the passes over the data; for PPO the steps of so many collections, if these are fewer."""
-    if context.method != "ppo":
+    if _method(context) != "ppo":
         return {"train.epochs": value}
     steps = math.ceil(context.get("method.num_rollouts", 128) / context.get("train.batch_size", 1))
     collected = value * context.get("method.ppo_epochs", 1) * steps
@@ -66,7 +42,7 @@ def epochs(value: Any, context: Context) -> Settings:
 
 def save_best(value: Any, context: Context) -> Settings:
     """Return whether the best model is exported; trainkit compares the rewards of evaluations."""
-    if value and context.method not in ONLINE:
+    if value and _method(context) not in ONLINE:
         context.remarks.append("has no effect: there is no reward function by which evaluations are compared")
         return {}
     return {"train.save_best": value}
@@ -89,7 +65,7 @@ def reward_bound(value: Any, _context: Context) -> Settings:
 
 def truncation(_value: Any, context: Context) -> Settings:
     """Return what is done with prompts that are too long: trlX truncated them."""
-    return {"rollout.overlong_prompts": "truncate"} if context.method in ONLINE else {}
+    return {"rollout.overlong_prompts": "truncate"} if _method(context) in ONLINE else {}
 
 
 def trackers(value: Any, context: Context) -> Settings:
@@ -113,7 +89,7 @@ def implied(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     own: Settings = {"train.max_grad_norm": None}
-    if context.method == "ppo":
+    if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
     return {**own, "rollout": sampled(config, context)}
 
@@ -122,7 +98,7 @@ def do_sample(value: Any, context: Context) -> Settings:
     """Return the temperature of greedy decoding; nothing if it samples."""
     if value:
         return {}
-    if context.method in ONLINE and not context.get("method.gen_experience_kwargs"):
+    if _method(context) in ONLINE and not context.get("method.gen_experience_kwargs"):
         raise RefusedError(
             "an algorithm that learns from its own responses needs different ones; remove do_sample: false"
         )
@@ -139,10 +115,10 @@ def sampled(config: Settings, context: Context) -> Settings:
         context: the configuration of trlX.
     """
     evaluated, rollout = dict(config.get("eval", {})), dict(config.get("rollout", {}))
-    if context.method == "ilql":
+    if _method(context) == "ilql":
         unset: Settings = {"top_k": 20, "max_new_tokens": 32}
     else:
-        greedy = context.method == "sft" and context.get("method.gen_kwargs.do_sample") is None
+        greedy = _method(context) == "sft" and context.get("method.gen_kwargs.do_sample") is None
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and name != "stop_sequences"}

@@ -1,0 +1,175 @@
+"""Scripts in the manner of TRL's examples with `PPOTrainer.step`: only the word in front of their imports differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from trainkit.errors import ConfigError
+from trainkit.migrating import framework
+from trainkit.testing import character_tokenizer
+from trainkit_trl import (
+    AutoModelForCausalLMWithValueHead,
+    LengthSampler,
+    PPOConfig,
+    PPOTrainer,
+    create_reference_model,
+    set_seed,
+)
+from trainkit_trl.core import convert_to_scalar, flatten_dict, masked_mean, masked_var, masked_whiten, stats_to_np
+
+LETTERS = "abcdefgh"
+
+
+def collator(data: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {key: [row[key] for row in data] for key in data[0]}
+
+
+@pytest.fixture
+def made() -> tuple[Any, Any, Any]:
+    """Return a model with a value head, a tokenizer, and a dataset of queries."""
+    set_seed(0)
+    tokenizer = character_tokenizer(LETTERS)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=len(tokenizer), n_positions=32)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(AutoModelForCausalLM.from_config(config))
+    rows = [{"query": text, "label": 0} for text in ("b", "cd", "e", "fg") * 8]
+    dataset = Dataset.from_list(rows).map(lambda row: {"input_ids": tokenizer.encode(row["query"])})
+    dataset.set_format(type="torch")
+    return model, tokenizer, dataset
+
+
+def settings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PPOConfig:
+    monkeypatch.chdir(tmp_path)
+    return PPOConfig(**{"batch_size": 16, "mini_batch_size": 8, "learning_rate": 3e-3, "init_kl_coef": 0.0, **changes})
+
+
+def test_the_loop_of_ppo_learns(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, dataset = made
+    config = settings(tmp_path, monkeypatch, adap_kl_ctrl=False)
+    ref_model = create_reference_model(model)
+    ppo_trainer = PPOTrainer(config, model, ref_model, tokenizer, dataset=dataset, data_collator=collator)
+    generation_kwargs = {
+        "min_length": -1,
+        "top_k": 0.0,
+        "top_p": 1.0,
+        "do_sample": True,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
+    length_sampler = LengthSampler(5, 7)
+    means = []
+    for _ in range(12):
+        for batch in ppo_trainer.dataloader:
+            query_tensors = batch["input_ids"]
+            response_tensors = ppo_trainer.generate(
+                query_tensors, return_prompt=False, length_sampler=length_sampler, **generation_kwargs
+            )
+            batch["response"] = [tokenizer.decode(response) for response in response_tensors]
+            rewards = [torch.tensor(float(text.count("a"))) for text in batch["response"]]
+            stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
+            ppo_trainer.log_stats(stats, batch, rewards)
+            means.append(stats["env/reward_mean"])
+    assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 1.5
+    assert {"objective/kl", "ppo/loss/total", "ppo/mean_scores", "ppo/policy/clipfrac"} <= stats.keys()
+    assert ppo_trainer.kl_ctl.value == 0.0
+    ppo_trainer.save_pretrained(tmp_path / "tuned")
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path / "tuned"))
+    assert torch.equal(loaded.v_head.summary.weight, model.v_head.summary.weight)
+
+
+def test_responses_come_with_their_queries_or_without(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch), model, None, tokenizer)
+    queries = [torch.tensor([1, 2]), torch.tensor([3])]
+    whole = trainer.generate(queries, max_new_tokens=4)
+    assert [ids[: len(query)].tolist() for ids, query in zip(whole, queries, strict=True)] == [[1, 2], [3]]
+    alone = trainer.generate(queries, return_prompt=False, max_new_tokens=4)
+    assert all(1 <= len(ids) <= 4 for ids in alone)
+    assert trainer.generate(queries[0], max_new_tokens=4).dim() == 2
+    with pytest.raises(ValueError, match=r"a query is a tensor \[P\]"):
+        trainer.generate(torch.ones(2, 2))
+    with pytest.raises(ConfigError, match="beam search"):
+        trainer.generate(queries, num_beams=2)
+    with pytest.raises(ConfigError, match=r"ref_model\.generate"):
+        trainer.generate(queries, generate_ref_response=True, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"queries": [torch.tensor([1])] * 3}, r"Batch size \(16\) does not match number of examples"),
+        ({"scores": [1.0] * 16}, "Elements in scores must be tensors"),
+        ({"responses": torch.ones(16, 2)}, "responses must be a list of tensors"),
+        ({"scores": [torch.ones(2)] * 16}, "0- or 1-dimensional"),
+    ],
+)
+def test_wrong_arguments_of_step_are_told(
+    changes: dict[str, Any], words: str, made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch), model, None, tokenizer)
+    given = {name: [torch.tensor([1, 2])] * 16 for name in ("queries", "responses")}
+    with pytest.raises(ValueError, match=words):
+        trainer.step(**{**given, "scores": [torch.tensor(1.0)] * 16, **changes})
+
+
+def test_masked_tokens_of_responses_are_not_trained_on(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2), model, None, tokenizer)
+    queries, responses = [torch.tensor([1]), torch.tensor([2])], [torch.tensor([3, 4, 5]), torch.tensor([4, 5])]
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
+    stats = trainer.step(queries, responses, [torch.tensor(1.0), torch.tensor([2.0])], response_masks=masks)
+    assert stats["ppo/mean_scores"] == 1.5
+    assert stats["tokens/responses_len_mean"] in (2.0, 2.5)
+
+
+def test_settings_are_translated_or_refused(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, _ = made
+    config = settings(
+        tmp_path, monkeypatch, mini_batch_size=4, gradient_accumulation_steps=2, target=3.0, use_score_scaling=True,
+        score_clip=2.0, early_stopping=True, target_kl=0.5, max_grad_norm=0.3, init_kl_coef=0.1,
+    )  # fmt: skip
+    trainer = PPOTrainer(config, model, None, tokenizer)
+    found = trainer.trainer.config
+    method, train = found.method, found.train
+    assert (train.batch_size, train.microbatch_size, found.rollout.num_rollouts) == (8, 4, 16)
+    assert (method.target, method.scale_reward, method.cliprange_reward) == (3.0, "running", 2.0)
+    assert (method.target_kl, train.max_grad_norm, found.optimizer.name) == (0.5, 0.3, "adam")
+    assert trainer.kl_ctl.value == 0.1
+    for changes, words in (({"kl_penalty": "full"}, "kl_penalty"), ({"use_score_norm": True}, "use_score_norm")):
+        with pytest.raises(ConfigError, match=words):
+            PPOTrainer(settings(tmp_path, monkeypatch, **changes), model, None, tokenizer)
+    with pytest.raises(ValueError, match="should be a multiple of mini_batch_size"):
+        PPOConfig(batch_size=10, mini_batch_size=4)
+    with pytest.raises(ValueError, match="config should be a PPOConfig"):
+        PPOTrainer(None, model, None, tokenizer)
+    with pytest.raises(ConfigError, match="optimizer is given"):
+        PPOTrainer(config, model, None, tokenizer, optimizer=object())
+
+
+def test_every_setting_of_ppo_has_a_place() -> None:
+    told = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("PPOConfig.")}
+    assert told == set(PPOConfig.__dataclass_fields__)
+
+
+def test_functions_of_core() -> None:
+    values, mask = torch.tensor([[0.53675, 0.565, 0.7], [0.185, 0.3, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    white = masked_whiten(values, mask)
+    expected = torch.tensor([[0.378842, 0.513631, 1.157758], [-1.299465, -0.750765, 0.0]])
+    torch.testing.assert_close(white, expected, atol=1e-5, rtol=0)
+    assert masked_mean(values, mask).item() == pytest.approx(0.45735)
+    assert masked_var(values, mask).item() == pytest.approx(values[mask.bool()].var().item())
+    with pytest.raises(ValueError, match="raise mini_batch_size"):
+        masked_var(values, torch.zeros(2, 3))
+    assert flatten_dict({"a": {"b": 1}}) == {"a/b": 1}
+    with pytest.raises(ValueError, match="contains the separator"):
+        flatten_dict({"a/b": 1})
+    assert convert_to_scalar({"a": torch.tensor([2.0]), "b": torch.ones(2)})["a"] == 2.0
+    assert stats_to_np({"a": torch.ones(2, dtype=torch.bfloat16), "b": 1})["a"].dtype.name == "float32"

@@ -1,0 +1,309 @@
+"""PPO in a loop of one's own: `generate`, scores, `step`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import trainkit
+from trainkit import get_trainer
+from trainkit.errors import ConfigError
+from trainkit.migrating import translate, translate_sampling
+from trainkit.models import PreTrainedModelWrapper
+from trainkit_trl.trainer.ppo_config import PPOConfig
+from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController
+
+log = logging.getLogger(__name__)
+STATISTICS = {
+    "objective/kl": "policy/kl",
+    "objective/kl_coef": "policy/kl_coef",
+    "objective/entropy": "policy/entropy",
+    "ppo/mean_scores": "reward/mean",
+    "ppo/std_scores": "reward/std",
+    "ppo/loss/policy": "loss/policy",
+    "ppo/loss/value": "loss/value",
+    "ppo/loss/total": "loss/total",
+    "ppo/policy/entropy": "policy/entropy",
+    "ppo/policy/approxkl": "policy/approx_kl",
+    "ppo/policy/clipfrac": "policy/clipfrac",
+    "ppo/policy/ratio": "policy/ratio",
+    "ppo/returns/mean": "returns/mean",
+    "ppo/val/mean": "values/mean",
+    "ppo/val/clipfrac": "values/clipfrac",
+    "ppo/val/var_explained": "values/explained_variance",
+    "ppo/learning_rate": "train/lr",
+    "tokens/responses_len_mean": "rollout/length",
+}
+"""The names of TRL for metrics of trainkit."""
+
+
+class PPOTrainer:
+    """PPO in a loop of one's own. ``trainer`` is the trainer of trainkit that computes.
+
+    Args:
+        config: the settings.
+        model: a model with a value head.
+        ref_model: the reference; None: the model as it is now, or without its adapter.
+        tokenizer: the tokenizer.
+        dataset: rows with ``input_ids``, of which `dataloader` makes batches.
+        optimizer: not supported: trainkit makes Adam with ``config.learning_rate``.
+        data_collator: makes a batch of rows; by default a dict of lists.
+        num_shared_layers: the lowest layers that model and reference share; they are not trained.
+        lr_scheduler: not supported.
+
+    Raises:
+        ValueError: an argument has another type than it should have.
+        ConfigError: a setting or argument has no counterpart in trainkit; says what to write instead.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | None = None,
+        model: PreTrainedModelWrapper | None = None,
+        ref_model: PreTrainedModelWrapper | None = None,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        optimizer: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        num_shared_layers: int | None = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        if not isinstance(config, PPOConfig):
+            raise ValueError(f"config should be a PPOConfig; given {type(config).__name__}")
+        if not isinstance(model, PreTrainedModelWrapper):
+            raise ValueError(
+                f"model should be an AutoModelForCausalLMWithValueHead or its kin; given {type(model).__name__}"
+            )
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
+        for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if given is not None:
+                raise ConfigError(
+                    f"{name} is given; trainkit makes its own: set learning_rate in PPOConfig, and remove it"
+                )
+        self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
+        settled = _translated(config, model, num_shared_layers)
+        given = {} if ref_model is None else {"reference": ref_model}
+        self.trainer: Any = get_trainer("ppo")(settled, model=model, tokenizer=tokenizer, **given)
+        self.model, self.ref_model = model, ref_model
+        self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
+        config.is_encoder_decoder = self.is_encoder_decoder
+        self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
+        self._length = 0
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator."""
+        return self.trainer.accelerator
+
+    @property
+    def current_device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self.trainer.accelerator.device
+        return device
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self.trainer.optimizer
+
+    @property
+    def kl_ctl(self) -> AdaptiveKLController | FixedKLController:
+        """The controller of the KL penalty, with its present β."""
+        coef, config = self.trainer.kl.coef, self.config
+        if config.adap_kl_ctrl and config.target is not None:
+            return AdaptiveKLController(coef, config.target, config.horizon or 10000)
+        return FixedKLController(coef)
+
+    def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> Any:
+        """Return a loader of shuffled batches of ``config.batch_size`` rows; a last, smaller batch is dropped."""
+        if self.config.remove_unused_columns and hasattr(dataset, "remove_columns"):
+            read = {"input_ids", "attention_mask", "label", "query", "response"}
+            dataset = dataset.remove_columns([name for name in dataset.column_names if name not in read])
+        loader = DataLoader(
+            dataset,
+            batch_size=self.config.batch_size,
+            collate_fn=data_collator or _lists,
+            shuffle=True,
+            drop_last=True,
+        )
+        if self.accelerator.num_processes > 1:
+            return self.accelerator.prepare(loader)
+        return loader
+
+    # ------------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Sample a response to each query.
+
+        Args:
+            query_tensor: token ids [P], or a list of them.
+            length_sampler: gives the longest response of each batch.
+            batch_size: queries of a batch.
+            return_prompt: whether the prompt stands before its response.
+            generate_ref_response: whether the responses of the reference are returned too.
+            **generation_kwargs: arguments of `generate` of transformers.
+
+        Returns:
+            A list of token ids, or for a single query [1, T]; two of them with ``generate_ref_response``.
+
+        Raises:
+            ValueError: the query is no list and has more than one dimension.
+            ConfigError: an argument has no counterpart in trainkit.
+        """
+        single = isinstance(query_tensor, Tensor)
+        if single and query_tensor.dim() != 1:  # type: ignore[union-attr]
+            raise ValueError(f"a query is a tensor [P]; given {tuple(query_tensor.shape)}")  # type: ignore[union-attr]
+        queries: list[Tensor] = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        settings = _sampling(generation_kwargs)
+        made = list(self._batches(queries, batch_size, length_sampler, settings, return_prompt))
+        found = made[0].unsqueeze(0) if single else made
+        if not generate_ref_response:
+            return found
+        raise ConfigError(
+            "generate_ref_response asks for responses of the reference; generate them with ref_model.generate() of "
+            "transformers"
+        )
+
+    def _batches(
+        self,
+        queries: list[Tensor],
+        size: int,
+        length_sampler: Callable[[], int] | None,
+        settings: dict[str, Any],
+        with_prompt: bool,
+    ) -> Iterator[Tensor]:
+        for start in range(0, len(queries), size):
+            batch = queries[start : start + size]
+            length = {} if length_sampler is None else {"max_new_tokens": length_sampler()}
+            rollouts = self.trainer.generate([query.tolist() for query in batch], **{**settings, **length})
+            for query, response in zip(batch, rollouts.responses, strict=True):
+                ids = torch.as_tensor(response, device=query.device)
+                yield torch.cat([query, ids]) if with_prompt else ids
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        response_masks: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Train on responses and their scores: ``config.ppo_epochs`` passes. Return the statistics by TRL's names.
+
+        Raises:
+            ValueError: the lists have another length than ``config.batch_size``, or hold something else than tensors.
+        """
+        self._check_step(queries, responses, scores, response_masks)
+        masks = None if response_masks is None else [mask.bool() for mask in response_masks]
+        found = self.trainer.step(queries, responses, [float(score) for score in scores], response_masks=masks)
+        return self.statistics(found)
+
+    def statistics(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return metrics of trainkit by the names of TRL, and those that TRL lacks by their own."""
+        known = {theirs: metrics[ours] for theirs, ours in STATISTICS.items() if ours in metrics}
+        rest = {name: value for name, value in metrics.items() if name not in STATISTICS.values()}
+        return {**known, **rest}
+
+    def _check_step(self, queries: Any, responses: Any, scores: Any, masks: Any) -> None:
+        size = self.config.batch_size
+        named = {"queries": queries, "responses": responses, "scores": scores}
+        for name, given in {**named, **({} if masks is None else {"response_masks": masks})}.items():
+            if not isinstance(given, list):
+                raise ValueError(f"{name} must be a list of tensors - got {type(given)}")
+            if not isinstance(next(iter(given), None), Tensor):
+                raise ValueError(f"Elements in {name} must be tensors - got {type(next(iter(given), None))}")
+            if len(given) != size:
+                raise ValueError(
+                    f"Batch size ({size}) does not match number of examples - but got {len(given)} for: {name}"
+                )
+        for score in scores:
+            if score.dim() > 1 or score.numel() != 1:
+                raise ValueError(f"Scores must be 0- or 1-dimensional with one element - got {tuple(score.shape)}")
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: dict[str, Any],
+        rewards: list[Tensor],
+        columns_to_log: list[str] | tuple[str, ...] = ("query", "response"),
+    ) -> None:
+        """Log mean and deviation of the rewards; `step` has logged the other statistics.
+
+        Args:
+            stats: what `step` returned; the numbers are added to it.
+            batch: the rows of the step.
+            rewards: their rewards.
+            columns_to_log: columns of ``batch`` that must be there.
+
+        Raises:
+            ValueError: the batch lacks a column.
+        """
+        if missing := [name for name in columns_to_log if name not in batch]:
+            raise ValueError(f"the batch has no {', '.join(map(repr, missing))}; it has {', '.join(batch)}")
+        given = torch.stack([torch.as_tensor(reward, dtype=torch.float32).cpu().reshape(()) for reward in rewards])
+        means = {
+            "env/reward_mean": given.mean().item(),
+            "env/reward_std": given.std().item() if len(given) > 1 else 0.0,
+        }
+        stats |= means
+        if self.accelerator.is_main_process:
+            hook, step = self.trainer.hooks.hook, self.trainer.progress.step
+            hook.log_metrics(trainer=self.trainer, step=step, metrics=means)
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write model, value head, tokenizer and model card."""
+        self.trainer.save_pretrained(save_directory)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Publish what `save_pretrained` writes."""
+        return self.trainer.push_to_hub(repo_id, **kwargs)
+
+
+def _lists(rows: list[Any]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling settings of trainkit."""
+    found = translate_sampling({"do_sample": True, **given})
+    if found.refused:
+        raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
+    usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
+    return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
+
+
+def _translated(config: PPOConfig, model: Any, shared: int | None) -> trainkit.TRLConfig[Any]:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    filled = ("is_encoder_decoder", "is_peft_model", "backward_batch_size", "exp_name", "steps", "model_name")
+    given = {name: value for name, value in asdict(config).items() if name not in filled}
+    found = translate("trl", {"PPOConfig": given}, processes=processes)
+    if found.refused:
+        raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
+    for remark in found.remarks:
+        log.warning("%s", remark)
+    settled = trainkit.default_config("ppo").evolve(**found.config)
+    if shared is None:
+        return settled
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return settled.evolve(model={"num_layers_unfrozen": layers - shared})

@@ -1,0 +1,33 @@
+"""What functions that convert values get and raise; each framework has a module of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Settings = dict[str, Any]
+"""Settings of trainkit by their dotted paths."""
+
+
+class RefusedError(ValueError):
+    """A value without counterpart; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a conversion may look at besides the value."""
+
+    given: Mapping[str, Any]
+    """The whole configuration."""
+    processes: int
+    """How many processes train."""
+    remarks: list[str] = field(default_factory=list)
+    """What conversions have to say about their values."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a dotted path of the configuration; ``default`` if it is not set or None."""
+        here: Any = self.given
+        for part in path.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        return default if here is None else here
