@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fake_hub import Hub
+from fake_xet import XetHub
 from trainkit.cli import app
 from trainkit.errors import ConfigError, HubError
 from trainkit.runs.hub import push
@@ -132,10 +137,46 @@ def test_a_commit_that_is_refused_leaves_the_weights_there(hub: Hub, run: Path) 
     assert hub.files["someone/model@main"]["model.safetensors"] == (run / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_token_without_the_right_to_write_is_told(hub: Hub, run: Path) -> None:
-    hub.fails = lambda call: 403 if "create" in call else None
-    with pytest.raises(HubError, match=r"403 .*does the token have the right to write there"):
+def test_blocks_of_xet_that_have_arrived_are_not_sent_again(run: Path, tmp_path: Path) -> None:
+    """The default protocol, in processes of its own: its client keeps a cache for as long as a process runs."""
+    with XetHub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        given = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_canary", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        given |= {"HF_XET_DATA_XORB_COMPRESSION_POLICY": "none", "HF_HUB_DISABLE_XET": "0"}
+        command = [sys.executable, "-m", "trainkit.cli", "push", str(run), "someone/model"]
+        outcomes = []
+        for refused, status in (("xet-write-token", 404), ("shards", 403), ("/commit/", 403), ("nothing", 0)):
+            hub.fails = lambda call, refused=refused, status=status: status if refused in call else None  # type: ignore[misc]
+            done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
+            outcomes.append((done.returncode, "set HF_HUB_DISABLE_XET=1" in done.stderr))
+        hub.shutdown()
+        thread.join()
+    assert outcomes == [(1, True), (1, False), (1, False), (0, False)], "a hub without Xet is told what to set"
+    assert len(sent(hub, "POST /v1/xorbs/")) == 1
+    assert hub.files["someone/model@main"]["model.safetensors"] == (run / "model" / "model.safetensors").read_bytes()
+    assert {token for call, token in hub.calls if call.startswith("POST /v1/xorbs/")} == {"Bearer storage"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(401, "is the token valid"), (403, "does the token have the right to write there")]
+)
+def test_a_token_that_is_refused_is_told(hub: Hub, run: Path, status: int, said: str) -> None:
+    hub.fails = lambda call: status if "create" in call else None
+    with pytest.raises(HubError, match=rf"{status} .*{said}"):
         push(run / "model", "other/model")
+
+
+def test_an_adapter_of_a_directory_is_told(
+    hub: Hub, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for base in (str(run / "model"), "owner/base"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        push(tmp_path, "someone/adapter")
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path} is an adapter of {run / 'model'}, a directory that nobody else has. To publish the whole model: "
+        f"trainkit merge {tmp_path} merged, then trainkit push merged someone/adapter"
+    ]
 
 
 def test_a_repository_keeps_its_visibility_which_is_told(hub: Hub, run: Path, caplog: pytest.LogCaptureFixture) -> None:

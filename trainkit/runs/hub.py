@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     Trainer = PreparedTrainer[Any]
 
 log = logging.getLogger(__name__)
+_HINTS = {
+    401: " (is the token valid? run `hf auth login`, or set HF_TOKEN)",
+    403: " (does the token have the right to write there?)",
+    404: " (does the token have the right to write there?)",
+}
+"""What to do, by the status of a hub's answer."""
 
 
 def check(repo: str, token: str | None = None) -> None:
@@ -62,8 +69,8 @@ def push(
 
     All files of the directory are uploaded, except for hidden ones: weights, tokenizer, model card. With the export
     ``model/`` or ``best/`` of a run, its configuration, without secrets and paths, and its metrics are uploaded too.
-    If the upload fails, another call continues it: large files that have arrived are not sent again. A repository that
-    exists keeps its visibility and its other files.
+    If the upload fails, another call continues it: large files that have arrived, or with the Xet protocol the blocks
+    of them, are not sent again. A repository that exists keeps its visibility and its other files.
 
     Args:
         export: the directory of the exported model.
@@ -81,6 +88,14 @@ def push(
     from huggingface_hub import HfApi
 
     api, files = HfApi(token=token), published(export)
+    if base := _local_base(export):
+        whole = f"trainkit merge {shlex.quote(str(export))} merged, then trainkit push merged {repo}"
+        log.warning(
+            "%s is an adapter of %s, a directory that nobody else has. To publish the whole model: %s",
+            export,
+            base,
+            whole,
+        )
     try:
         with _bars_on_terminals():
             _upload(api, repo, files, private, revision)
@@ -107,6 +122,15 @@ def published(export: Path) -> dict[str, Path | bytes]:
         if (run / "metrics.jsonl").is_file():
             found.setdefault("metrics.jsonl", run / "metrics.jsonl")
     return found
+
+
+def _local_base(export: Path) -> str:
+    """Return the base model of an adapter, if it is a directory; else an empty string."""
+    try:
+        base = str(json.loads((export / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return base if Path(base).is_dir() else ""
 
 
 def _config(run: Path) -> bytes:
@@ -141,7 +165,9 @@ def _reason(error: BaseException) -> str:
     text = re.sub(r" For more information check: \S+", "", " ".join(str(error).split()))
     text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    hint = " (does the token have the right to write there?)" if status in (401, 403, 404) else ""
+    hint = _HINTS.get(status or 0, "")
+    if "404" in text and "xet-write-token" in text:
+        hint = " (this hub has no Xet storage: set HF_HUB_DISABLE_XET=1)"
     return printable(f"{type(error).__name__}: {text[:300]}{hint}")
 
 
