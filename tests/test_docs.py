@@ -135,8 +135,9 @@ def test_the_launches_of_pages_run(document: Path, reader: Callable[..., Reader]
     reader(launches=True).follow(document)
 
 
-def test_contributings_commands_run(execute: Callable[[Path], Any]) -> None:
-    execute(ROOT / "CONTRIBUTING.md")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "examples/README.md"])
+def test_the_commands_of_pages_without_python_run(page: str, execute: Callable[[Path], Any]) -> None:
+    execute(ROOT / page)
 
 
 def test_every_exception_from_running_is_used() -> None:

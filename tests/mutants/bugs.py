@@ -1171,12 +1171,13 @@ BUGS = (
         "reward",
         ("scores_count_where_declared",),
         patch="""
--            if isinstance(margin, bool) or finite(margin) is None:
--                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
-+            if isinstance(margin, bool) or finite(margin) is None:
-+                raise DataError(f"sample {first + index}: margin should be a finite number; given {margin!r}")
-+        mean = sum(float(rows[index]["margin"]) for index in given) / max(len(given), 1)
-+        rows = [{**row, "margin": float(row["margin"]) - mean} if given else row for row in rows]
+-    def make_experience(self, rows: list[Row]) -> RewardBatch:
++    def read_samples(self, samples, rewards=None, *, first=0):
++        rows = super().read_samples(samples, rewards, first=first)
++        given = [float(row["margin"]) for row in rows if row.get("margin") is not None]
++        return [{**row, "margin": float(row["margin"]) - sum(given) / len(given)} if given else row for row in rows]
++
++    def make_experience(self, rows: list[Row]) -> RewardBatch:
 """,
     ),
     Bug(
