@@ -24,9 +24,10 @@ def list_runs(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the runs in a directory: method, steps, state, the last evaluation, and the checks that found something.
+    """List the runs in a directory: method, steps, state, main metric, size, and the checks that found something.
 
-    running: a process holds its lock. done: its model is exported. stopped: it ended before. killed: its process has
+    The metric is the reward of evaluations, or the first of their other metrics; of a run without evaluations, the
+    reward or the loss of training. running: a process holds its lock. done: its model is exported. stopped: it ended before. killed: its process has
     ended and left the lock behind.
     """
     from trainkit.runs import find_runs
@@ -44,11 +45,13 @@ def list_runs(
 
 def _row(run: Record, directory: Path) -> dict[str, Any]:
     """Return what is listed of a run; of one that cannot be read, why."""
+    from trainkit.runs.groups import main_metric
+
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
         total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
-        rewards = [value for name, value in run.evaluation.items() if name.startswith("eval/reward")]
-        finite = [value for value in rewards if isinstance(value, int | float) and math.isfinite(value)]
+        metric = main_metric(run.series)
+        finite = [value for value in run.series.get(metric or "", {}).values() if math.isfinite(value)]
         changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
         return row | {
             "method": run.method,
@@ -56,7 +59,9 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
             "step": run.step,
             "total_steps": total,
             "state": run.state,
-            "reward": next(iter(finite), None),
+            "metric": metric,
+            "value": finite[-1] if finite else None,
+            "bytes": sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file()),
             "health": sorted({str(each.get("check")) for each in run.findings}),
             "changed": f"{changed:%Y-%m-%d %H:%M}",
             "error": "",
@@ -66,7 +71,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    columns = ("run", "method", "seed", "steps", "state", "reward", "changed", "health")
+    columns = ("run", "method", "seed", "steps", "state", "metric", "last", "size", "changed", "health")
     table = [columns, *(_cells(row) for row in rows if not row["error"])]
     yield from aligned(table)
     for row in rows:
@@ -76,6 +81,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
-    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
-    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], reward, row["changed"])
-    return tuple(printable(str(cell)) for cell in (*found, ", ".join(row["health"]) or "-"))
+    last = "-" if row["value"] is None else f"{row['value']:.4g}"
+    size = f"{row['bytes'] / 1e6:.1f} MB" if row["bytes"] < 1e9 else f"{row['bytes'] / 1e9:.1f} GB"
+    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], row["metric"] or "-", last)
+    return tuple(printable(str(cell)) for cell in (*found, size, row["changed"], ", ".join(row["health"]) or "-"))
