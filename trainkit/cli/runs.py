@@ -27,8 +27,8 @@ def list_runs(
     """List the runs in a directory: method, steps, state, main metric, size, and the checks that found something.
 
     The metric is the reward of evaluations, or the first of their other metrics; of a run without evaluations, the
-    reward or the loss of training. running: a process holds its lock. done: its model is exported. stopped: it ended before. killed: its process has
-    ended and left the lock behind.
+    reward or the loss of training. The state is running if a process holds the lock of the run, done if its model is
+    exported, stopped if it ended before, and killed if its process has ended and left the lock behind.
     """
     from trainkit.runs import find_runs
 
