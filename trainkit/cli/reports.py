@@ -81,7 +81,9 @@ def _text(found: Comparison) -> Iterator[str]:
     lines = [line for group in (found.first, found.second) if (line := group.line(found.metric, 60))]
     yield from ("", f"{found.metric} over the steps (A and B, * both):")
     yield from text_chart(lines, "AB")
-    yield from ("", "final values, mean ± standard deviation over the seeds:")
+    several = max(len(group.runs) for group in (found.first, found.second)) > 1
+    spread = ", mean ± standard deviation over the seeds; p of each metric by itself" if several else ""
+    yield from ("", f"final values{spread}:")
     yield from _table(found)
     yield ""
     yield from found.notes()

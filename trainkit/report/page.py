@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,8 @@ def render(template: str, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: the template uses a value that is not given.
     """
-    return _environment().get_template(template).render(**values)
+    written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    return _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
 
 
 @lru_cache(1)
