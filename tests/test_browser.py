@@ -123,7 +123,7 @@ def test_a_report_is_used_by_keyboard_and_named_for_screen_readers(opened: Opene
     assert driver.switch_to.active_element.text == "Skip to the content"
     for _ in range(2):
         ActionChains(driver).send_keys(Keys.TAB).perform()
-    assert driver.switch_to.active_element.get_attribute("href").endswith("#evaluations")
+    assert driver.switch_to.active_element.get_attribute("href").endswith("#curves")
     closed = driver.find_element("css selector", "details:not([open]) > summary")
     driver.execute_script("arguments[0].focus()", closed)
     ActionChains(driver).send_keys(Keys.ENTER).perform()

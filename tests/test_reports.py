@@ -57,6 +57,8 @@ def reported(*paths: Path) -> str:
 
 def test_a_report_refers_to_nothing_outside_and_escapes_everything(tmp_path: Path) -> None:
     run = write_run(tmp_path / f"run{EVIL.split('/')[0]}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, f"eval/{EVIL}": 1.0, EVIL: math.nan}) + "\n")
     (run / "health.jsonl").write_text(json.dumps({"step": 3, "check": "kl", "message": EVIL}) + "\n")
     page = reported(run)
     read = Page(page)
@@ -352,13 +354,13 @@ def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]]
 
 def test_a_line_is_drawn_to_scale() -> None:
     chart = line_chart([Line("a", [0, 10], [0.0, 1.0])], title="t")
-    assert 'd="M60.0 200.0L466.0 26.0"' in chart  # from the lower left corner to the upper right one
+    assert 'd="M60.0 200.0L460.0 26.0"' in chart  # from the lower left corner to the upper right one
     assert 'aria-label="t. a: 0 at 0, 1 at 10"' in chart
 
 
 def test_values_far_apart_are_on_a_logarithmic_axis() -> None:
     chart = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
-    assert 'd="M60.0 200.0L263.0 113.0L466.0 26.0"' in chart  # a straight line
+    assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in chart  # a straight line
     assert "logarithmic" in chart
 
 
@@ -371,8 +373,8 @@ def ticks(values: list[float], **given: Any) -> list[str]:
     ("values", "given", "says"),
     [
         ([4.05, 9.085], {"rounded": True}, ["4", "6", "8", "10"]),
-        ([1, 97], {"rounded": True, "whole": True}, ["0", "20", "40", "60", "80", "100"]),
-        ([1, 3], {"rounded": True, "whole": True}, ["1", "2", "3"]),
+        ([1, 97], {"whole": True}, ["20", "40", "60", "80"]),
+        ([1, 3], {"whole": True}, ["1", "2", "3"]),
         ([-2e-10, 0.09], {"rounded": True}, ["0", "0.02", "0.04", "0.06", "0.08", "0.1"]),
         ([0.99996, 1.00004], {"rounded": True}, ["0.99996", "0.99998", "1", "1.00002", "1.00004"]),
         ([0, 50_000], {"rounded": True}, ["0", "10k", "20k", "30k", "40k", "50k"]),
@@ -380,6 +382,12 @@ def ticks(values: list[float], **given: Any) -> list[str]:
 )
 def test_the_ends_of_an_axis_are_named_and_ticks_differ(values: list[float], given: Any, says: list[str]) -> None:
     assert ticks(values, **given) == says
+
+
+def test_all_curves_of_a_report_have_the_same_steps(tmp_path: Path) -> None:
+    metrics = [{"step": step, "a/x": step, **({"a/y": step} if step == 3 else {})} for step in range(11)]
+    page = reported(write_run(tmp_path / "run", metrics=metrics, samples=False))
+    assert len(re.findall(r'x="460" y="\d+">10</text>', page)) == 2  # the last step is at the right end of both
 
 
 def test_each_of_twelve_series_looks_different() -> None:

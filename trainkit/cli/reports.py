@@ -114,13 +114,14 @@ def _table(found: Comparison) -> Iterator[str]:
 
 
 def _mean(group: Group, metric: str) -> str:
+    from trainkit.report import number
     from trainkit.runs.groups import spread
 
     values = list(group.final(metric).values())
     if not values:
         return "not finite"
     deviation = f" ± {spread(values):.2g}" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):.4g}{deviation}"
+    return f"{number(sum(values) / len(values))}{deviation}"
 
 
 def _plain(found: Comparison) -> dict[str, Any]:

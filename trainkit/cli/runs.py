@@ -80,8 +80,10 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    from trainkit.report import number
+
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
-    last = "-" if row["value"] is None else f"{row['value']:.4g}"
+    last = "-" if row["value"] is None else number(row["value"])
     size = f"{row['bytes'] / 1e6:.1f} MB" if row["bytes"] < 1e9 else f"{row['bytes'] / 1e9:.1f} GB"
     found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], row["metric"] or "-", last)
     return tuple(printable(str(cell)) for cell in (*found, size, row["changed"], ", ".join(row["health"]) or "-"))

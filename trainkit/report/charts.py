@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 WIDTH, HEIGHT = 480, 240
-LEFT, RIGHT, TOP, BOTTOM = 60, 14, 26, 40
+LEFT, RIGHT, TOP, BOTTOM = 60, 20, 26, 40
 COLOURS = 6
 """Colours of series: classes ``s0`` to ``s5`` of the style sheet. Further series have them again, with other dashes."""
 FEW = 120
@@ -122,7 +122,13 @@ def _round_step(rough: float) -> float:
 
 
 def line_chart(
-    lines: Sequence[Line], *, title: str, x_label: str = "step", standalone: bool = False, x_log: bool = False
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_label: str = "step",
+    standalone: bool = False,
+    x_log: bool = False,
+    span: Sequence[float] = (),
 ) -> Markup:
     """Return a chart of lines.
 
@@ -132,9 +138,10 @@ def line_chart(
         x_label: what ``x`` is.
         standalone: whether to return a file of its own, with the style sheet and a legend.
         x_log: whether ``x`` may be logarithmic.
+        span: values of ``x`` that the axis has to have room for, beside those of the lines.
     """
-    at = [at for line in lines for at in line.x if is_shown(at)]
-    x = Axis(at, LEFT, WIDTH - RIGHT, log=x_log, rounded=True, whole=all(value == int(value) for value in at))
+    at = [*span, *(at for line in lines for at in line.x if is_shown(at))]
+    x = Axis(at, LEFT, WIDTH - RIGHT, log=x_log, whole=all(value == int(value) for value in at))
     y = Axis((value for line in lines for value in line.finite()), HEIGHT - BOTTOM, TOP, log=True, rounded=True)
     label = f"{x_label}{' (logarithmic)' * x.log}"
     marked = sum(len(line.x) for line in lines) <= FEW
@@ -257,7 +264,8 @@ def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: in
 
 
 def _svg(parts: Iterable[Markup], label: str, *, height: float = HEIGHT, standalone: bool = False) -> Markup:
-    style = Markup("<style>{}</style>").format(Markup(STYLE)) if standalone else Markup()
+    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'  # the colours follow the system, a page need not
+    style = Markup("<style>{}</style>{}").format(Markup(STYLE), Markup(paper)) if standalone else Markup()
     form = '<svg xmlns="{}" class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}</svg>'
     return Markup(form).format(NAMESPACE, WIDTH, height, label, style, Markup().join(parts))
 
@@ -311,7 +319,7 @@ def _series(line: Line, style: str, x: Axis, y: Axis, marked: bool) -> Markup:
 
 def _point(line: Line, at: int, style: str, x: Axis, y: Axis) -> Markup:
     form = '<circle class="point {}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}, {}: {}</title></circle>'
-    return Markup(form).format(style, x(line.x[at]), y(line.y[at]), line.name, f"{line.x[at]:g}", f"{line.y[at]:.4g}")
+    return Markup(form).format(style, x(line.x[at]), y(line.y[at]), line.name, f"{line.x[at]:g}", short(line.y[at]))
 
 
 def _runs(*series: Sequence[float]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Pages from templates. Everything that is put into them is escaped."""
+"""Pages from templates. Everything that is put into them is escaped, and has no control characters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from trainkit.errors import printable
 from trainkit.report.charts import STYLE, legend
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def render(template: str, **values: Any) -> str:
         jinja2.UndefinedError: the template uses a value that is not given.
     """
     written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
+    page = _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
+    return "\n".join(map(printable, page.split("\n")))
 
 
 @lru_cache(1)

@@ -131,7 +131,7 @@ def _facts(name: str, run: Record) -> dict[str, Any]:
         "run": name,
         "method": run.method,
         "seed": run.setting("train", "seed"),
-        "steps": f"{run.step}{'' if total is None else f' of {total}'}",
+        "steps": f"{run.step:,}{f' of {total:,}' if isinstance(total, int) else ''}",
         "state": run.state,
         "begun": moment(run.starts[0].get("time")) if run.starts else "",
         "time": lasted(sum(phases(run)[name] for name in WHOLE)),
@@ -174,18 +174,21 @@ def curves(groups: Sequence[Group], points: int, most: int) -> tuple[dict[str, l
     best = main_metric(names)
     ordered = sorted(dict.fromkeys(names), key=lambda name: (name != best, *_rank(name)))
     charts: dict[str, list[Chart]] = {}
+    series = [each for group in groups for run in group.runs for each in run.series.values()]
+    span = [step for each in series for step in (next(iter(each)), next(reversed(each)))]
     for name in ordered[:most]:
         lines = [group.line(name, points) or Line(group.name, [], []) for group in groups]
         lost = sum(group.not_finite(name) for group in groups)
         note = f"{lost} value{'s are' if lost > 1 else ' is'} not finite" if lost else ""
-        drawn = Chart(name, line_chart(lines, title=name), _change(lines), note)
+        drawn = Chart(name, line_chart(lines, title=name, span=span), _change(groups, name), note)
         charts.setdefault(name.partition("/")[0], []).append(drawn)
     return charts, ordered[most:]
 
 
-def _change(lines: Sequence[Line]) -> str:
-    """Return the first and the last value of a line that is alone."""
-    known = [value for value in lines[0].y if math.isfinite(value)] if len(lines) == 1 else []
+def _change(groups: Sequence[Group], name: str) -> str:
+    """Return the first and the last value of a metric, if there is one run."""
+    runs = [run for group in groups for run in group.runs]
+    known = list(filter(math.isfinite, runs[0].series.get(name, {}).values())) if len(runs) == 1 else []
     return f"{number(known[0])} → {number(known[-1])}" if len(known) > 1 else ""
 
 
