@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from trainkit.errors import printable
 from trainkit.report.charts import STYLE, legend
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def render(template: str, **values: Any) -> str:
     """
     written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     page = _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
-    return "\n".join(map(printable, page.split("\n")))
+    return "".join(character if character.isprintable() or character == "\n" else " " for character in page)
 
 
 @lru_cache(1)
