@@ -168,13 +168,14 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path: Path) -> Non
     ("make", "says"),
     [
         (lambda path: None, "there is no directory"),
+        (lambda path: path.write_text("x"), "is a file; give the directory of a run"),
         (lambda path: path.mkdir(), "is no run and holds none"),
         (lambda path: write_run(path, metrics=[], samples=False), "no metrics have been recorded"),
         (lambda path: write_run(path, metrics=[{"step": 1}], samples=False), "no metrics have been recorded"),
         (lambda path: foreign(path), "names no method"),
         (lambda path: broken(path), r"metrics.jsonl, line 2: not a JSON object"),
     ],
-    ids=["missing", "empty", "no lines", "no metrics", "foreign", "broken line"],
+    ids=["missing", "file", "empty", "no lines", "no metrics", "foreign", "broken line"],
 )
 def test_what_cannot_be_reported_is_told_in_a_sentence(tmp_path: Path, make: Any, says: str) -> None:
     make(tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -117,6 +118,8 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
     assert rows["odd"]["value"] is rows["nan"]["value"] is None
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
     assert "cut cannot be read: " in table
+    assert "None" not in table
+    assert re.search(r"^foreign +- +- .* 0\.0 kB ", table, re.MULTILINE)
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a JSON object"):
         assert Record(runs / "garbage").metrics
 

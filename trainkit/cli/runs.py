@@ -17,6 +17,8 @@ from trainkit.errors import DataError, TrainkitError, printable
 if TYPE_CHECKING:
     from trainkit.runs import Record
 
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
 
 def list_runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look, up to four levels deep.")] = Path(
@@ -84,6 +86,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
     last = "-" if row["value"] is None else number(row["value"])
-    size = f"{row['bytes'] / 1e6:.1f} MB" if row["bytes"] < 1e9 else f"{row['bytes'] / 1e9:.1f} GB"
-    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], row["metric"] or "-", last)
-    return tuple(printable(str(cell)) for cell in (*found, size, row["changed"], ", ".join(row["health"]) or "-"))
+    unit, size = next((unit, size) for unit, size in UNITS if row["bytes"] >= size or unit == "kB")
+    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], row["metric"], last)
+    cells = (*found, f"{row['bytes'] / size:.1f} {unit}", row["changed"], ", ".join(row["health"]))
+    return tuple("-" if cell in (None, "") else printable(str(cell)) for cell in cells)
