@@ -313,6 +313,9 @@ def test_compare_prints_settings_curves_values_and_a_verdict(tmp_path: Path) -> 
     for said in ("optimizer.lr: 0.001 -> 0.1", "eval/reward", "1.05 ± 0.071", "+0.505", "paired t test over 2 seeds"):
         assert said in result.output
     assert "paired t test over 2 seeds" in Page((tmp_path / "both.html").read_text()).text
+    page = (tmp_path / "both.html").read_text()
+    assert "1.05 ± 0.071" in page
+    assert "<details><summary>1 metric of training" in page
     plain = json.loads(CliRunner().invoke(app, ["compare", *sides, "--json"]).stdout)
     assert plain["settings"] == {"optimizer.lr": [0.001, 0.1]}
     assert plain["metrics"]["eval/reward"]["difference"] == pytest.approx(0.505)

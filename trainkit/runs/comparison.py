@@ -103,6 +103,16 @@ class Comparison:
         common = [name for name in self.first.metrics if name in self.second.metrics and "time" not in name]
         return sorted(common, key=lambda name: (name != self.metric, not name.startswith("eval/"), name))
 
+    @property
+    def evaluated(self) -> list[str]:
+        """Those of `metrics` that are of evaluations."""
+        return [name for name in self.metrics if name.startswith("eval/")]
+
+    @property
+    def others(self) -> list[str]:
+        """Those of `metrics` that are of training."""
+        return [name for name in self.metrics if not name.startswith("eval/")]
+
     def paired(self, metric: str) -> Paired:
         """Return the differences of the final values over the seeds that both have."""
         before, after = self.first.final(metric), self.second.final(metric)
