@@ -123,7 +123,7 @@ def test_a_report_is_used_by_keyboard_and_named_for_screen_readers(opened: Opene
     assert driver.switch_to.active_element.text == "Skip to the content"
     for _ in range(2):
         ActionChains(driver).send_keys(Keys.TAB).perform()
-    assert driver.switch_to.active_element.get_attribute("href").endswith("#evaluations")
+    assert driver.switch_to.active_element.get_attribute("href").endswith("#curves")
     closed = driver.find_element("css selector", "details:not([open]) > summary")
     driver.execute_script("arguments[0].focus()", closed)
     ActionChains(driver).send_keys(Keys.ENTER).perform()
@@ -135,6 +135,53 @@ def test_a_report_is_used_by_keyboard_and_named_for_screen_readers(opened: Opene
     unnamed = f"return [...document.querySelectorAll('section')].filter(s => !({named})(s)).length"
     assert driver.execute_script(unnamed) == 0
     assert driver.execute_script("return document.documentElement.lang") == "en"
+
+
+CONTRASTS = """
+const light = c => c.map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+const luminance = c => { const [r, g, b] = light(c); return .2126 * r + .7152 * g + .0722 * b }
+const numbers = text => text.match(/[\\d.]+/g).map(Number)
+const paper = e => { const c = numbers(getComputedStyle(e).backgroundColor)
+  return c.length === 3 || c[3] > 0 || !e.parentElement ? c.slice(0, 3) : paper(e.parentElement) }
+document.querySelectorAll("details").forEach(each => each.open = true)
+const texts = [...document.querySelectorAll("body *")].filter(e => e.tagName !== "title" &&
+  [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
+return texts.map(e => {
+  const style = getComputedStyle(e), ink = numbers(e.tagName === "text" ? style.fill : style.color).slice(0, 3)
+  const [low, high] = [luminance(ink), luminance(paper(e))].sort((a, b) => a - b)
+  return (high + .05) / (low + .05) })
+"""
+"""The contrast of every text with what is behind it (WCAG 2.2, 1.4.3)."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_enough_contrast(opened: Opened, page: Path, scheme: str) -> None:
+    driver = opened(page)
+    feature = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
+    found = driver.execute_script(CONTRASTS)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert len(found) > 100
+    assert min(found) >= 4.5
+
+
+def test_a_printed_report_is_light_and_has_what_is_closed_on_the_screen(opened: Opened, page: Path) -> None:
+    driver = opened(page)
+    closed = (
+        "return [...document.querySelectorAll('details:not([open]) > :not(summary)')].map(e => e.checkVisibility())"
+    )
+    shown = driver.execute_script(closed)
+    assert shown
+    assert not any(shown)
+    feature = [{"name": "prefers-color-scheme", "value": "dark"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": feature})
+    printed = driver.execute_script(
+        closed.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")
+    )
+    paper = driver.find_element("tag name", "body").value_of_css_property("background-color")
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    assert all(printed)
+    assert paper == "rgba(255, 255, 255, 1)"
 
 
 @pytest.mark.parametrize("width", [390, 1200])

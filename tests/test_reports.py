@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from trainkit.cli import app
 from trainkit.errors import DataError
 from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, parts_of, text_chart
+from trainkit.report.charts import Axis
 from trainkit.runs.comparison import Paired, compare, quantile, within
 from trainkit.runs.groups import grouped, main_metric, runs_at
 from trainkit.runs.record import Record
-from trainkit.runs.report import LARGEST, changed, chosen, report
+from trainkit.runs.report import LARGEST, changed, chosen, lasted, report
 from written import EVIL, write_run
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -57,6 +58,8 @@ def reported(*paths: Path) -> str:
 
 def test_a_report_refers_to_nothing_outside_and_escapes_everything(tmp_path: Path) -> None:
     run = write_run(tmp_path / f"run{EVIL.split('/')[0]}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, f"eval/{EVIL}": 1.0, EVIL: math.nan}) + "\n")
     (run / "health.jsonl").write_text(json.dumps({"step": 3, "check": "kl", "message": EVIL}) + "\n")
     page = reported(run)
     read = Page(page)
@@ -77,11 +80,44 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
     for part in ("Curves", "Evaluations", "Samples", "Distributions", "Health", "Timing", "Configuration", "Versions"):
         assert f" {part} " in text
     assert "eval/reward" in text
-    assert "8 of 12 samples of the evaluation at step 20, beside those at step 0" in text
+    chosen = "those with the highest and the lowest rewards"
+    assert f"8 of 12 samples of the evaluation at step 20 ({chosen}), beside those at step 0" in text
     assert "Nothing found in run" in text
     assert "project/ppo.yaml:1" in text
     assert "somebody" not in text  # the directory of who ran it
     assert "torch 2.13.0" in text
+    assert "begun time metric first last" in re.sub(r"<[^>]+>", " ", reported(run)).replace("  ", " ")
+    assert "2026-01-02 03:04 UTC" in text
+    assert "update: 10 s (98%)" in reported(run)  # 20 steps of 0.5 s, and two evaluations of 0.1 s
+
+
+def test_runs_of_equal_names_are_told_apart_everywhere(tmp_path: Path) -> None:
+    for side, lr in (("low", 1e-3), ("high", 0.1)):
+        for seed in (1, 2):
+            run = write_run(tmp_path / side / f"seed{seed}", seed=seed, lr=lr)
+            start = {"time": "2026-01-02T03:04:05+00:00", "step": 0, "versions": {"torch": "2.13.0"}, "device": "cpu"}
+            (run / "starts.jsonl").write_text(json.dumps({**start, "processes": 1}) + "\n")
+    text = re.sub(r"\s+", " ", Page(report(runs_at([tmp_path]))).text)
+    for name in ("low/seed1", "low/seed2", "high/seed1", "high/seed2"):
+        assert text.count(name) == 3, name  # of the runs, their findings and their starts
+    assert text.count("torch 2.13.0") == 1
+    assert "high (2 seeds), seed 1: 8 of 12 samples" in text
+
+
+def test_settings_that_all_have_come_before_those_of_a_method(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.1)
+    config = (second / "config.yaml").read_text()
+    (second / "config.yaml").write_text(config.replace("name: ppo", "beta: 0.1\n  name: dpo"))
+    page = reported(first, second)
+    assert page.index('scope="row">optimizer.lr') < page.index('scope="row">method.beta')
+    assert '<td class="soft">(not set)</td>' in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.0123, "0.0123 s"), (119, "119 s"), (150, "2.5 min"), (43_200, "12 h")]
+)
+def test_times_are_told_in_the_unit_that_fits(seconds: float, says: str) -> None:
+    assert lasted(seconds) == says
 
 
 def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(tmp_path: Path) -> None:
@@ -133,13 +169,14 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path: Path) -> Non
     ("make", "says"),
     [
         (lambda path: None, "there is no directory"),
+        (lambda path: path.write_text("x"), "is a file; give the directory of a run"),
         (lambda path: path.mkdir(), "is no run and holds none"),
         (lambda path: write_run(path, metrics=[], samples=False), "no metrics have been recorded"),
         (lambda path: write_run(path, metrics=[{"step": 1}], samples=False), "no metrics have been recorded"),
         (lambda path: foreign(path), "names no method"),
         (lambda path: broken(path), r"metrics.jsonl, line 2: not a JSON object"),
     ],
-    ids=["missing", "empty", "no lines", "no metrics", "foreign", "broken line"],
+    ids=["missing", "file", "empty", "no lines", "no metrics", "foreign", "broken line"],
 )
 def test_what_cannot_be_reported_is_told_in_a_sentence(tmp_path: Path, make: Any, says: str) -> None:
     make(tmp_path / "run")
@@ -175,7 +212,7 @@ def test_a_run_without_samples_and_evaluations_is_reported(tmp_path: Path) -> No
     text = Page(reported(run)).text
     assert "run was not evaluated" in text
     assert "run has no samples of evaluations" in text
-    assert "records no versions" in text
+    assert "run: no versions are recorded" in text
 
 
 def test_the_command_writes_the_report_into_the_run(tmp_path: Path) -> None:
@@ -216,7 +253,8 @@ def test_the_paired_test_is_that_of_scipy() -> None:
     assert test.p == pytest.approx(theirs.pvalue, rel=1e-9)
     assert test.interval == pytest.approx(tuple(theirs.confidence_interval(0.95)), rel=1e-9)
     assert Paired([0.0, 0.0]).p == 1.0
-    assert Paired([1.0, 1.0]).p == 0.0
+    assert math.isnan(Paired([0.1 + 0.2, 0.3]).p)  # equal but for rounding: nothing is known of the spread
+    assert Paired([1.0, 2.0]).p == pytest.approx(1 - 2 / math.pi * math.atan(3))  # t = 3, one degree of freedom
     assert math.isnan(Paired([1.0]).p)
     assert math.isnan(Paired([]).mean)
 
@@ -233,6 +271,9 @@ def test_a_verdict_needs_seeds_in_common(tmp_path: Path) -> None:
     assert compare(a, b).verdict().startswith("eval/reward of b (4 seeds) is higher than of a (4 seeds): +0.5")
     assert compare(b, a).verdict().startswith("eval/reward of a (4 seeds) is lower than of b (4 seeds): -0.5")
     assert compare(a, a).verdict().startswith("No difference shown")
+    assert list(compare(a, b).notes())[-1].endswith("with 4 seeds it can only show large ones.")
+    c = seeds(tmp_path / "c", [1.0, 1.1, 1.2, 1.1], lr=0.3)  # each by 1 above a
+    assert "by +1 with each of 4 seeds, so the spread over seeds is not known" in compare(a, c).verdict()
     assert "one seed in common" in compare(a[:1], b).verdict()
     assert "no seed in common" in compare(a[:1], b[1:]).verdict()
     assert [path for path, *_ in compare(a, b).settings] == ["optimizer.lr"]
@@ -273,6 +314,9 @@ def test_compare_prints_settings_curves_values_and_a_verdict(tmp_path: Path) -> 
     for said in ("optimizer.lr: 0.001 -> 0.1", "eval/reward", "1.05 ± 0.071", "+0.505", "paired t test over 2 seeds"):
         assert said in result.output
     assert "paired t test over 2 seeds" in Page((tmp_path / "both.html").read_text()).text
+    page = (tmp_path / "both.html").read_text()
+    assert "1.05 ± 0.071" in page
+    assert "<details><summary>1 metric of training" in page
     plain = json.loads(CliRunner().invoke(app, ["compare", *sides, "--json"]).stdout)
     assert plain["settings"] == {"optimizer.lr": [0.001, 0.1]}
     assert plain["metrics"]["eval/reward"]["difference"] == pytest.approx(0.505)
@@ -315,14 +359,52 @@ def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]]
 
 def test_a_line_is_drawn_to_scale() -> None:
     chart = line_chart([Line("a", [0, 10], [0.0, 1.0])], title="t")
-    assert 'd="M56.0 204.0L468.0 12.0"' in chart  # from the lower left corner to the upper right one
+    assert 'd="M60.0 200.0L460.0 26.0"' in chart  # from the lower left corner to the upper right one
     assert 'aria-label="t. a: 0 at 0, 1 at 10"' in chart
 
 
 def test_values_far_apart_are_on_a_logarithmic_axis() -> None:
     chart = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
-    assert 'd="M56.0 204.0L262.0 108.0L468.0 12.0"' in chart  # a straight line
+    assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in chart  # a straight line
     assert "logarithmic" in chart
+
+
+def ticks(values: list[float], **given: Any) -> list[str]:
+    axis = Axis(values, 0, 100, **given)
+    return [axis.name(tick) for tick in axis.ticks()]
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "says"),
+    [
+        ([4.05, 9.085], {"rounded": True}, ["4", "6", "8", "10"]),
+        ([1, 97], {"whole": True}, ["20", "40", "60", "80"]),
+        ([1, 3], {"whole": True}, ["1", "2", "3"]),
+        ([-2e-10, 0.09], {"rounded": True}, ["0", "0.02", "0.04", "0.06", "0.08", "0.1"]),
+        ([0.99996, 1.00004], {"rounded": True}, ["0.99996", "0.99998", "1", "1.00002", "1.00004"]),
+        ([0, 50_000], {"rounded": True}, ["0", "10k", "20k", "30k", "40k", "50k"]),
+    ],
+)
+def test_the_ends_of_an_axis_are_named_and_ticks_differ(values: list[float], given: Any, says: list[str]) -> None:
+    assert ticks(values, **given) == says
+
+
+def test_all_curves_of_a_report_have_the_same_steps(tmp_path: Path) -> None:
+    metrics = [{"step": step, "a/x": step, **({"a/y": step} if step == 3 else {})} for step in range(11)]
+    page = reported(write_run(tmp_path / "run", metrics=metrics, samples=False))
+    assert len(re.findall(r'x="460" y="\d+">10</text>', page)) == 2  # the last step is at the right end of both
+
+
+def test_each_of_twelve_series_looks_different() -> None:
+    chart = line_chart([Line(str(at), [0, 1], [at, at]) for at in range(12)], title="t")
+    assert len(set(re.findall(r'class="(line [^"]*)"', chart))) == 12
+
+
+def test_bins_of_whole_numbers_hold_equally_many() -> None:
+    chart = histogram([Bars("a", [2, 3, 3, 5]), Bars("b", [2])], title="t")
+    assert re.findall(r"<title>([^<]*)</title>", chart) == ["a: 25% at 2", "a: 50% at 3", "a: 25% at 5", "b: 100% at 2"]
+    lengths = histogram([Bars("a", list(range(100)))], title="t")
+    assert set(re.findall(r"a: (\d+)%", lengths)) == {"5"}
 
 
 @given(st.lists(st.integers(), max_size=50), st.integers(1, 20))

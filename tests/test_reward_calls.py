@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from trainkit.config import RewardFunctionConfig
 from trainkit.errors import ConfigError, RewardError
 from trainkit.models import RewardModel
 from trainkit.models.backend import beside_training
-from trainkit.rollouts import metrics, score
+from trainkit.rollouts import Turn, metrics, score
 from trainkit.rollouts.rewards import is_named
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
@@ -342,11 +343,23 @@ def test_settings_of_reward_functions_need_one(tmp_path: Path) -> None:
         tiny_trainer("ppo", tmp_path, arguments={"environment": Letters, "reward_fn": None}, **given)
 
 
-def test_the_time_of_calls_is_logged(tmp_path: Path) -> None:
-    trained(tmp_path, count_first_letters)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["time/reward"] > 0 for line in lines if "reward/mean" in line)
-    assert any("time/reward" in line for line in lines)
+def test_the_time_of_all_calls_for_a_collection_is_logged(tmp_path: Path) -> None:
+    def slow(outputs: list[str], **given: Any) -> list[float]:
+        time.sleep(0.02)
+        return count_first_letters(outputs, **given)
+
+    class Slow(Letters):
+        def step(self, output: str) -> Turn:
+            time.sleep(0.01)
+            return super().step(output)
+
+    trained(tmp_path / "function", slow)  # 16 responses in two calls
+    tiny_trainer("ppo", tmp_path / "episodes", arguments={"environment": Slow, "reward_fn": None}).learn()
+    for place, name, least in (("function", "reward", 0.04), ("episodes", "environment", 0.02)):
+        lines = [json.loads(line) for line in (tmp_path / place / "metrics.jsonl").read_text().splitlines()]
+        collected = [line for line in lines if "reward/mean" in line]
+        assert collected
+        assert all(least < line[f"time/{name}"] < line["time/collect"] for line in collected)
 
 
 # --------------------------------------------------------------------------------------------- torch's default dtype

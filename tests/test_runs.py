@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -47,10 +48,12 @@ def test_a_finished_run_is_listed_with_its_last_evaluation(runs: Path) -> None:
     assert {name: row[name] for name in ("run", "method", "step", "total_steps", "state", "health", "error")} == {
         "run": "group/first", "method": "ppo", "step": 4, "total_steps": 4, "state": "done", "health": [], "error": ""
     }  # fmt: skip
-    assert row["reward"] == record.evaluation["eval/reward"]
+    assert (row["metric"], row["value"]) == ("eval/reward", record.evaluation["eval/reward"])
+    assert row["bytes"] == sum(file.stat().st_size for file in record.path.rglob("*") if file.is_file())
     assert record.evaluation["step"] == 4
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
-    assert table.splitlines()[0].split() == ["run", "method", "seed", "steps", "state", "reward", "changed", "health"]
+    columns = ["run", "method", "seed", "steps", "state", "metric", "last", "size", "changed", "health"]
+    assert table.splitlines()[0].split() == columns
     assert "group/first  ppo" in table
 
 
@@ -112,9 +115,11 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
     assert (rows["empty"]["step"], rows["empty"]["state"], rows["empty"]["error"]) == (0, "stopped", "")
     assert (rows["foreign"]["method"], rows["foreign"]["error"]) == ("", "")
     assert rows["group/first"]["state"] == "done"
-    assert rows["odd"]["reward"] is rows["nan"]["reward"] is None
+    assert rows["odd"]["value"] is rows["nan"]["value"] is None
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
     assert "cut cannot be read: " in table
+    assert "None" not in table
+    assert re.search(r"^foreign +- +- .* 0\.0 kB ", table, re.MULTILINE)
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a JSON object"):
         assert Record(runs / "garbage").metrics
 

@@ -203,7 +203,7 @@ def test_lines_say_beginning_steps_evaluations_and_end(tmp_path: Path) -> None:
     lines = text.getvalue().splitlines()
     assert lines[0] == f"ppo  10 steps  {tmp_path / 'run'}"
     assert [line for line in lines if "evaluation" in line] == [lines[1], lines[7], lines[13]]
-    assert lines[1].startswith("step  0/10  evaluation  length ")
+    assert lines[1].startswith("step  0/10  evaluation  reward ")
     training = lines[2:7] + lines[8:13]
     numbers = r"reward +\d\.\d\d ± \d\.\d\d +kl +\S+  entropy +\S+  clip +\S+  loss +\S+"
     pattern = rf"step +\d+/10  {numbers}  +\d+\S* tok/s  left 0:\d\d"
@@ -212,9 +212,9 @@ def test_lines_say_beginning_steps_evaluations_and_end(tmp_path: Path) -> None:
     rewards = [re.findall(r"reward +(\S+)", line)[0] for line in training]
     assert rewards[0] == rewards[7], "a collection's reward stays until the next collection"
     history = [line.split() for line in lines[14:-1]]
-    assert history[0] == ["step", "length", "reward"]
+    assert history[0] == ["step", "reward", "length"]
     assert [row[0] for row in history[1:]] == ["0", "5", "10"]
-    assert [f"length {row[1]}  reward {row[2]}" for row in history[1:]] == [
+    assert [f"reward {row[1]}  length {row[2]}" for row in history[1:]] == [
         re.findall(r"evaluation  (.*)  sample", line)[0] for line in lines if "evaluation" in line
     ]
     assert lines[-1].startswith("step 10/10  done after 0:0")
@@ -353,7 +353,7 @@ def test_the_evaluations_stay_in_the_scrollback_of_a_terminal(tmp_path: Path) ->
     rows = [line.split() for line in after if line.strip()]
     assert [row[0] for row in rows] == ["step", "0", "2", "4", "step"]
     logged = [m for m in read(tmp_path / "run" / "metrics.jsonl") if "eval/reward" in m]
-    assert [row[1:] for row in rows[1:4]] == [[number(m["eval/length"]), number(m["eval/reward"])] for m in logged]
+    assert [row[1:] for row in rows[1:4]] == [[number(m["eval/reward"]), number(m["eval/length"])] for m in logged]
 
 
 def test_many_evaluations_are_thinned_out_evenly_with_the_first_and_the_last() -> None:

@@ -130,4 +130,4 @@ def show(
             "evaluations included",
             markup=False,
         )
-    console.print(Text(f"runs: {options.run_dir}\nlook: tensorboard --logdir {options.run_dir}"))
+    console.print(Text(f"runs: {options.run_dir}\nlook: trainkit report {options.run_dir}"))

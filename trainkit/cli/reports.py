@@ -81,7 +81,9 @@ def _text(found: Comparison) -> Iterator[str]:
     lines = [line for group in (found.first, found.second) if (line := group.line(found.metric, 60))]
     yield from ("", f"{found.metric} over the steps (A and B, * both):")
     yield from text_chart(lines, "AB")
-    yield from ("", "final values, mean ± standard deviation over the seeds:")
+    several = max(len(group.runs) for group in (found.first, found.second)) > 1
+    spread = ", mean ± standard deviation over the seeds; p of each metric by itself" if several else ""
+    yield from ("", f"final values{spread}:")
     yield from _table(found)
     yield ""
     yield from found.notes()
@@ -112,13 +114,14 @@ def _table(found: Comparison) -> Iterator[str]:
 
 
 def _mean(group: Group, metric: str) -> str:
+    from trainkit.report import number
     from trainkit.runs.groups import spread
 
     values = list(group.final(metric).values())
     if not values:
         return "not finite"
     deviation = f" ± {spread(values):.2g}" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):.4g}{deviation}"
+    return f"{number(sum(values) / len(values))}{deviation}"
 
 
 def _plain(found: Comparison) -> dict[str, Any]:

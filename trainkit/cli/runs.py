@@ -17,6 +17,8 @@ from trainkit.errors import DataError, TrainkitError, printable
 if TYPE_CHECKING:
     from trainkit.runs import Record
 
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
 
 def list_runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look, up to four levels deep.")] = Path(
@@ -24,10 +26,11 @@ def list_runs(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the runs in a directory: method, steps, state, the last evaluation, and the checks that found something.
+    """List the runs in a directory: method, steps, state, main metric, size, and the checks that found something.
 
-    running: a process holds its lock. done: its model is exported. stopped: it ended before. killed: its process has
-    ended and left the lock behind.
+    The metric is the reward of evaluations, or the first of their other metrics; of a run without evaluations, the
+    reward or the loss of training. The state is running if a process holds the lock of the run, done if its model is
+    exported, stopped if it ended before, and killed if its process has ended and left the lock behind.
     """
     from trainkit.runs import find_runs
 
@@ -44,11 +47,13 @@ def list_runs(
 
 def _row(run: Record, directory: Path) -> dict[str, Any]:
     """Return what is listed of a run; of one that cannot be read, why."""
+    from trainkit.runs.groups import main_metric
+
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
         total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
-        rewards = [value for name, value in run.evaluation.items() if name.startswith("eval/reward")]
-        finite = [value for value in rewards if isinstance(value, int | float) and math.isfinite(value)]
+        metric = main_metric(run.series)
+        finite = [value for value in run.series.get(metric or "", {}).values() if math.isfinite(value)]
         changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
         return row | {
             "method": run.method,
@@ -56,7 +61,9 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
             "step": run.step,
             "total_steps": total,
             "state": run.state,
-            "reward": next(iter(finite), None),
+            "metric": metric,
+            "value": finite[-1] if finite else None,
+            "bytes": sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file()),
             "health": sorted({str(each.get("check")) for each in run.findings}),
             "changed": f"{changed:%Y-%m-%d %H:%M}",
             "error": "",
@@ -66,7 +73,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    columns = ("run", "method", "seed", "steps", "state", "reward", "changed", "health")
+    columns = ("run", "method", "seed", "steps", "state", "metric", "last", "size", "changed", "health")
     table = [columns, *(_cells(row) for row in rows if not row["error"])]
     yield from aligned(table)
     for row in rows:
@@ -75,7 +82,11 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    from trainkit.report import number
+
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
-    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
-    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], reward, row["changed"])
-    return tuple(printable(str(cell)) for cell in (*found, ", ".join(row["health"]) or "-"))
+    last = "-" if row["value"] is None else number(row["value"])
+    unit, size = next((unit, size) for unit, size in UNITS if row["bytes"] >= size or unit == "kB")
+    found = (row["run"], row["method"], row["seed"], f"{row['step']}{total}", row["state"], row["metric"], last)
+    cells = (*found, f"{row['bytes'] / size:.1f} {unit}", row["changed"], ", ".join(row["health"]))
+    return tuple("-" if cell in (None, "") else printable(str(cell)) for cell in cells)

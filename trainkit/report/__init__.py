@@ -2,7 +2,7 @@
 
 from trainkit.report.charts import Bars, Line, histogram, horizontal_bars, line_chart, mean, parts_of, text_chart
 from trainkit.report.page import render
-from trainkit.report.tables import table
+from trainkit.report.tables import number, table
 
 __all__ = [
     "Bars",
@@ -11,6 +11,7 @@ __all__ = [
     "horizontal_bars",
     "line_chart",
     "mean",
+    "number",
     "parts_of",
     "render",
     "table",

@@ -12,11 +12,13 @@ from markupsafe import Markup, escape
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 WIDTH, HEIGHT = 480, 240
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 36
+LEFT, RIGHT, TOP, BOTTOM = 60, 20, 26, 40
 COLOURS = 6
-"""Series that look different: classes ``s0`` to ``s5`` of the style sheet."""
+"""Colours of series: classes ``s0`` to ``s5`` of the style sheet. Further series have them again, with other dashes."""
 FEW = 120
 """Points of a chart up to which each is marked, so that it can be read by pointing at it."""
+SLACK = 0.02
+"""Part of the distance of two ticks by which values may be beyond the last one."""
 LARGEST = 1e300
 """The largest value that is drawn."""
 WIDE = 1000.0
@@ -61,9 +63,20 @@ class Axis:
         start: the pixel of the least one.
         end: the pixel of the largest one.
         log: whether the scale may be logarithmic, which it is if all values are positive and far apart.
+        rounded: whether a linear scale begins and ends at a tick, so that its ends are named.
+        whole: whether ticks are whole numbers, as steps are.
     """
 
-    def __init__(self, values: Iterable[float], start: float, end: float, *, log: bool = False) -> None:
+    def __init__(
+        self,
+        values: Iterable[float],
+        start: float,
+        end: float,
+        *,
+        log: bool = False,
+        rounded: bool = False,
+        whole: bool = False,
+    ) -> None:
         known = list(values)
         low, high = (min(known), max(known)) if known else (0.0, 1.0)
         self.start, self.end = start, end
@@ -74,6 +87,12 @@ class Axis:
         if high - low <= max(scale * 1e-9, 1e-290):  # one value
             room = scale * 0.1 if scale > 1e-280 else 1.0
             low, high = low - room, high + room
+        self.step = _round_step((high - low) / 5)
+        if whole:
+            self.step = max(self.step, 1.0)
+        if rounded and not self.log:
+            low = math.floor(low / self.step + SLACK) * self.step
+            high = math.ceil(high / self.step - SLACK) * self.step
         self.low, self.high = low, high
 
     def __call__(self, value: float) -> float:
@@ -82,20 +101,34 @@ class Axis:
         return self.start + (self.end - self.start) * (shown - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Return up to about six round values."""
+        """Return up to about seven round values."""
         if self.log:
             every = max(1, math.ceil((self.high - self.low) / 6))
             return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1, every)]
-        rough = (self.high - self.low) / 5
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = unit * next(times for times in (1, 2, 5, 10) if times * unit >= rough * 0.999)
-        return [
-            float(f"{at * step:.12g}") for at in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
-        ]
+        first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
+        return [float(f"{at * self.step:.12g}") for at in range(first, last + 1)]
+
+    def name(self, tick: float) -> str:
+        """Return a tick as text, with as many digits as tell it from the next one."""
+        if self.log or not tick:
+            return short(tick)
+        return short(tick, max(4, 1 + math.floor(math.log10(abs(tick)) + 1e-9) - math.floor(math.log10(self.step))))
+
+
+def _round_step(rough: float) -> float:
+    """Return the least of 1, 2, 5 and 10 times a power of ten that is not below ``rough``."""
+    unit = 10.0 ** math.floor(math.log10(rough))
+    return unit * next(times for times in (1, 2, 5, 10) if times * unit >= rough * 0.999)
 
 
 def line_chart(
-    lines: Sequence[Line], *, title: str, x_label: str = "step", standalone: bool = False, x_log: bool = False
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_label: str = "step",
+    standalone: bool = False,
+    x_log: bool = False,
+    span: Sequence[float] = (),
 ) -> Markup:
     """Return a chart of lines.
 
@@ -105,15 +138,17 @@ def line_chart(
         x_label: what ``x`` is.
         standalone: whether to return a file of its own, with the style sheet and a legend.
         x_log: whether ``x`` may be logarithmic.
+        span: values of ``x`` that the axis has to have room for, beside those of the lines.
     """
-    x = Axis((at for line in lines for at in line.x if is_shown(at)), LEFT, WIDTH - RIGHT, log=x_log)
-    y = Axis((value for line in lines for value in line.finite()), HEIGHT - BOTTOM, TOP, log=True)
+    at = [*span, *(at for line in lines for at in line.x if is_shown(at))]
+    x = Axis(at, LEFT, WIDTH - RIGHT, log=x_log, whole=all(value == int(value) for value in at))
+    y = Axis((value for line in lines for value in line.finite()), HEIGHT - BOTTOM, TOP, log=True, rounded=True)
     label = f"{x_label}{' (logarithmic)' * x.log}"
     marked = sum(len(line.x) for line in lines) <= FEW
-    drawn = [_series(line, at % COLOURS, x, y, marked) for at, line in enumerate(lines)]
+    drawn = [_series(line, style_of(index), x, y, marked) for index, line in enumerate(lines)]
     legend = [_legend(lines)] if standalone and len(lines) > 1 else []
-    note = [_text(LEFT, TOP - 2, "logarithmic", "label")] if y.log else []
-    return _svg([*_axes(x, y, label), *drawn, *note, *legend], described(lines, title), standalone=standalone)
+    said = ", ".join([title] * standalone + ["logarithmic"] * y.log)
+    return _svg([*_axes(x, y, label, said), *drawn, *legend], described(lines, title), standalone=standalone)
 
 
 def described(lines: Sequence[Line], title: str) -> str:
@@ -123,50 +158,74 @@ def described(lines: Sequence[Line], title: str) -> str:
         known = [(at, value) for at, value in zip(line.x, line.y, strict=True) if is_shown(value)]
         if known:
             (first, before), (last, after) = known[0], known[-1]
-            told.append(f"{line.name}: {_short(before)} at {_short(first)}, {_short(after)} at {_short(last)}")
+            told.append(f"{line.name}: {short(before)} at {first:g}, {short(after)} at {last:g}")
         else:
             told.append(f"{line.name}: no finite value")
     return f"{title}. {'; '.join(told)}" if told else f"{title}. No values"
 
 
 def histogram(series: Sequence[Bars], *, title: str, bins: int = 20, x_label: str = "") -> Markup:
-    """Return a histogram of one or several series over the same bins, each as a share of its own values."""
+    """Return a histogram of one or several series over the same bins, each as a share of its own values.
+
+    The first series is filled, the others are outlines. Bins of whole numbers hold equally many of them.
+    """
     finite = [Bars(each.name, [value for value in each.values if is_shown(value)]) for each in series]
     everything = [value for each in finite for value in each.values]
-    low, high = (min(everything), max(everything)) if everything else (0.0, 1.0)
-    bins = bins if high - low > 1e-290 else 1
-    width = (high - low) / bins or 1.0
+    whole = all(value == int(value) for value in everything) and max(map(abs, everything), default=0) < 2**40
+    low, width, bins = _bins(everything, bins, whole)
     shares = [_shares(each.values, low, width, bins) for each in finite]
-    x = Axis((low, low + width * bins), LEFT, WIDTH - RIGHT)
-    y = Axis((0.0, max((share for each in shares for share in each), default=1.0) or 1.0), HEIGHT - BOTTOM, TOP)
+    x = Axis((low, low + width * bins), LEFT, WIDTH - RIGHT, whole=whole)
+    highest = max((share for each in shares for share in each), default=1.0)
+    y = Axis((0.0, highest or 1.0), HEIGHT - BOTTOM, TOP, rounded=True)
     drawn = [
-        _column(finite[at].name, share, (low + index * width, low + (index + 1) * width), at % COLOURS, x, y)
+        _column(finite[at].name, share, (low + index * width, low + (index + 1) * width), style_of(at), x, y, whole)
         for at, each in enumerate(shares)
         for index, share in enumerate(each)
         if share
     ]
     told = "; ".join(_moments(each) for each in finite)
-    return _svg([*_axes(x, y, x_label), *drawn], f"{title}. {told}" if told else title)
+    return _svg([*_axes(x, y, x_label, "share of samples"), *drawn], f"{title}. {told}" if told else title)
 
 
-def _column(name: str, share: float, bounds: tuple[float, float], colour: int, x: Axis, y: Axis) -> Markup:
+def _bins(values: Sequence[float], bins: int, whole: bool) -> tuple[float, float, int]:
+    """Return where the first bin begins, how wide bins are, and how many there are: at most ``bins``."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if whole:
+        width = math.ceil((high - low + 1) / bins)
+        return low - 0.5, width, math.ceil((high - low + 1) / width)
+    if high - low <= 1e-290:
+        return low - 0.5, 1.0, 1
+    return low, (high - low) / bins, bins
+
+
+def _column(name: str, share: float, bounds: tuple[float, float], style: str, x: Axis, y: Axis, whole: bool) -> Markup:
     """Return a bar of a histogram, which shows its share when it is pointed at."""
     left, right = map(x, bounds)
-    tip = f"{name}: {share:.0%} from {_short(bounds[0])} to {_short(bounds[1])}"
-    return _bar(left, y(share), right - left, HEIGHT - BOTTOM - y(share), colour, tip)
+    first, last = (bounds[0] + 0.5, bounds[1] - 0.5) if whole else bounds
+    where = f"at {short(first)}" if first == last else f"from {short(first)} to {short(last)}"
+    tip = f"{name}: {share:.0%} {where}"
+    return _bar(left, y(share), right - left, HEIGHT - BOTTOM - y(share), style, tip)
 
 
-def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, unit: str = "") -> Markup:
-    """Return a chart with a named bar for each value, from 0 on; negative values have none."""
-    height, known = 26, [value for value in bars.values if is_shown(value)]
-    x = Axis((0.0, max(known, default=1.0) or 1.0), 170, WIDTH - 90)
+def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, texts: Sequence[str] = ()) -> Markup:
+    """Return a chart with a named bar for each value, from 0 on; negative values have none.
+
+    Args:
+        bars: the values.
+        names: the name of each.
+        title: what the values are; told to screen readers, with all of them.
+        texts: what is said of each value; by default the value.
+    """
+    height, known = 28, [value for value in bars.values if is_shown(value)]
+    x = Axis((0.0, max(known, default=1.0) or 1.0), 170, WIDTH - 110)
+    texts = texts or list(map(short, bars.values))
     drawn = []
-    for at, (name, value) in enumerate(zip(names, bars.values, strict=True)):
+    for at, (name, value, text) in enumerate(zip(names, bars.values, texts, strict=True)):
         top, end = at * height + 4, x(max(value, 0.0)) if is_shown(value) else 170
-        drawn.append(_text(162, top + 14, name if len(name) < 25 else f"…{name[-23:]}", "label end"))
-        drawn.append(_bar(170, top, end - 170, height - 8, 0, f"{name}: {_short(value)}{unit}"))
-        drawn.append(_text(end + 6, top + 14, f"{_short(value)}{unit}", "label"))
-    told = "; ".join(f"{name}: {_short(value)}{unit}" for name, value in zip(names, bars.values, strict=True))
+        drawn.append(_text(162, top + 15, name if len(name) < 23 else f"…{name[-21:]}", "label end"))
+        drawn.append(_bar(170, top, end - 170, height - 8, style_of(0), f"{name}: {text}"))
+        drawn.append(_text(end + 6, top + 15, text, "label"))
+    told = "; ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
     return _svg(drawn, f"{title}. {told}", height=len(names) * height + 4)
 
 
@@ -194,65 +253,73 @@ def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: in
             if is_shown(at) and is_shown(value):
                 row, column = rows[round(y(value))], round(x(at))
                 row[column] = mark if row[column] in (" ", mark) else "*"
-    ends = {0: _short(y.high), height - 1: _short(y.low)}
+    ends = {0: short(y.high), height - 1: short(y.low)}
     for at, row in enumerate(rows):
         yield f"{ends.get(at, ''):>10} |{''.join(row).rstrip()}"
     yield f"{'':>10} +{'-' * width}"
-    yield f"{'':>12}{_short(x.low)}{_short(x.high):>{width - len(_short(x.low))}}"
+    yield f"{'':>12}{short(x.low)}{short(x.high):>{width - len(short(x.low))}}"
 
 
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
 def _svg(parts: Iterable[Markup], label: str, *, height: float = HEIGHT, standalone: bool = False) -> Markup:
-    style = Markup("<style>{}</style>").format(Markup(STYLE)) if standalone else Markup()
+    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'  # the colours follow the system, a page need not
+    style = Markup("<style>{}</style>{}").format(Markup(STYLE), Markup(paper)) if standalone else Markup()
     form = '<svg xmlns="{}" class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}</svg>'
     return Markup(form).format(NAMESPACE, WIDTH, height, label, style, Markup().join(parts))
+
+
+def style_of(at: int) -> str:
+    """Return the classes of the style sheet for a series, by its number."""
+    return f"s{at % COLOURS}{' again' * (at >= COLOURS)}"
 
 
 def _text(x: float, y: float, text: str, kind: str) -> Markup:
     return Markup('<text class="{}" x="{:.4g}" y="{:.4g}">{}</text>').format(kind, x, y, text)
 
 
-def _bar(x: float, y: float, width: float, height: float, colour: int, tip: str) -> Markup:
-    form = '<rect class="bar s{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
-    return Markup(form).format(colour, x, y, max(width, 0.5), height, tip)
+def _bar(x: float, y: float, width: float, height: float, style: str, tip: str) -> Markup:
+    form = '<rect class="bar {}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
+    return Markup(form).format(style, x, y, max(width, 0.5), height, tip)
 
 
-def _axes(x: Axis, y: Axis, x_label: str) -> Iterator[Markup]:
+def _axes(x: Axis, y: Axis, x_label: str, note: str = "") -> Iterator[Markup]:
     bottom = HEIGHT - BOTTOM
     for tick in y.ticks():
         at = y(tick)
         yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(LEFT, at, WIDTH - RIGHT)
-        yield _text(LEFT - 6, at + 4, _short(tick), "label end")
+        yield _text(LEFT - 6, at + 4, y.name(tick), "label end")
     for tick in x.ticks():
         yield Markup('<path class="axis" d="M{:.1f} {}v4"/>').format(x(tick), bottom)
-        yield _text(x(tick), bottom + 17, _short(tick), "label middle")
+        yield _text(x(tick), bottom + 18, x.name(tick), "label middle")
     yield Markup('<path class="axis" d="M{} {}H{}"/>').format(LEFT, bottom, WIDTH - RIGHT)
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, "label middle")
+    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x_label, "label middle")
+    if note:
+        yield _text(4, 12, note, "label")
 
 
-def _series(line: Line, colour: int, x: Axis, y: Axis, marked: bool) -> Markup:
+def _series(line: Line, style: str, x: Axis, y: Axis, marked: bool) -> Markup:
     parts = []
     if line.low:
         for start, end in _runs(line.x, line.low, line.high):
             there = [f"{x(line.x[at]):.1f} {y(line.high[at]):.1f}" for at in range(start, end)]
             back = [f"{x(line.x[at]):.1f} {y(line.low[at]):.1f}" for at in reversed(range(start, end))]
-            parts.append(Markup('<path class="band s{}" d="M{}Z"/>').format(colour, "L".join([*there, *back])))
+            parts.append(Markup('<path class="band {}" d="M{}Z"/>').format(style, "L".join([*there, *back])))
     kind = "line" if marked else "line dense"
     for start, end in _runs(line.x, line.y):
         points = "L".join(f"{x(line.x[at]):.1f} {y(line.y[at]):.1f}" for at in range(start, end))
         if end - start > 1:
-            form = '<path class="{} s{}" d="M{}"><title>{}</title></path>'
-            parts.append(Markup(form).format(kind, colour, points, line.name))
+            form = '<path class="{} {}" d="M{}"><title>{}</title></path>'
+            parts.append(Markup(form).format(kind, style, points, line.name))
         if marked or end - start == 1:
-            parts += [_point(line, at, colour, x, y) for at in range(start, end)]
+            parts += [_point(line, at, style, x, y) for at in range(start, end)]
     return Markup().join(parts)
 
 
-def _point(line: Line, at: int, colour: int, x: Axis, y: Axis) -> Markup:
-    form = '<circle class="point s{}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}, {}: {}</title></circle>'
-    return Markup(form).format(colour, x(line.x[at]), y(line.y[at]), line.name, f"{line.x[at]:g}", f"{line.y[at]:.4g}")
+def _point(line: Line, at: int, style: str, x: Axis, y: Axis) -> Markup:
+    form = '<circle class="point {}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}, {}: {}</title></circle>'
+    return Markup(form).format(style, x(line.x[at]), y(line.y[at]), line.name, f"{line.x[at]:g}", short(line.y[at]))
 
 
 def _runs(*series: Sequence[float]) -> Iterator[tuple[int, int]]:
@@ -271,8 +338,8 @@ def _runs(*series: Sequence[float]) -> Iterator[tuple[int, int]]:
 
 def _legend(lines: Sequence[Line]) -> Markup:
     rows = [
-        Markup('<path class="line s{}" d="M{} {}h18"/>{}').format(
-            at % COLOURS, LEFT + 8, TOP + 10 + 16 * at, _text(LEFT + 32, TOP + 14 + 16 * at, line.name, "label")
+        Markup('<path class="line {}" d="M{} {}h18"/>{}').format(
+            style_of(at), LEFT + 8, TOP + 10 + 16 * at, _text(LEFT + 32, TOP + 14 + 16 * at, line.name, "label")
         )
         for at, line in enumerate(lines)
     ]
@@ -290,22 +357,22 @@ def _moments(bars: Bars) -> str:
     if not bars.values:
         return f"{bars.name}: no finite value"
     middle = sorted(bars.values)[len(bars.values) // 2]
-    return f"{bars.name}: {len(bars.values)} values, median {_short(middle)}"
+    return f"{bars.name}: {len(bars.values)} values, median {short(middle)}"
 
 
-def _short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     """Return a number in few characters: 12k, 3.4e-05."""
-    if 10_000 <= abs(value) < 1e6 and value % 100 == 0:
-        return f"{value / 1000:g}k"
-    if 1e6 <= abs(value) < 1e9 and value % 1e5 == 0:
-        return f"{value / 1e6:g}M"
-    return f"{value:.4g}"
+    for least, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if least <= abs(value) < 1e13:
+            return f"{value / size:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
-def legend(names: Sequence[str]) -> Markup:
+def legend(names: Sequence[str], *, bars: bool = False) -> Markup:
     """Return the legend of charts on a page, as a list whose items have the colours of the series."""
-    form = (
-        '<li><svg class="key" viewBox="0 0 30 10" aria-hidden="true"><path class="line s{}" d="M0 5h30"/></svg>{}</li>'
+    drawn = (
+        '<rect class="bar {}" x="1" y="1" width="28" height="8"/>' if bars else '<path class="line {}" d="M0 5h30"/>'
     )
-    items = [Markup(form).format(at % COLOURS, escape(name)) for at, name in enumerate(names)]
+    form = '<li><svg class="key" viewBox="0 0 30 10" aria-hidden="true">' + drawn + "</svg>{}</li>"
+    items = [Markup(form).format(style_of(at), escape(name)) for at, name in enumerate(names)]
     return Markup('<ul class="legend">{}</ul>').format(Markup().join(items))

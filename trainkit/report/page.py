@@ -1,8 +1,10 @@
-"""Pages from templates. Everything that is put into them is escaped."""
+"""Pages from templates. Everything that is put into them is escaped, and has no control characters."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,9 @@ def render(template: str, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: the template uses a value that is not given.
     """
-    return _environment().get_template(template).render(**values)
+    written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    page = _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
+    return "".join(character if character.isprintable() or character == "\n" else " " for character in page)
 
 
 @lru_cache(1)

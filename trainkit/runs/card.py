@@ -130,7 +130,7 @@ def _evaluation(trainer: Trainer) -> str:
     at, found = trainer.progress.evaluated, trainer.progress.evaluation
     numbers = {
         name.removeprefix("eval/"): f"{value:.4g}"
-        for name, value in sorted(found.items())
+        for name, value in sorted(found.items(), key=lambda item: (item[0] != main_metric(sorted(found)), item[0]))
         if not name.startswith("eval/time")
     }
     return _table(f"## The last evaluation, after step {at}", numbers) if numbers else ""

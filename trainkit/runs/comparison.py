@@ -14,6 +14,8 @@ from trainkit.runs.record import Record
 
 LEVEL = 0.05
 """The error of the first kind of the test, and one minus the level of its interval."""
+FEW = 5
+"""Seeds from which on a paired test shows more than large differences."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,14 @@ class Paired:
 
     @property
     def p(self) -> float:
-        """The probability of a mean at least this far from 0 if the differences are normal with mean 0."""
+        """The probability of a mean at least this far from 0 if the differences are normal with mean 0.
+
+        NaN if all differences are the same, except 0: they say nothing about the spread over seeds.
+        """
         if len(self.differences) < 2:
             return math.nan
-        if self.error == 0:
-            return 1.0 if self.mean == 0 else 0.0
+        if self.error <= abs(self.mean) * 1e-9:  # but for rounding, they are equal
+            return 1.0 if self.mean == 0 else math.nan
         return 1 - within(self.mean / self.error, len(self.differences) - 1)
 
     @property
@@ -98,6 +103,16 @@ class Comparison:
         common = [name for name in self.first.metrics if name in self.second.metrics and "time" not in name]
         return sorted(common, key=lambda name: (name != self.metric, not name.startswith("eval/"), name))
 
+    @property
+    def evaluated(self) -> list[str]:
+        """Those of `metrics` that are of evaluations."""
+        return [name for name in self.metrics if name.startswith("eval/")]
+
+    @property
+    def others(self) -> list[str]:
+        """Those of `metrics` that are of training."""
+        return [name for name in self.metrics if not name.startswith("eval/")]
+
     def paired(self, metric: str) -> Paired:
         """Return the differences of the final values over the seeds that both have."""
         before, after = self.first.final(metric), self.second.final(metric)
@@ -114,6 +129,11 @@ class Comparison:
             return (
                 f"No verdict: {a} and {b} have one seed in common, so the spread over seeds is not known "
                 f"({self.metric} differs by {test.mean:+.4g}); run both with more seeds"
+            )
+        if math.isnan(test.p):
+            return (
+                f"No verdict: {self.metric} of {b} differs from that of {a} by {test.mean:+.4g} with each of {count} "
+                "seeds, so the spread over seeds is not known; run both with more seeds"
             )
         low, high = test.interval
         told = (
@@ -135,6 +155,9 @@ class Comparison:
         steps = {max(run.step for run in group.runs) for group in (self.first, self.second)}
         if len(steps) > 1:
             yield f"The numbers of steps differ: {' and '.join(map(str, sorted(steps)))}."
+        count = len(self.paired(self.metric).differences)
+        if 1 < count < FEW:
+            yield f"The test assumes normal differences; with {count} seeds it can only show large ones."
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], metric: str | None = None) -> Comparison:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from trainkit.errors import DataError, printable
 from trainkit.plugins import hookimpl
+from trainkit.runs.groups import main_metric
 from trainkit.runs.record import read_lines
 
 if TYPE_CHECKING:
@@ -160,9 +161,10 @@ class Console:
     # --------------------------------------------------------------------------------------------------- history
 
     def _remember(self, step: int, metrics: dict[str, float]) -> None:
-        named = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        if found := {name: value for name, value in named.items() if not name.startswith("time")}:
-            self._evaluations[step] = found
+        names = [name for name in metrics if name.startswith("eval/") and not name.startswith("eval/time")]
+        if names:
+            names.sort(key=main_metric(names).__ne__)  # first: a narrow terminal cuts off the others
+            self._evaluations[step] = {name.removeprefix("eval/"): metrics[name] for name in names}
 
     def _history(self) -> Iterator[str]:
         """Yield the lines of a table of the evaluations, a row each; evenly thinned out if there are many."""
@@ -252,7 +254,7 @@ class Console:
 
     def _table(self) -> Panel:
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(style="dim", no_wrap=True, min_width=len("evaluation"))
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_row("progress", self._progress())
         rows = [*self._values(), ("pace", "  ".join(self._pace_fields()).strip())]

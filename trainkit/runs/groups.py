@@ -115,9 +115,8 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
     found: dict[Path, Record] = {}
     for place in places:
         if not place.is_dir():
-            raise DataError(
-                f"there is no directory {str(place)!r}; give the directory of a run, or one that holds runs"
-            )
+            what = f"{str(place)!r} is a file" if place.is_file() else f"there is no directory {str(place)!r}"
+            raise DataError(f"{what}; give the directory of a run, or one that holds runs")
         runs = list(find_runs(place))
         if not runs:
             raise DataError(f"{str(place)!r} is no run and holds none; the directory of a run has a config.yaml")

@@ -11,6 +11,9 @@ from trainkit.runs import symptoms
 from trainkit.runs.record import Record
 from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
 
+CHECKS = sorted(check.__name__ for check in (symptoms.off_policy, *symptoms.OF_TRAINING, *symptoms.OF_EVALUATION))
+"""The names of all checks."""
+
 
 class Health:
     """Watches the metrics of a run. A check that has found something is not repeated, also not after resuming.

@@ -137,7 +137,7 @@ def overview(trainer: Trainer) -> Markup:
 
 def _figure(name: str, svg: str) -> Markup:
     form = (
-        '<figure style="display:inline-block;margin:4px"><figcaption>{}</figcaption><img alt="{}" width="480" '
-        'style="color-scheme:light dark;background:Canvas" src="data:image/svg+xml;base64,{}"></figure>'
+        '<figure style="display:inline-block;margin:4px"><img alt="{}" width="480" '
+        'src="data:image/svg+xml;base64,{}"></figure>'
     )
-    return Markup(form).format(name, name, base64.b64encode(svg.encode()).decode())
+    return Markup(form).format(name, base64.b64encode(svg.encode()).decode())

@@ -8,15 +8,16 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from markupsafe import Markup, escape
 
 from trainkit.errors import DataError, printable
-from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, render
+from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, mean, number, render
 from trainkit.runs.comparison import Comparison
-from trainkit.runs.groups import Group, differing, grouped, main_metric, spread
-from trainkit.runs.health import found_in
+from trainkit.runs.groups import Group, differing, grouped, main_metric, name_of, spread
+from trainkit.runs.health import CHECKS, found_in
 from trainkit.runs.provenance import said
 from trainkit.runs.record import Record
 
@@ -28,16 +29,22 @@ GROUPS, EVALUATIONS = 12, 25
 """Groups of runs, and rows of a table of evaluations at most."""
 FIRST = ("eval", "reward", "loss", "policy")
 """The groups of metrics that come first."""
+NOT_SET = "(not set)"
+WHOLE = ("collect", "update", "evaluation")
+"""The phases of a run. Others, such as `reward`, are parts of ``collect``."""
+NAMED = 4
+"""Groups that the heading names at most."""
 MEASURED = 6
 """Measures of samples at most whose distribution is shown."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its caption, and what is said below it."""
+    """A chart with its caption; how its values go; and what is wrong with them."""
 
     name: str
     svg: Markup
+    change: str = ""
     note: str = ""
 
 
@@ -60,12 +67,17 @@ def report(runs: Sequence[Record], title: str | None = None, comparison: Compari
             f"{len(groups)} runs with different configurations are given, and a report shows at most {GROUPS}; "
             "name fewer (runs that differ by their seed alone count as one)"
         )
-    title = title or ", ".join(group.name for group in groups)
+    title = title or _title(groups)
     for detail in DETAIL:
         page = _page(groups, printable(title), comparison, *detail)
         if len(page.encode()) <= LARGEST:
             break
     return page
+
+
+def _title(groups: Sequence[Group]) -> str:
+    names = [group.name for group in groups]
+    return ", ".join(names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more"])
 
 
 def _page(
@@ -78,55 +90,81 @@ def _page(
     most: int,
 ) -> str:
     charts, left_out = curves(groups, points, most)
+    everything = [run.path for group in groups for run in group.runs]
+    runs = [(name_of([run], everything), run) for group in groups for run in group.runs]
     facts: dict[str, Any] = {
         "comparison": comparison,
-        "runs": [_facts(run, group) for group in groups for run in group.runs],
+        "runs": [_facts(name, run) for name, run in runs],
         "differences": _differences(groups),
         "charts": charts,
         "left_out": left_out,
         "evaluations": [_evaluations(group) for group in groups],
         "samples": [_samples(group, samples, characters) for group in groups],
         "distributions": [_distributions(group) for group in groups],
-        "findings": [(run.path.name, found_in(run)) for group in groups for run in group.runs],
+        "findings": [(name, found_in(run)) for name, run in runs],
         "timing": [_timing(group) for group in groups],
+        "long": any(len(run.series[name]) > points for group in groups for run in group.runs for name in run.series),
         "configs": [(group, config_lines(group.runs[0])) for group in groups],
-        "starts": [(run.path.name, run.starts) for group in groups for run in group.runs],
+        "starts": _starts(runs),
+        "unknown": [name for name, run in runs if not run.starts],
     }
-    return render("run.html", title=title, groups=groups, said=said, number=number, shown=shown, **facts)
+    helpers = {
+        "number": number,
+        "shown": shown,
+        "moment": moment,
+        "known": known,
+        "cell": cell,
+        "checks": CHECKS,
+    }
+    return render("run.html", title=title, groups=groups, **helpers, **facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- facts
 
 
-def _facts(run: Record, group: Group) -> dict[str, Any]:
+def _facts(name: str, run: Record) -> dict[str, Any]:
     """Return the row of a run in the first table."""
     metric = main_metric(run.series)
-    values = list(run.series[metric].values()) if metric else []
+    values = list(run.series[metric].values()) if metric else [math.nan]
     total = run.setting("train", "total_steps")
     return {
-        "group": group.name,
-        "run": "/".join(run.path.resolve().parts[-2:]),
+        "run": name,
         "method": run.method,
         "seed": run.setting("train", "seed"),
-        "steps": f"{run.step}{'' if total is None else f' of {total}'}",
+        "steps": f"{run.step:,}{f' of {total:,}' if isinstance(total, int) else ''}",
         "state": run.state,
-        "metric": metric or "",
-        "value": number(values[-1]) if values else "no metrics yet",
+        "begun": moment(run.starts[0].get("time")) if run.starts else "",
+        "time": lasted(sum(phases(run)[name] for name in WHOLE)),
+        "metric": metric or "no metrics yet",
+        "first": number(values[0]) if metric else "",
+        "value": number(values[-1]) if metric else "",
         "found": len(found_in(run)),
     }
+
+
+def _starts(runs: Iterable[tuple[str, Record]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the starts of the runs, each with the run's name, by the versions they were made with."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, run in runs:
+        for start in run.starts:
+            made = [f"{maker['name']}: {said(maker)}" for maker in start.get("makers") or []]
+            libraries = [f"{library} {version}" for library, version in (start.get("versions") or {}).items()]
+            found.setdefault("; ".join([*made, ", ".join(libraries)]), []).append((name, start))
+    return found
 
 
 def _differences(groups: Sequence[Group]) -> list[tuple[str, list[Any]]]:
     """Return the settings in which the groups differ, with the value in each."""
     first = groups[0].runs[0]
     paths = dict.fromkeys(path for group in groups[1:] for path, *_ in differing(first, group.runs[0]))
-    return [(path, [_setting(group.runs[0], path) for group in groups]) for path in paths]
+    rows = [(path, [_setting(group.runs[0], path) for group in groups]) for path in paths]
+    return sorted(rows, key=lambda row: NOT_SET in row[1])
 
 
 def _setting(run: Record, path: str) -> Any:
     value: Any = run.config
     for name in path.split("."):
-        value = value.get(name, "(not set)") if isinstance(value, dict) else "(not set)"
+        value = value.get(name, NOT_SET) if isinstance(value, dict) else NOT_SET
     return value
 
 
@@ -136,12 +174,22 @@ def curves(groups: Sequence[Group], points: int, most: int) -> tuple[dict[str, l
     best = main_metric(names)
     ordered = sorted(dict.fromkeys(names), key=lambda name: (name != best, *_rank(name)))
     charts: dict[str, list[Chart]] = {}
+    series = [each for group in groups for run in group.runs for each in run.series.values()]
+    span = [step for each in series for step in (next(iter(each)), next(reversed(each)))]
     for name in ordered[:most]:
         lines = [group.line(name, points) or Line(group.name, [], []) for group in groups]
         lost = sum(group.not_finite(name) for group in groups)
         note = f"{lost} value{'s are' if lost > 1 else ' is'} not finite" if lost else ""
-        charts.setdefault(name.partition("/")[0], []).append(Chart(name, line_chart(lines, title=name), note))
+        drawn = Chart(name, line_chart(lines, title=name, span=span), _change(groups, name), note)
+        charts.setdefault(name.partition("/")[0], []).append(drawn)
     return charts, ordered[most:]
+
+
+def _change(groups: Sequence[Group], name: str) -> str:
+    """Return the first and the last value of a metric, if there is one run."""
+    runs = [run for group in groups for run in group.runs]
+    known = list(filter(math.isfinite, runs[0].series.get(name, {}).values())) if len(runs) == 1 else []
+    return f"{number(known[0])} → {number(known[-1])}" if len(known) > 1 else ""
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -149,9 +197,15 @@ def _rank(name: str) -> tuple[int, str]:
     return (FIRST.index(part) if part in FIRST else len(FIRST), part)
 
 
+def known(value: float, digits: int = 4) -> str:
+    """Return a number as text; empty if it is NaN."""
+    return "" if math.isnan(value) else f"{value:.{digits}g}"
+
+
 def _evaluations(group: Group) -> dict[str, Any]:
     """Return the table of evaluations: a row per step, the mean over the seeds and their deviation in each cell."""
     names = [name for name in group.metrics if name.startswith("eval/") and not name.startswith("eval/time")]
+    names.sort(key=main_metric(names).__ne__)
     steps = sorted({step for run in group.runs for name in names for step in run.series.get(name, {})})
     if len(steps) > EVALUATIONS:
         kept = [steps[at * (len(steps) - 1) // (EVALUATIONS - 1)] for at in range(EVALUATIONS)]
@@ -159,28 +213,56 @@ def _evaluations(group: Group) -> dict[str, Any]:
         kept = steps
     rows = []
     for step in kept:
-        cells = [[run.series.get(name, {}).get(step) for run in group.runs] for name in names]
-        rows.append((step, [_cell([value for value in cell if value is not None]) for cell in cells]))
+        found = [[run.series.get(name, {}).get(step) for run in group.runs] for name in names]
+        rows.append((step, [cell([value for value in values if value is not None]) for values in found]))
     return {"group": group.name, "names": names, "rows": rows, "all": len(steps)}
 
 
-def _cell(values: Sequence[float]) -> str:
+def cell(values: Sequence[float]) -> str:
+    """Return the mean of values, and their deviation if there are several."""
     if not values:
         return ""
     deviation = f" ± {spread(values):.2g}" if len(values) > 1 else ""
     return f"{number(sum(values) / len(values))}{deviation}"
 
 
-def _timing(group: Group) -> dict[str, Any]:
-    """Return the seconds of each phase, over all steps and evaluations, as the mean over the seeds."""
-    totals: dict[str, float] = {}
-    for name in group.metrics:
+def phases(run: Record) -> dict[str, float]:
+    """Return the seconds of each phase of a run, over all steps and evaluations; parts of ``collect`` follow it."""
+    found = dict.fromkeys(WHOLE, 0.0)
+    for name, values in run.series.items():
         if name.startswith(("time/", "eval/time")):
-            sums = [sum(filter(math.isfinite, run.series.get(name, {}).values())) for run in group.runs]
             phase = "evaluation" if name.startswith("eval/time") else name.removeprefix("time/")
-            totals[phase] = totals.get(phase, 0.0) + sum(sums) / len(sums)
-    chart = horizontal_bars(Bars("seconds", list(totals.values())), list(totals), title="Seconds by phase", unit=" s")
-    return {"group": group.name, "phases": totals, "svg": chart}
+            found[phase] = found.get(phase, 0.0) + sum(filter(math.isfinite, values.values()))
+    parts = [name for name in found if name not in WHOLE]
+    return {name: found[name] for name in (WHOLE[0], *parts, *WHOLE[1:])}
+
+
+def _timing(group: Group) -> dict[str, Any]:
+    """Return a chart of the time of each phase, as the mean over the seeds, with its share of the whole."""
+    known = [phases(run) for run in group.runs]
+    totals = {name: mean(each[name] for each in known if name in each) for part in known for name in part}
+    whole = sum(totals[name] for name in WHOLE)
+    totals = {name: seconds for name, seconds in totals.items() if seconds}
+    texts = [f"{lasted(seconds)} ({seconds / whole:.0%})" for seconds in totals.values()] if whole else ()
+    names = [name if name in WHOLE else f"– {name}" for name in totals]
+    chart = horizontal_bars(Bars("seconds", list(totals.values())), names, title="Time by phase", texts=texts)
+    return {"group": group.name, "whole": lasted(whole) if whole else "", "svg": chart}
+
+
+def lasted(seconds: float) -> str:
+    """Return a time as text: 0.52 s, 12.3 min, 4.5 h."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def moment(time: Any) -> str:
+    """Return a time of the ISO format as people write it, in UTC; any other text as it is."""
+    try:
+        return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    except (TypeError, ValueError):
+        return shown(time)
 
 
 def config_lines(run: Record) -> list[tuple[str, str]]:
@@ -211,7 +293,17 @@ def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
         for was in [before.get(key)]
     ]
     steps = [part[0].get("step") if part else None for part in (first, last)]
-    return {"group": group.name, "rows": rows, "all": len(last), "first": steps[0], "last": steps[1]}
+    seed = group.seeds[0] if len(group.runs) > 1 else None
+    ranked = len(last) > most and all(map(_is_rewarded, last))
+    return {
+        "group": group.name,
+        "rows": rows,
+        "all": len(last),
+        "first": steps[0],
+        "last": steps[1],
+        "ranked": ranked,
+        "seed": seed,
+    }
 
 
 def _numbered(samples: Iterable[dict[str, Any]]) -> Iterable[tuple[tuple[str, int], dict[str, Any]]]:
@@ -225,10 +317,14 @@ def _numbered(samples: Iterable[dict[str, Any]]) -> Iterable[tuple[tuple[str, in
 
 def chosen(samples: list[Any], most: int) -> list[Any]:
     """Return at most ``most`` samples: those with the highest and lowest rewards, or the first without rewards."""
-    if len(samples) <= most or not all(isinstance(sample.get("reward"), int | float) for _, sample in samples):
+    if len(samples) <= most or not all(_is_rewarded(sample) for _, sample in samples):
         return samples[:most]
     ranked = sorted(samples, key=lambda pair: -pair[1]["reward"])
     return [*ranked[: most - most // 2], *ranked[-(most // 2) :]]
+
+
+def _is_rewarded(sample: dict[str, Any]) -> bool:
+    return _is_number(sample.get("reward"))
 
 
 def measures(sample: dict[str, Any]) -> dict[str, str]:
@@ -283,8 +379,3 @@ def _distributions(group: Group) -> dict[str, Any]:
         "charts": charts,
         "names": ["last evaluation", *(["first evaluation"] if first else [])],
     }
-
-
-def number(value: float) -> str:
-    """Return a number with four digits."""
-    return f"{value:.4g}"

@@ -61,6 +61,8 @@ class Collection:
     """Counts of its responses by the position of their row."""
     seconds: list[float] = field(default_factory=list)
     """How long each call of the reward function took in this process."""
+    playing: float = 0.0
+    """How long its environments took in this process."""
     dropped: int = 0
     """Its responses in this process without a usable score."""
     records: m.Metrics = field(default_factory=dict)

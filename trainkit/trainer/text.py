@@ -465,14 +465,8 @@ class TextTrainer(AcceleratedLoop[M]):
         self._rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
         if rollouts.turns is not None and rollouts.failed is not None:
             turns = torch.tensor([float(len(turns)) for turns in rollouts.turns])
-            seconds = torch.tensor(self.player.seconds, dtype=torch.float64)
-            self.record(
-                {
-                    "environment/turns": m.Mean.of(turns),
-                    "environment/failures": m.Mean.of(rollouts.failed),
-                    "time/environment": m.Mean.of(seconds),
-                }
-            )
+            self._sampling.playing += self.player.seconds
+            self.record({"environment/turns": m.Mean.of(turns), "environment/failures": m.Mean.of(rollouts.failed)})
         return rollouts
 
     def _begin_sampling(self, parts: list[list[Row]]) -> None:
@@ -581,8 +575,11 @@ class TextTrainer(AcceleratedLoop[M]):
         """Fill the store with one collection; log a warning if all of its episodes failed."""
         super().fill_store()
         if self.reward_fn is not None:
-            self.record({"time/reward": m.Mean.of(torch.tensor(self._collection.seconds, dtype=torch.float64))})
-        if self.environment is None or self.config.environment.on_error == "raise":
+            self.record({"time/reward": m.Mean.of(torch.tensor(sum(self._collection.seconds), dtype=torch.float64))})
+        if self.environment is None:
+            return
+        self.record({"time/environment": m.Mean.of(torch.tensor(self._collection.playing, dtype=torch.float64))})
+        if self.config.environment.on_error == "raise":
             return
         failures = [turns[-1]["error"] for part in self._rollouts for turns in part.turns or [] if "error" in turns[-1]]
         mine = [(len(failures), sum(len(part) for part in self._rollouts), failures[:1])]

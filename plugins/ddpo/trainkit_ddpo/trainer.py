@@ -266,7 +266,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
         """Wait for the rewards, compute advantages, and return the images as (image, step) rows."""
         scores = [promised() for promised in self._promised]
         self._promised = []
-        self.record({"time/reward": Mean.of(torch.tensor(self.reward_caller.seconds, dtype=torch.float64))})
+        self.record({"time/reward": Mean.of(torch.tensor(sum(self.reward_caller.seconds), dtype=torch.float64))})
         self._rollouts = [replace(part, scores=own) for part, own in zip(self._rollouts, scores, strict=True)]
         rewards = torch.cat(scores)
         self.record({"reward/mean": Mean.of(rewards), "reward/std": Std.of(rewards)})
