@@ -181,13 +181,13 @@ def test_there_are_fifty_mistakes() -> None:
     [
         ("", "it is empty"),
         ("- method: ppo", "should hold a mapping of sections, such as `method: ppo`; it holds"),
-        ("method:\n\tname: ppo", "in line 2, column 1; YAML is indented with spaces, not with tabs"),
+        ("method:\n\tname: ppo", "(run.yaml:2, column 1); YAML is indented with spaces, not with tabs"),
     ],
 )
 def test_files_that_are_no_configuration_are_told(text: str, words: str, at: Path) -> None:
     (at / "run.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        read_config(at / "run.yaml")
+        read_config(Path("run.yaml"))
     assert words in str(error.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
@@ -112,13 +113,15 @@ def printable(text: str) -> str:
 def suggest(name: str, choices: Iterable[object]) -> str:
     """Return ``"; did you mean 'x'?"`` for the choice nearest to ``name``, or an empty string.
 
-    The case of letters makes no difference. Without a near choice it is the only one that has ``name`` among its words.
+    The case of letters makes no difference. Without a near choice it is the only one that has ``name`` among its words,
+    or that is a word of ``name``.
     """
     from difflib import get_close_matches
 
     known = {choice.lower(): choice for choice in map(str, choices)}
     near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    within = [choice for choice in known if name.lower() in choice.split("_")]
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    within = [choice for choice in known if name.lower() in choice.split("_") or choice in words]
     found = near or (within if len(within) == 1 else [])
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 

@@ -60,7 +60,7 @@ def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    data, lines = _parse(text, str(path))
+    data, lines = _parse(text, str(path), path)
     if not isinstance(data, dict):
         held = "is empty" if data is None else f"holds {describe(data)}"
         raise ConfigError(f"{path} should hold a mapping of sections, such as `method: ppo`; it {held}")
@@ -81,7 +81,7 @@ def parse_yaml(text: str, source: str = "the text") -> Any:
     return _parse(text, source)[0]
 
 
-def _parse(text: str, source: str) -> tuple[Any, dict[Key, int]]:
+def _parse(text: str, source: str, file: Path | None = None) -> tuple[Any, dict[Key, int]]:
     try:
         if len(text) > BYTES:
             raise yaml.YAMLError(f"it is longer than {BYTES} characters")
@@ -90,15 +90,31 @@ def _parse(text: str, source: str) -> tuple[Any, dict[Key, int]]:
         return (None, {}) if node is None else (loader.construct_document(node), _lines(node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        line, column = (0, 0) if mark is None else (mark.line + 1, mark.column + 1)
+        place = f" ({file}:{line}, column {column})" if file else f" in line {line}, column {column}"
+        place *= mark is not None
         told = ", ".join(filter(None, (error.context, error.problem)))
-        place += "; YAML is indented with spaces, not with tabs" * ("'\\t'" in told)
+        place += next((f"; {todo}" for words, todo in _REMEDIES.items() if words in told), "")
         fault = "has a variable that cannot be used" if isinstance(error, _VariableError) else "is not valid YAML"
         raise ConfigError(f"{source} {fault}: {told[:300]}{place}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, for !!int x and the like
         raise ConfigError(f"{source} is not valid YAML: a date, a character or a tagged value is impossible") from None
+
+
+_REMEDIES = {
+    "'\\t'": "YAML is indented with spaces, not with tabs",
+    "cannot start any token": "put text that begins with this character in quotes",
+    "undefined alias": "put text that begins with * in quotes",
+    "mapping values are not allowed": "indent the line as the one before it, and put text with a colon in quotes",
+    "could not find expected ':'": "write a colon after the key of the line before",
+    "expected <block end>": "indent the line as those above it that it belongs with",
+    "<stream end>": "a bracket or quote is not closed",
+    "expected a single document": "remove the line ---; a file is one configuration",
+    "expected '<document start>'": "YAML is written as key: value",
+}
+"""What to do, by words of PyYAML's messages."""
 
 
 def _lines(node: yaml.Node, key: Key = ()) -> dict[Key, int]:
@@ -182,14 +198,16 @@ class _Loader(yaml.SafeLoader):
             node.tag = self.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _refusal("a key should be text", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
+            if key is None or isinstance(key, bool):
+                raise _refusal(f"the key stands for {key} in YAML; put it in quotes", key_node.start_mark)
             if key in seen:
-                raise _refusal(f"the key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+                raise _refusal(f"the key {key!r} is given twice, first in line {seen[key]}", key_node.start_mark)
+            seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +12,21 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from trainkit.config.entries import given_entry, settings_class
-from trainkit.config.names import dotted
-from trainkit.config.places import PYTHON, Places, nearest_place, place_of
+from trainkit.config.names import dotted, near_value, note
+from trainkit.config.places import PYTHON, Places, nearest_place, place_of, value_at
 from trainkit.errors import describe, suggest
 from trainkit.plain import Key
-from trainkit.plugins.registry import PARTS, get_part
+from trainkit.plugins.registry import PARTS, available_trainers, get_part
 from trainkit.security import MASK, is_secret
 
+FIRST = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "optimizer": "name",
+    "scheduler": "name",
+    "peft_config": "peft_type",
+}
+"""The setting that is meant by a text alone in place of a section."""
 SHOWN, WIDTH = 20, 2000
 """How many faults an error message has, and how long each may be; a configuration may be somebody else's."""
 
@@ -50,45 +59,92 @@ def report(faults: list[Fault], places: Places) -> str:
 def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
     """Return the faults that the validation of ``data`` has found."""
     found: list[Fault] = []
+    listed: set[Key] = set()  # the sections whose fields a message has listed
     for each in error.errors():
         loc = each["loc"]
+        key = tuple(map(str, loc))
         if len(found) >= SHOWN:  # counted, not shown
-            found.append(Fault(tuple(map(str, loc)), each["msg"]))
+            found.append(Fault(key, each["msg"]))
             continue
-        given = describe(MASK if any(map(is_secret, loc)) else each["input"])
-        message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if each["type"] == "extra_forbidden":
             known = _fields_at(loc[:-1], data)
-            near = _near(tuple(map(str, loc)), known, data)
-            message = f"unknown field{near} (given {given}; known: {', '.join(known)})"
+            again = key[:-1] in listed
+            listed.add(key[:-1])
+            allowed = "as above" if again else ", ".join(known)
+            message = f"unknown field{_near(key, known, data)} (given {_given(each)}; known: {allowed})"
         elif each["type"] == "missing":
             message = "required, not given"
-        elif each["type"] in ("literal_error", "enum"):
-            choices = re.findall(r"'([^']*)'", str(each.get("ctx", {}).get("expected", "")))
-            message = f"{message}{suggest(str(each['input']), choices)} (given {given})"
-        elif each["type"] == "list_type":
-            written = (
-                f"; write [{each['input']}]" if isinstance(each["input"], str) and each["input"].isidentifier() else ""
-            )
-            message = f"should be a list{written} (given {given})"
-        elif each["type"] in ("model_type", "dict_type") and isinstance(each["input"], str | int | float | list):
-            message = f"should be a mapping, with a setting and its value in each line (given {given})"
+            if key == ("method",):
+                message += f"; name an algorithm: {', '.join(available_trainers())}"
         else:
-            message = f"{message} (given {given})"
-        found.append(Fault(tuple(map(str, loc)), message, ".".join(_parts(loc, data))))
+            set_there = each["type"] == "value_error" and isinstance(each["input"], Mapping)  # without other defaults
+            own = value_at(data, key) if set_there else ...
+            message = f"{_said(each, key)} (given {_given(each if own is ... else {**each, 'input': own})})"
+        found.append(Fault(key, message, ".".join(_parts(loc, data))))
     return found
+
+
+def _given(each: Mapping[str, Any]) -> str:
+    return describe(MASK if any(map(is_secret, each["loc"])) else each["input"])
+
+
+def _said(each: Mapping[str, Any], key: Key) -> str:
+    """Return what is wrong with a value, and what to write instead where that is known."""
+    value, kind = each["input"], each["type"]
+    message = str(each["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if any(map(is_secret, key)):
+        return message
+    if kind in ("literal_error", "enum"):
+        choices = re.findall(r"'([^']*)'", str(each.get("ctx", {}).get("expected", "")))
+        return message + near_value(value, choices)
+    if kind == "list_type":
+        return f"should be a list{_as_list(value)}"
+    if kind in ("model_type", "dict_type") and isinstance(value, str | int | float | list):
+        return f"should be a mapping, with a setting and its value in each line{_as_mapping(value, key)}"
+    if kind == "string_pattern_mismatch" and key[-1:] == ("push_to_hub",):
+        return "should be the id of a repository, owner/name"
+    return message
+
+
+def _as_list(value: Any) -> str:
+    """Return what to write for something that should be a list."""
+    if isinstance(value, Mapping):
+        return "; write '- ' before its first line, and indent the others" if "name" in value else ""
+    if value is None or str(value).lower() in ("none", "no", "off"):
+        return "; write [] for none"
+    if not isinstance(value, str):
+        return ""
+    return f"; write [{value if value.isidentifier() else json.dumps(value)}]"
+
+
+def _as_mapping(value: Any, key: Key) -> str:
+    """Return what to write for something that should be a mapping."""
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return ", and without '- '"
+    if not isinstance(value, str):
+        return ""
+    if joined := re.fullmatch(r"(\w+)(:|\s*=\s*)(\S.*)", value):
+        return f"; write a colon and a space: {joined[1]}: {joined[3]}" if not is_secret(joined[1]) else ""
+    first = FIRST.get(key[-1])
+    return f"; write {{{first}: {value}}}" if first and "\n" not in value else ""
 
 
 def _near(key: Key, known: list[str], data: Mapping[str, Any]) -> str:
     """Return what an unknown field may have meant: a setting of another place or name, or the most similar field."""
-    meant = dotted(key[-1], key[:-1])
-    if any(path.startswith("method.") for path in meant):  # another framework's name for what this method may not have
-        try:
-            fields = _fields_at(("method",), data)
-        except PydanticCustomError:  # there is no such method, which is reported
-            fields = []
-        meant = [path for path in meant if not path.startswith("method.") or path.split(".")[1] in fields]
-    return f"; did you mean {' or '.join(meant)}?" if meant else suggest(key[-1], known)
+    name, meant, fields = key[-1], dotted(key[-1], key[:-1]), []
+    try:
+        fields = _fields_at(("method",), data)
+    except PydanticCustomError:  # there is no such method, which is reported
+        pass
+    # another framework's name for what this method may not have
+    meant = [path for path in meant if not path.startswith("method.") or path.split(".")[1] in fields]
+    if key[0] != "method" and name in fields:
+        meant = [f"method.{name}"]
+    if meant:
+        return f"; did you mean {' or '.join(meant)}?"
+    if key[0] == "data":
+        return "; data are not part of a configuration: give --samples or --prompts"
+    return f"; {told}" if (told := note(name)) else suggest(name, known)
 
 
 def _parts(loc: tuple[int | str, ...], data: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from trainkit.migrating import known_names
+from trainkit.errors import suggest
+from trainkit.migrating import known_names, known_values, notes
 from trainkit.plain import Key
 
 
@@ -21,6 +22,17 @@ def dotted(name: str, section: Key = ()) -> list[str]:
     if peer := known_names().get(plain):
         return [peer]
     return [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
+
+
+def note(name: str) -> str:
+    """Return what to do instead of a setting of another framework that trainkit does not have; empty if unknown."""
+    return notes().get(name.lstrip("-").replace("-", "_"), "")
+
+
+def near_value(given: object, choices: list[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the choice that is meant or nearest; empty if none is."""
+    meant = [value for value in known_values().get(str(given).lower().removeprefix("torch."), []) if value in choices]
+    return f"; did you mean {meant[0]!r}?" if meant else suggest(str(given), choices)
 
 
 @cache

@@ -7,7 +7,7 @@ are common among frameworks. This room imports neither torch nor the configurati
 from __future__ import annotations
 
 from trainkit.migrating.scripts import Rewritten, rewritten
-from trainkit.migrating.tables import FRAMEWORKS, Framework, Setting, framework, known_names
+from trainkit.migrating.tables import FRAMEWORKS, Framework, Setting, framework, known_names, known_values, notes
 from trainkit.migrating.translation import Remark, Translation, translate, translate_sampling
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "Translation",
     "framework",
     "known_names",
+    "known_values",
+    "notes",
     "rewritten",
     "translate",
     "translate_sampling",

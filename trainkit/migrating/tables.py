@@ -113,12 +113,29 @@ def _setting(about: Mapping[str, Any]) -> Setting:
 @cache
 def known_names() -> dict[str, str]:
     """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors."""
-    found = _read("names.toml")
+    found = {name: to for name, to in _read("names.toml").items() if isinstance(to, str)}
     for name in FRAMEWORKS:
         for path, setting in framework(name).settings.items():
             if setting.to and "*" not in setting.to and not setting.to.startswith("eval."):
                 found.setdefault(path.rpartition(".")[2], setting.to)
     return found
+
+
+@cache
+def notes() -> dict[str, str]:
+    """Return what to do instead of settings of other frameworks that are none of trainkit, by their names."""
+    found = dict(_read("names.toml")["notes"])
+    for about in (*map(framework, FRAMEWORKS), generation()):
+        for path, setting in about.settings.items():
+            if said := setting.refused or setting.unused:
+                found.setdefault(path.rpartition(".")[2], said)
+    return found
+
+
+@cache
+def known_values() -> dict[str, list[str]]:
+    """Return what other frameworks call values of trainkit, in small letters, with the values that may be meant."""
+    return dict(_read("names.toml")["values"])
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -107,14 +107,19 @@ def discover() -> list[PluginInfo]:
     return [_with_imports(_examined(plugin)) for plugin in _claims()]
 
 
-def find_plugin(name: str, registered: Iterable[str] = ()) -> PluginInfo:
-    """Return the one usable plugin called ``name`` (case-insensitive); ``registered`` are further names to suggest.
+def find_plugin(name: str, registered: Iterable[str] = (), kinds: Iterable[str] = ()) -> PluginInfo:
+    """Return the one usable plugin called ``name`` (case-insensitive).
+
+    Args:
+        name: its name.
+        registered: further names for the error message.
+        kinds: the kinds of plugins that the message lists; all by default.
 
     Raises:
         RegistryError: there is none, or its name is reserved for a built-in or claimed twice; lists the choices.
         PluginError: it is disabled, made for another version of trainkit, or cannot be imported.
     """
-    return _usable(name, _claims(), registered)
+    return _usable(name, _claims(), registered, kinds)
 
 
 def find_installed(name: str, module: str = "") -> PluginInfo | None:
@@ -127,15 +132,19 @@ def find_installed(name: str, module: str = "") -> PluginInfo | None:
     return _usable(name, claims) if any(plugin.name == name and _is_of(plugin, module) for plugin in claims) else None
 
 
-def _usable(name: str, claims: Sequence[PluginInfo], registered: Iterable[str] = ()) -> PluginInfo:
+def _usable(
+    name: str, claims: Sequence[PluginInfo], registered: Iterable[str] = (), kinds: Iterable[str] = ()
+) -> PluginInfo:
     found = [_examined(plugin) for plugin in claims if plugin.name == name.lower()]
     if usable := [plugin for plugin in found if plugin.state == OK]:
         return usable[0]
     if not found:
         names = sorted({*registered, *(plugin.name for plugin in claims if plugin.state == OK)})
         own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
+        wanted = {each for kind in kinds for each in of_kind(kind)}
+        listed = [each for each in names if each in wanted or each in registered] if kinds else names
         raise RegistryError(
-            f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. "
+            f"no plugin {name!r} is installed{near}; available: {', '.join(listed) or 'none'}. "
             + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
         )
     told = "; ".join(plugin.why for plugin in found)
@@ -148,14 +157,14 @@ def _usable(name: str, claims: Sequence[PluginInfo], registered: Iterable[str] =
     raise error(f"the plugin {name.lower()!r} cannot be used: {told}")
 
 
-def load_plugin(name: str, registered: Iterable[str] = ()) -> ModuleType:
-    """Import the installed plugin called ``name``; ``registered`` as in `find_plugin`.
+def load_plugin(name: str, registered: Iterable[str] = (), kinds: Iterable[str] = ()) -> ModuleType:
+    """Import the installed plugin called ``name``; ``registered`` and ``kinds`` as in `find_plugin`.
 
     Raises:
         RegistryError, PluginError: as `find_plugin`.
         PluginError: importing it failed; names the distribution and chains the cause.
     """
-    return import_plugin(find_plugin(name, registered))
+    return import_plugin(find_plugin(name, registered, kinds))
 
 
 def import_plugin(plugin: PluginInfo) -> ModuleType:

@@ -27,7 +27,7 @@ from trainkit.plugins.discovery import (
     why_disabled,
 )
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import ENGINE, SHARDING, TRAINER
+from trainkit.plugins.inspection import ENGINE, HOOKS, SAMPLER, SHARDING, TRACKER, TRAINER
 
 if TYPE_CHECKING:
     from trainkit.config import MethodConfig, PluginConfig
@@ -178,7 +178,10 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
         find_installed(key, _TRAINERS[key].__module__)  # raises an error that names the distribution if it is unusable
         raise PluginError(f"the trainer {key!r} is disabled by {by}")
     if key not in _TRAINERS:
-        _load(key)
+        _load(key, _TRAINERS, TRAINER)
+        if known := _HOOKS.get(key):
+            what, place = ("a tracker", "train.trackers") if known.tracker else ("no algorithm", "plugins")
+            raise RegistryError(f"{key!r} is {what}; name it in {place}")
         if key not in _TRAINERS:
             raise RegistryError(
                 f'plugin {find_plugin(key)} registers no trainer of that name; it needs @register_trainer("{key}")'
@@ -219,8 +222,10 @@ def _method_name(cls: type) -> str | None:
     return str(fields["name"].default).lower() if "name" in fields else None
 
 
-def _load(key: str) -> None:
+def _load(key: str, listed: Mapping[str, Any], *kinds: str) -> None:
     """Import the plugin ``key``.
+
+    If there is none, the message lists what is in ``listed``, and the installed plugins of these ``kinds``.
 
     Raises:
         RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
@@ -230,7 +235,7 @@ def _load(key: str) -> None:
     registries = _registries()
     before = [dict(registry) for registry in registries]
     try:
-        load_plugin(key, registered=[name for registry in registries for name in registry])
+        load_plugin(key, listed, kinds)
     except PluginError:
         for registry, earlier in zip(registries, before, strict=True):
             registry.clear()
@@ -331,7 +336,7 @@ def get_part(part: Part, name: str) -> PartClass:
             f"{kind} plugin that is installed"
         )
     if not any(key in registry for registry in _registries()):
-        _load(key)
+        _load(key, part.classes, kind)
     elif by := why_disabled(key):
         raise PluginError(f"the {kind} {key!r} is disabled by {by}")
     if key not in part.classes:
@@ -452,7 +457,7 @@ def get_hooks(name: str) -> HookClass | None:
     known = _HOOKS.get(key)
     if known is None:
         if key not in _TRAINERS:  # if it is, its module is imported
-            _load(key)
+            _load(key, _HOOKS, HOOKS, SAMPLER, TRACKER)
         return _HOOKS.get(key)
     if by := why_disabled(key, known.made.__module__):
         find_installed(key, known.made.__module__)  # raises an error that names the distribution if it is unusable
