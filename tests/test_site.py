@@ -163,4 +163,5 @@ def test_the_table_of_other_names_is_what_the_messages_know() -> None:
     for others, own in table.rows:
         section = "method." if own.endswith("in `method`") else ""
         listed.update(dict.fromkeys(spans(others), section + spans(own)[0]))
-    assert listed == tomllib.loads((ROOT / "trainkit/migrating/names.toml").read_text(encoding="utf-8"))
+    known = tomllib.loads((ROOT / "trainkit/migrating/names.toml").read_text(encoding="utf-8"))
+    assert listed == {name: own for name, own in known.items() if isinstance(own, str)}
