@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import pickle
+import re
 import socket
 import sys
 import time
