@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
+from hubs import served_hub
 from trainkit import cli
 from trainkit.testing import character_tokenizer
 
@@ -103,21 +104,21 @@ def name_of(document: Path) -> str:
 NOT_RUN = {
     r"make (demo|test)": "continuous integration runs them",
     r"git switch": "the checkout is not the test's",
-    r"trainkit sweep|export TRAINKIT_SWEEP_STORAGE": "it is many runs; tests/test_sweeps.py makes small sweeps",
-    r"trainkit push": "it publishes a model on the hub; tests/test_publishing.py does so on a server of its own",
-    r"trainkit sweep": "its trials take minutes; tests/test_sweeps.py makes sweeps of a few small ones",
-    r"export TRAINKIT_SWEEP_STORAGE": "it needs a database server",
     r"trainkit eval .*--lm-eval": "it needs lm-eval and data of the hub",
-    r"trainkit --install-completion": "it changes the files with which the user's shell starts",
-    r"trainkit train ddpo\.yaml": "it loads Stable Diffusion from the hub; plugins/ddpo tests the same with tiny parts",
-    r"trainkit train ahead\.yaml": "it needs vLLM; make engines runs such runs",
-    r"(torchrun|accelerate launch) .*(--nnodes|--num_machines)": "it needs two machines",
-    r"accelerate launch --multi_gpu": "it needs GPUs; torchrun launches the same on CPUs",
     r"ray (start|stop)": "it needs Ray and several machines; make engines runs with Ray",
     r"trainkit train .*rollout\.engine='\{name: ray": "it needs Ray; make engines runs with it",
 }
 """Commands that are not executed, as patterns, and why."""
 MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo")))
+SMALL = (
+    "model.model_path='{model_type: gpt2, vocab_size: 28, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 64, "
+    "bos_token_id: null, eos_token_id: null}' tokenizer.tokenizer_path=letters "
+    "rollout.num_rollouts=8 rollout.max_new_tokens=4 train.batch_size=8 train.total_steps=2 train.seq_length=null"
+)
+SMALL_IMAGES = (
+    "model.model_path='{model_type: pixel_unet, image_size: 8, width: 16, prompts: [a lighthouse at night, a bowl of fruit, blurry]}' "
+    "method.num_steps=5 rollout.num_rollouts=4 rollout.batch_size=4 train.batch_size=8 train.total_steps=2"
+)
 STANDS_FOR = [
     (r"--prompts FILE", "--prompts prompts.jsonl"),
     (r"--samples FILE", "--samples samples.jsonl"),
@@ -137,25 +138,42 @@ STANDS_FOR = [
     (r"plugins check NAME", "plugins check sft"),
     (r"PLUGINS=NAME,NAME", "PLUGINS=early_stop,ray"),
     (r"--no-plugin NAME", "--no-plugin early_stop"),
-    (r"(examples run randomwalks)", r"\1 --steps 2 --sft-epochs 1"),
-    (r"(trainkit train examples/randomwalks/sft\.yaml)", r"\1 train.epochs=null train.total_steps=2"),
+    (r"(examples run \w+.*)", r"\1 --steps 2 --sft-epochs 1"),
+    (r"trainkit --install-completion", "HOME=$PWD bash -c 'trainkit --install-completion; :'"),
+    (r"(trainkit train examples/randomwalks/\w+\.yaml)", r"\1 train.epochs=null train.total_steps=2"),
+    (r"(trainkit train ahead\.yaml)", r"\1 rollout.engine=local " + SMALL),  # the engine is vLLM's
+    (r"(trainkit train lora\.yaml)", r"\1 " + SMALL),
+    (r"(trainkit train ddpo\.yaml)", r"\1 " + SMALL_IMAGES),
     (r"trainkit plugins list --probe", f"TRAINKIT_DISABLE_PLUGINS={MOST} trainkit plugins list --probe"),
+    (r"--nnodes=2 .*--nproc_per_node=8", "--nnodes=2 --node_rank=RANK --nproc_per_node=1"),
+    (r"--num_processes (8|16)", "--num_processes 2"),
     (r"--nproc_per_node=8", "--nproc_per_node=2"),
+    (r"train\.run_dir=RUN$", "train.run_dir=runs/machines-$RANDOM"),
+    (r"(.* --(?:nnodes|num_machines).*)", r"for rank in 0 1; do \1 & done; wait -n && wait -n"),  # here, not on two
+    (r"(node_|machine_)(rank[= ])RANK", r"\1\2$rank"),
+    (r"(master_addr=|main_process_ip )HOST", r"\g<1>127.0.0.1"),
+    (r"postgresql\+psycopg:\S+", "sqlite:///shared.db"),
     (r" \.\.\.$", " --task FILE.py:function train.run_dir=runs/on-cpus"),
 ]
 """What is executed in place of placeholders, and smaller settings of what would take longer than half a minute."""
 NEW = "A command that cannot run as it is: give it what it needs in WORLD or STANDS_FOR, or a reason in NOT_RUN."
-LAUNCH = r"(\w+=\S+ )*torchrun|trainkit (plugins list --probe|plugins check (NAME|my_algo)$|examples run randomwalks)"
+SMALLER = {
+    "sweep.yaml": {"trials: 20": "trials: 2", "seeds: [1, 2, 3]": "seeds: [1]", "total_steps: 200": "total_steps: 2"}
+}
+"""What is changed in files of pages, for the same reason."""
+LAUNCH = (
+    r"(\w+=\S+ )*(torchrun|accelerate launch)|"
+    r"trainkit (plugins list --probe|plugins check (NAME|my_algo)$|examples run|sweep)|export TRAINKIT_SWEEP_STORAGE"
+)
 """Commands that take several seconds, most of them because they start further processes; they are slow tests."""
-WORLD = {
-    "CONFIG.yaml": """
-method: ppo
+TINY = """
 model: {model_path: {model_type: gpt2, vocab_size: 30, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 64,
                      bos_token_id: null, eos_token_id: null}}
 tokenizer: {tokenizer_path: letters}
-rollout: {max_new_tokens: 4, num_rollouts: 8}
-train: {batch_size: 8, total_steps: 2, eval_interval: 0, trackers: []}
-""",
+"""
+WORLD = {
+    "CONFIG.yaml": f"method: ppo\n{TINY}rollout: {{max_new_tokens: 4, num_rollouts: 8}}\n"
+    "train: {batch_size: 8, total_steps: 2, eval_interval: 0, trackers: []}\n",
     "run.yaml": "method: ppo\nmodel: {model_path: openai-community/gpt2}\ntrain: {total_steps: 2}\n",
     "other.yaml": "method: {name: ppo, gamma: 0.9}\nmodel: {model_path: openai-community/gpt2}\n",
     "prompts.jsonl": '"a"\n"bc"\n',
@@ -174,6 +192,11 @@ score = function
 def measure(outputs, **_):
     return {"letters": [float(len(output)) for output in outputs]}
 """,
+    "ppo.yaml": f"method: ppo\n{TINY}rollout: {{max_new_tokens: 4, num_rollouts: 64}}\n"
+    "train: {batch_size: 8, eval_interval: 2, trackers: []}\n",
+    "SWEEP.yaml": "run: {config: ppo.yaml, task: FILE.py:function, overrides: {train.total_steps: 2}}\n"
+    "trials: 1\nparameters: {optimizer.lr: [1e-4, 1e-3]}\n",
+    "rewards.py": "def reward(outputs, **_):\n    return [float(len(output)) for output in outputs]\n",
     "game.py": """
 from trainkit.rollouts import Turn
 
@@ -208,7 +231,7 @@ class Reader:
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
         for block in blocks(document):
             if block.file:
-                Path(block.file).write_text(block.text, encoding="utf-8")
+                Path(block.file).write_text(self.smaller(block), encoding="utf-8")
             if block.language == "python" and not self.launches:
                 source = "\n" * block.line + block.text  # so that tracebacks show the document's lines
                 with redirect_stdout(StringIO()) as printed:
@@ -221,6 +244,14 @@ class Reader:
                 compare(block.text, self.printed)
         return module
 
+    def smaller(self, block: Block) -> str:
+        """Return the text of a file, with what `SMALLER` changes in it."""
+        text = block.text
+        for shown, smaller in SMALLER.get(block.file, {}).items():
+            assert shown in text
+            text = text.replace(shown, smaller)
+        return text
+
     def run(self, command: str, *, fails: bool) -> str:
         """Execute a command, check its exit code, and return what it printed."""
         if any(re.match(pattern, command) for pattern in NOT_RUN):
@@ -229,6 +260,9 @@ class Reader:
             command = re.sub(pattern, replacement, command)
         if "runs/first" in command and "run_dir" not in command and not Path("runs/first").exists():
             self.run("trainkit train CONFIG.yaml train.run_dir=runs/first --task FILE.py:function", fails=False)
+        if command.startswith("export "):
+            self.monkeypatch.setenv(*command.removeprefix("export ").split("=", 1))
+            return ""
         simple = re.match(r"((?:\w+=\S+ )*)trainkit ([^>]*?)(?: > (\S+))?$", command)
         if simple is None:
             return self.shell(command)
@@ -238,7 +272,7 @@ class Reader:
         if "CONFIG.yaml" in words:
             method = "kto" if "labelled.jsonl" in words else "sft" if "--samples" in words else "ppo"
             Path("CONFIG.yaml").write_text(WORLD["CONFIG.yaml"].replace("ppo", method), encoding="utf-8")
-        with self.monkeypatch.context() as patch:
+        with self.monkeypatch.context() as patch, served_hub(patch) if words[0] == "push" else nullcontext():
             for name, _, value in (word.partition("=") for word in simple[1].split()):
                 patch.setenv(name, value)
             result = CliRunner().invoke(cli.app, words, prog_name="trainkit")

@@ -135,8 +135,9 @@ def test_the_launches_of_pages_run(document: Path, reader: Callable[..., Reader]
     reader(launches=True).follow(document)
 
 
-def test_contributings_commands_run(execute: Callable[[Path], Any]) -> None:
-    execute(ROOT / "CONTRIBUTING.md")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "examples/README.md"])
+def test_the_commands_of_pages_without_python_run(page: str, execute: Callable[[Path], Any]) -> None:
+    execute(ROOT / page)
 
 
 def test_every_exception_from_running_is_used() -> None:
@@ -214,7 +215,7 @@ def test_whole_configurations_load(text: str) -> None:
 @every_document
 def test_settings_that_are_named_exist(document: Path) -> None:
     for span in spans(prose(document)):
-        if match := re.match(rf"({'|'.join(SECTIONS)})\.(\w+)", span):
+        if match := re.match(rf"({'|'.join(SECTIONS)})\.(?!yaml)(\w+)", span):
             section = TRLConfig.model_fields[match[1]].annotation
             known = {"name"} if match[1] == "method" else section.model_fields
             assert match[2] in known, span

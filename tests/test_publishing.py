@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,27 +16,17 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fake_hub import Hub
-from fake_xet import XetHub
+from hubs import XetHub, served_hub, serving
 from trainkit.cli import app
 from trainkit.errors import ConfigError, HubError
 from trainkit.runs.hub import push
 from trainkit.testing.trainers import tiny_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface_hub's httpx
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
-        thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, of another server
-        monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    with served_hub(monkeypatch) as served:
         yield served
-        served.shutdown()
-        thread.join()
 
 
 def sent(hub: Hub, kind: str) -> list[str]:
@@ -139,9 +128,7 @@ def test_a_commit_that_is_refused_leaves_the_weights_there(hub: Hub, run: Path) 
 
 def test_blocks_of_xet_that_have_arrived_are_not_sent_again(run: Path, tmp_path: Path) -> None:
     """The default protocol, in processes of its own: its client keeps a cache for as long as a process runs."""
-    with XetHub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(XetHub()) as hub:
         given = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_canary", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
         given |= {"HF_XET_DATA_XORB_COMPRESSION_POLICY": "none", "HF_HUB_DISABLE_XET": "0"}
         command = [sys.executable, "-m", "trainkit.cli", "push", str(run), "someone/model"]
@@ -150,8 +137,6 @@ def test_blocks_of_xet_that_have_arrived_are_not_sent_again(run: Path, tmp_path:
             hub.fails = lambda call, refused=refused, status=status: status if refused in call else None  # type: ignore[misc]
             done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
             outcomes.append((done.returncode, "set HF_HUB_DISABLE_XET=1" in done.stderr))
-        hub.shutdown()
-        thread.join()
     assert outcomes == [(1, True), (1, False), (1, False), (0, False)], "a hub without Xet is told what to set"
     assert len(sent(hub, "POST /v1/xorbs/")) == 1
     assert hub.files["someone/model@main"]["model.safetensors"] == (run / "model" / "model.safetensors").read_bytes()

@@ -168,7 +168,7 @@ def _reason(error: BaseException) -> str:
     hint = _HINTS.get(status or 0, "")
     if "404" in text and "xet-write-token" in text:
         hint = " (this hub has no Xet storage: set HF_HUB_DISABLE_XET=1)"
-    return printable(f"{type(error).__name__}: {text[:300]}{hint}")
+    return printable(f"{type(error).__name__}: {text[:300].rstrip('.')}{hint}")
 
 
 def command(export: Path, repo: str, *, private: bool = True, revision: str | None = None) -> str:

@@ -1,12 +1,46 @@
-"""The fake hub with a storage of Xet: weights arrive as blocks of chunks, which the hub is asked for first."""
+"""The fake hub, served: the one that this process publishes on, and one with a storage of Xet."""
 
 import hashlib
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
+from huggingface_hub import constants
 
 from fake_hub import Call, Hub
 
 
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Answer calls in a thread inside the block."""
+    with hub:
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+@contextmanager
+def served_hub(patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Serve the hub that this process publishes on, without Xet, and set a token."""
+    with serving(Hub()) as hub, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Use 'content=<...>'", DeprecationWarning)  # of huggingface_hub's httpx
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", "hf_canary")
+        yield hub
+
+
 class XetHub(Hub):
+    """A hub to which weights are sent as blocks of chunks; whether it has one is asked first."""
+
     def __init__(self) -> None:
         super().__init__()
         self.RequestHandlerClass = XetCall
