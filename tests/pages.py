@@ -116,7 +116,8 @@ SMALL = (
     "rollout.num_rollouts=8 rollout.max_new_tokens=4 train.batch_size=8 train.total_steps=2 train.seq_length=null"
 )
 SMALL_IMAGES = (
-    "model.model_path='{model_type: pixel_unet, image_size: 8, width: 16, prompts: [a lighthouse at night, a bowl of fruit, blurry]}' "
+    "model.model_path='{model_type: pixel_unet, image_size: 8, width: 16, "
+    "prompts: [a lighthouse at night, a bowl of fruit, blurry]}' "
     "method.num_steps=5 rollout.num_rollouts=4 rollout.batch_size=4 train.batch_size=8 train.total_steps=2"
 )
 STANDS_FOR = [
