@@ -141,7 +141,8 @@ def load(
         raise ConfigError(f"{given!r} is a model of {config.method.name!r}, which generates no text. {IMAGES}")
     if not cls.generates:
         raise ConfigError(_scores(given))
-    if cls.needs_reference is True and source.run is not None:  # a teacher, which some ask for; it is not loaded
+    compares: object = cls.needs_reference  # a property where it depends on the settings
+    if compares is True and source.run is not None:  # some ask for a teacher when they are made; none is loaded
         config = config.update({"model.reference_path": source.model})
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
     trainer.progress.step = int(source.mark.get("step", 0))
