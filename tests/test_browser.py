@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,16 +185,41 @@ def test_a_printed_report_is_light_and_has_what_is_closed_on_the_screen(opened: 
     assert paper == "rgba(255, 255, 255, 1)"
 
 
+@contextmanager
+def width_of(driver: Any, width: int) -> Iterator[None]:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_report_is_no_wider_than_the_window(opened: Opened, page: Path, width: int) -> None:
     driver = opened(page)
-    driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    )
-    try:
+    with width_of(driver, width):
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-    finally:
-        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+SITE_PAGES = ("index", "guides/fine-tune", "guides/migrating", "reference/settings", "reference/cli", "errors")
+
+
+@pytest.mark.parametrize("name", SITE_PAGES)
+def test_a_page_of_the_site_fits_a_narrow_window_and_follows_the_scheme_of_the_system(
+    opened: Opened, name: str
+) -> None:
+    seen = []
+    for scheme in ("light", "dark", "light"):  # also after another page was seen in the other scheme
+        driver = opened(SITE / f"{name}.html")
+        feature = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
+        driver.refresh()
+        seen.append(driver.find_element("tag name", "body").get_attribute("data-md-color-scheme"))
+    assert seen == ["default", "slate", "default"]
+    for width in (390, 1200):
+        with width_of(driver, width):
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
 
 
 def test_a_setting_is_found_in_the_documentation_from_files(opened: Opened) -> None:

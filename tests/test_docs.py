@@ -215,7 +215,7 @@ def test_whole_configurations_load(text: str) -> None:
 @every_document
 def test_settings_that_are_named_exist(document: Path) -> None:
     for span in spans(prose(document)):
-        if match := re.match(rf"({'|'.join(SECTIONS)})\.(\w+)", span):
+        if match := re.match(rf"({'|'.join(SECTIONS)})\.(?!yaml)(\w+)", span):
             section = TRLConfig.model_fields[match[1]].annotation
             known = {"name"} if match[1] == "method" else section.model_fields
             assert match[2] in known, span

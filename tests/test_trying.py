@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -53,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ppo": ("ppo", {"train__save_best": True, "rollout__eval_kwargs": {"temperature": [0, 0.7]}}),
         "ilql": ("ilql", {"rollout__eval_kwargs": {"beta": 4.0}}),
         "lora": ("ppo", {"model__peft_config": {"r": 2}}),
+        "student": ("distill", {}),
         "reward": ("reward", {}),
         "game": ("ppo", {"arguments": {"environment": Letters, "reward_fn": None}, "rollout__max_turns": 3}),
     }
@@ -82,6 +84,17 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("teacher", [None, "gone"])  # a live model, which the configuration does not name
+def test_a_student_answers_without_its_teacher(teacher: str | None, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "student", tmp_path / "student")
+    config = yaml.safe_load((tmp_path / "student" / "config.yaml").read_text())
+    config["model"]["reference_path"] = teacher
+    (tmp_path / "student" / "config.yaml").write_text(yaml.safe_dump(config))
+    given = ("--prompts", str(runs / "plain.txt"), "--out", str(tmp_path / "answers.jsonl"))
+    told("generate", str(tmp_path / "student"), *given)
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["ppo", "ilql", "lora", "game"])

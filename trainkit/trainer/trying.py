@@ -141,6 +141,9 @@ def load(
         raise ConfigError(f"{given!r} is a model of {config.method.name!r}, which generates no text. {IMAGES}")
     if not cls.generates:
         raise ConfigError(_scores(given))
+    compares: object = cls.needs_reference  # a property where it depends on the settings
+    if compares is True and source.run is not None:  # some ask for a teacher when they are made; none is loaded
+        config = config.update({"model.reference_path": source.model})
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
     trainer.encode.advice = "Shorten it" + ("" if trainer.apart else ", or lower max_new_tokens")
     trainer.progress.step = int(source.mark.get("step", 0))

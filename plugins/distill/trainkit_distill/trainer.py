@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainkit import AccelerateRLTrainer, Rollouts, Row, TokenBatch, register_trainer
+from trainkit import AccelerateRLTrainer, Rollouts, Row, TokenBatch, TRLConfig, register_trainer
 from trainkit.errors import ConfigError
 from trainkit.functional import exact, jensen_shannon, masked_mean, per_response
 from trainkit.metrics import Mean, Metrics
@@ -32,25 +31,11 @@ class Distillation(Declared, AccelerateRLTrainer[C]):
 
     needs_reference: ClassVar[bool] = True
 
-    def add_prompt_pipeline(self, prompts: Any) -> None:
-        """Set the prompts to train on, for which a teacher is needed."""
-        self._check_teacher()
-        super().add_prompt_pipeline(prompts)
-
-    def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
-        """Set the samples to train on, for which a teacher is needed."""
-        self._check_teacher()
-        super().add_samples(samples, rewards)
-
-    def make_reference(self, model: Any) -> Any:
-        """Raise an error: the model itself is no teacher."""
-        self._check_teacher()
-        return super().make_reference(model)
-
-    def _check_teacher(self) -> None:
+    def __init__(self, config: TRLConfig[C], **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
         if self.chosen_reference is None:
             given = "set model.reference_path (hub id, directory or model config), or pass reference= to trainkit.train"
-            raise ConfigError(f"{self.config.method.name!r} learns from a teacher, and none is given; {given}")
+            raise ConfigError(f"{config.method.name!r} learns from a teacher, and none is given; {given}")
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, Metrics]:
         """Return the mean over response tokens of D_t − A log π(y_t). -> []."""
