@@ -167,6 +167,8 @@ def test_all_text_has_enough_contrast(opened: Opened, page: Path, scheme: str) -
 
 
 def test_a_printed_report_is_light_and_has_what_is_closed_on_the_screen(opened: Opened, page: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
     driver = opened(page)
     closed = (
         "return [...document.querySelectorAll('details:not([open]) > :not(summary)')].map(e => e.checkVisibility())"
@@ -174,15 +176,18 @@ def test_a_printed_report_is_light_and_has_what_is_closed_on_the_screen(opened: 
     shown = driver.execute_script(closed)
     assert shown
     assert not any(shown)
+    shown_now = closed.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")
+
+    def is_printed(driver: Any) -> bool:
+        paper = driver.find_element("tag name", "body").value_of_css_property("background-color")
+        return all(driver.execute_script(shown_now)) and paper == "rgba(255, 255, 255, 1)"
+
     feature = [{"name": "prefers-color-scheme", "value": "dark"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": feature})
-    printed = driver.execute_script(
-        closed.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")
-    )
-    paper = driver.find_element("tag name", "body").value_of_css_property("background-color")
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
-    assert all(printed)
-    assert paper == "rgba(255, 255, 255, 1)"
+    try:  # the layout for the other medium takes a moment
+        WebDriverWait(driver, 20).until(is_printed)
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
 
 
 @contextmanager
