@@ -130,4 +130,5 @@ def show(
             "evaluations included",
             markup=False,
         )
-    console.print(Text(f"runs: {options.run_dir}\nlook: trainkit report {options.run_dir}"))
+    look = f"trainkit report {options.run_dir}  or  tensorboard --logdir {options.run_dir}"
+    console.print(Text(f"runs: {options.run_dir}\nlook: {look}"))
