@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -61,6 +61,7 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
     """Return the faults that the validation of ``data`` has found."""
     found: list[Fault] = []
     listed: set[Key] = set()  # the sections whose fields a message has listed
+    of_method = cache(lambda: _method_fields(data))  # which takes some hundredths of a second
     for each in error.errors():
         loc = each["loc"]
         key = tuple(map(str, loc))
@@ -72,7 +73,7 @@ def faults_of(error: ValidationError, data: Mapping[str, Any]) -> list[Fault]:
             again = key[:-1] in listed
             listed.add(key[:-1])
             allowed = "as above" if again else ", ".join(known)
-            message = f"unknown field{_near(key, known, data)} (given {_given(each)}; known: {allowed})"
+            message = f"unknown field{_near(key, known, of_method)} (given {_given(each)}; known: {allowed})"
         elif each["type"] == "missing":
             message = "required, not given"
             if key == ("method",):
@@ -130,11 +131,16 @@ def _as_mapping(value: Any, key: Key) -> str:
     return f"; write {{{first}: {value}}}" if first and "\n" not in value else ""
 
 
-def _near(key: Key, known: list[str], data: Mapping[str, Any]) -> str:
+def _method_fields(data: Mapping[str, Any]) -> list[str]:
+    try:
+        return _fields_at(("method",), data)
+    except PydanticCustomError:  # there is no such method, which is reported
+        return []
+
+
+def _near(key: Key, known: list[str], of_method: Callable[[], list[str]]) -> str:
     """Return what an unknown field may have meant: a setting of another place or name, or the most similar field."""
-    name, meant, fields = key[-1], dotted(key[-1], key[:-1]), []
-    with suppress(PydanticCustomError):  # there is no such method, which is reported
-        fields = _fields_at(("method",), data)
+    name, meant, fields = key[-1], dotted(key[-1], key[:-1]), of_method()
     # another framework's name for what this method may not have
     meant = [path for path in meant if not path.startswith("method.") or path.split(".")[1] in fields]
     if key[0] != "method" and name in fields:

@@ -13,6 +13,7 @@ from trainkit.config.places import COMMAND_LINE, leaves, value_at
 from trainkit.config.tree import TRLConfig, merged, nest
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
+from trainkit.plugins.discovery import unchanged
 
 PATHS: tuple[Key, ...] = (("model", "model_path"), ("model", "reference_path"), ("tokenizer", "tokenizer_path"))
 """Settings that are a directory or a hub id."""
@@ -37,7 +38,8 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConf
         data = merged(data, change)
         places = {key: place for key, place in places.items() if value_at(data, key) is not ...}
         places |= dict.fromkeys(leaves(change), COMMAND_LINE)
-    return TRLConfig.from_dict(data, places, faults=absent_paths(data))
+    with unchanged():
+        return TRLConfig.from_dict(data, places, faults=absent_paths(data))
 
 
 def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:

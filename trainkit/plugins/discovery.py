@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import Distribution, distributions
@@ -211,8 +212,23 @@ def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
 # ---------------------------------------------------------------------------------------------------- installed
 
 
+_kept: ContextVar[list[PluginInfo] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Look only once for what is installed inside the block, in which nothing is installed or disabled."""
+    token = _kept.set(_claims())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
+    if (kept := _kept.get()) is not None:
+        return kept
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
     for dist in distributions():
