@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -132,10 +133,8 @@ def _as_mapping(value: Any, key: Key) -> str:
 def _near(key: Key, known: list[str], data: Mapping[str, Any]) -> str:
     """Return what an unknown field may have meant: a setting of another place or name, or the most similar field."""
     name, meant, fields = key[-1], dotted(key[-1], key[:-1]), []
-    try:
+    with suppress(PydanticCustomError):  # there is no such method, which is reported
         fields = _fields_at(("method",), data)
-    except PydanticCustomError:  # there is no such method, which is reported
-        pass
     # another framework's name for what this method may not have
     meant = [path for path in meant if not path.startswith("method.") or path.split(".")[1] in fields]
     if key[0] != "method" and name in fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,8 @@ def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
 
 def absent(given: str) -> str:
     """Return which directory is not there, if ``given`` can only be a local one, as hub ids have one slash at most."""
+    if not given or re.match(r"~|\$\w|https?://", given):  # refused for another reason
+        return ""
     path = Path(given)
     local = path.is_absolute() or given.startswith((".", "~")) or len(path.parts) > 2
     if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):

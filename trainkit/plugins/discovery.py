@@ -141,8 +141,8 @@ def _usable(
     if not found:
         names = sorted({*registered, *(plugin.name for plugin in claims if plugin.state == OK)})
         own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
-        wanted = {each for kind in kinds for each in of_kind(kind)}
-        listed = [each for each in names if each in wanted or each in registered] if kinds else names
+        wanted = [plugin.name for plugin in map(_examined, claims) if {*kinds, UNKNOWN} & {*plugin.kind.split(", ")}]
+        listed = [each for each in names if each in {*wanted, *registered}] if kinds else names
         raise RegistryError(
             f"no plugin {name!r} is installed{near}; available: {', '.join(listed) or 'none'}. "
             + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
