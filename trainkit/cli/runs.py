@@ -44,12 +44,16 @@ def list_runs(
 
 def _row(run: Record, directory: Path) -> dict[str, Any]:
     """Return what is listed of a run; of one that cannot be read, why."""
+    from trainkit.runs.health import found_in
+
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
+        run.checked()
         total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
         rewards = [value for name, value in run.evaluation.items() if name.startswith("eval/reward")]
         finite = [value for value in rewards if isinstance(value, int | float) and math.isfinite(value)]
-        changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
+        written = [file.stat().st_mtime for file in run.path.iterdir() if file.suffix in (".jsonl", ".yaml")]
+        changed = datetime.fromtimestamp(max(written))
         return row | {
             "method": run.method,
             "seed": seed,
@@ -57,7 +61,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
             "total_steps": total,
             "state": run.state,
             "reward": next(iter(finite), None),
-            "health": sorted({str(each.get("check")) for each in run.findings}),
+            "health": sorted({str(each.get("check")) for each in found_in(run)}),
             "changed": f"{changed:%Y-%m-%d %H:%M}",
             "error": "",
         }

@@ -11,6 +11,9 @@ from trainkit.runs import symptoms
 from trainkit.runs.record import Record
 from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
 
+REMEDY = "lower optimizer.lr or train.max_grad_norm, and resume from a checkpoint before this step"
+"""What to do about numbers that are not finite."""
+
 
 class Health:
     """Watches the metrics of a run. A check that has found something is not repeated, also not after resuming.
@@ -91,4 +94,4 @@ def _not_finite(record: Record) -> Iterator[dict[str, Any]]:
         if name.startswith("loss/") or name in ("train/grad_norm", "reward/mean", "eval/reward"):
             steps = [step for step, value in values.items() if not math.isfinite(value)]
             if steps:
-                yield {"step": steps[0], "check": "finite", "message": f"{name} is {values[steps[0]]}"}
+                yield {"step": steps[0], "check": "finite", "message": f"{name} is {values[steps[0]]}; {REMEDY}"}
