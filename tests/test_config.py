@@ -117,17 +117,24 @@ PLAIN = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 )
 FREE_FORM = st.dictionaries(st.text(max_size=6), PLAIN, max_size=3)
-ARGUMENTS = st.dictionaries(st.sampled_from(["betas", "eps", "amsgrad"]), PLAIN, max_size=3)
+MODELS = FREE_FORM.map(lambda fields: {"model_type": "gpt2", **fields})
+NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False)
+ARGUMENTS = st.fixed_dictionaries(
+    {}, optional={"betas": st.lists(NUMBERS, min_size=2, max_size=2), "eps": NUMBERS, "amsgrad": st.booleans()}
+)
+PATHS = st.text(min_size=1, max_size=8).filter(
+    lambda text: text == text.strip() and text[0] not in "~$" and text.lower() != "none"
+)
 
 
 @st.composite
 def configs(draw):
     return toy(
         method={"name": "config-toy", "gamma": draw(st.floats(0, 1)), "extra": draw(FREE_FORM)},
-        model={"model_path": draw(st.none() | st.text(max_size=8) | FREE_FORM), "kwargs": draw(FREE_FORM)},
+        model={"model_path": draw(st.none() | PATHS | MODELS), "kwargs": draw(FREE_FORM)},
         optimizer={"lr": draw(st.floats(0, exclude_min=True, allow_infinity=False)), "kwargs": draw(ARGUMENTS)},
         rollout={"stop_sequences": draw(st.lists(st.text(min_size=1, max_size=4), max_size=2))},
-        train={"seed": draw(st.integers(0, 2**40)), "run_dir": draw(st.none() | st.text(max_size=8))},
+        train={"seed": draw(st.integers(0, 2**40)), "run_dir": draw(st.none() | PATHS)},
     )
 
 

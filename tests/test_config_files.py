@@ -156,6 +156,58 @@ MISTAKES: list[tuple[str, str]] = [
     ("method: ppo\nmodel: gpt2", "model@2): should be a mapping, with a setting and its value in each line"),
     ("method: ppo\ndatasets: [{path: a.jsonl}]", "datasets@2): unknown field; did you mean --samples?"),
     ("method: {name: grpo, group_size: 1}", "method.group_size@1): ~give at least 2"),
+    # of people who come from other frameworks
+    ("train: {seed: 1}", "method: required, not given; name an algorithm: best_of_k, ddpo"),
+    ("method: {ppo: {gamma: 0.9}}", "method@1): ~write name: ppo, with the settings beside it"),
+    ("method: early_stop", "method@1): 'early_stop' is no algorithm; name it in plugins"),
+    (
+        "method: {name: PPOConfig}\ntrain: {total_steps: 5}",
+        "method@1): this is a configuration of trlX; trainkit migrate",
+    ),
+    (
+        "method: {name: grpo, beta: 0.04}",
+        "method.beta@1): unknown field; the weight of the KL divergence is method.kl_c",
+    ),
+    (M + "gamma: 0.9", "gamma@2): unknown field; did you mean method.gamma?"),
+    (M + "train:\n  seed:3", "train@2): ~write a colon and a space: seed: 3"),
+    (M + "train:\n- seed: 3", "train@2): should be a mapping, ~and without '- '"),
+    (M + "train: {seed: true}", "train.seed@2): should be a number, not true or false (given True (bool))"),
+    (M + "train: {run_dir: None}", "train.run_dir@2): should be null, which is None in YAML"),
+    (M + "train: {run_dir: ~/runs/x}", "train.run_dir@2): ~ and $NAME are not expanded; ~${HOME}"),
+    (M + "train: {run_dir: $HOME/x}", "train.run_dir@2): ~ and $NAME are not expanded"),
+    (M + "train: {mixed_precision: bf16-mixed}", "train.mixed_precision@2): ~did you mean 'bf16'?"),
+    (M + "train: {trackers: none}", "train.trackers@2): should be a list; write [] for none"),
+    (M + "train:\n  trackers: {name: wandb}", "train.trackers@3): should be a list; write '- ' before its first line"),
+    (M + "train: {trackers: [{wandb: {project: x}}]}", "train.trackers.0@2): ~write name: wandb, with the settings"),
+    (M + "train: {save_strategy: steps}", "train.save_strategy@2): unknown field; did you mean train.save_interval?"),
+    (M + "train: {gradient_checkpointing: true}", "train.gradient_checkpointing@2): unknown field; activations are"),
+    (M + "train: {warmup_ratio: 0.1}", "train.warmup_ratio@2): unknown field; warm-up is given in steps: scheduler"),
+    (M + "train: {pipeline: PromptPipeline}", "train.pipeline@2): unknown field; trainkit tokenises prompts"),
+    (M + "train: {push_to_hub: mine}", "train.push_to_hub@2): should be the id of a repository, owner/name"),
+    (M + "wandb_project: x", "wandb_project@2): unknown field; trackers have settings of their own"),
+    (M + "data: {path: a.jsonl}", "data.path@2): unknown field; ~give --samples or --prompts"),
+    (M + "reward_fn: a.py:f", "reward_fn@2): unknown field; did you mean --reward-fn?"),
+    (M + "optimizer: adamw", "optimizer@2): ~write {name: adamw}"),
+    (M + "optimizer: {name: paged_adamw_32bit}", "optimizer.name@2): ~did you mean 'adamw'?"),
+    (M + "optimizer: {lr: .inf}", "optimizer.lr@2): should be a finite number"),
+    (M + "optimizer: {kwargs: {betas: 0.9}}", "optimizer.kwargs.betas@2): should be a list of 2 numbers (given 0.9 ("),
+    (M + "optimizer: {kwargs: {eps: '1e-8'}}", "optimizer.kwargs.eps@2): should be a number (given '1e-8' (str))"),
+    (M + "optimizer: {name: adam, kwargs: {momentum: 0.9}}", "optimizer.kwargs.momentum@2): ~'sgd' takes momentum"),
+    (M + "scheduler: {name: constant_with_warmup}", "scheduler.name@2): ~did you mean 'constant'?"),
+    (M + "scheduler: {name: cosine, kwargs: {min_lr: 1}}", "scheduler.kwargs.min_lr@2): ~'cosine_with_min_lr' takes"),
+    (M + "scheduler: {name: cosine_with_min_lr}", "scheduler@2): cosine_with_min_lr needs kwargs"),
+    (M + "model: {dtype: half}", "model.dtype@2): ~did you mean 'float16'?"),
+    (M + "model: {model_path: ''}", "model.model_path@2): should be a path or hub id without spaces around it"),
+    (M + "model: {model_path: 'https://hub.example/owner/name'}", "model.model_path@2): is an address; ~: owner/name"),
+    (M + "model: {model_path: {hidden_size: 4}}", "model.model_path@2): the fields of a model config need model_type"),
+    (M + "model: {peft_config: lora}", "model.peft_config@2): ~write {peft_type: lora}"),
+    (
+        M + "model: {peft_config: {lora_r: 8}}",
+        "model.peft_config.lora_r@2): no field of peft's LORA; did you mean 'r'?",
+    ),
+    (M + "model: {peft_config: {r: '8'}}", "model.peft_config.r@2): should be a number (given '8' (str))"),
+    (M + "model: {peft_config: {bias: nope}}", "model.peft_config.bias@2): should be one of 'none', 'all', 'lora_on"),
+    (M + "rollout: {num_beams: 4}", "rollout.num_beams@2): unknown field; trainkit samples"),
 ]
 
 
@@ -181,6 +233,17 @@ def test_there_are_fifty_mistakes() -> None:
     [
         ("", "it is empty"),
         ("- method: ppo", "should hold a mapping of sections, such as `method: ppo`; it holds"),
+        (
+            "method: ppo\ntrain:\n  seed: 3\n total_steps: 5",
+            "(run.yaml:4, column 2); indent the line as those above it",
+        ),
+        ("method: ppo\ntrain: {seed: 3\n", "(run.yaml:3, column 1); a bracket or quote is not closed"),
+        (
+            "method: ppo\ntrain:\n  seed: 3\n  seed: 4",
+            "the key 'seed' is given twice, first in line 3 (run.yaml:4, column",
+        ),
+        ("method: ppo\non: 1", "the key stands for True in YAML; put it in quotes (run.yaml:2, column 1)"),
+        ("method: ppo\nmodel: {model_path: @x}", "put text that begins with this character in quotes"),
         ("method:\n\tname: ppo", "(run.yaml:2, column 1); YAML is indented with spaces, not with tabs"),
     ],
 )
@@ -204,13 +267,38 @@ def test_a_section_without_settings_is_as_if_it_were_not_there(at: Path) -> None
         (["train", "run.yaml", "--dataset_name", "a.jsonl"], "Give --samples"),
         (["train", "run.yaml", "--model", "gpt2"], "model.model_path=gpt2"),
         (["config", "check", "rum.yaml"], "No such file or directory; did you mean 'run.yaml'?"),
+        (["train", "run.yaml", "--num_processes", "2"], "Processes are started by torchrun"),
+        (["train", "run.yaml", "--report_to", "wandb"], "train.trackers='[wandb]'"),
+        (["train", "run.yaml", "--bf16"], "train.mixed_precision=bf16"),
+        (["train", "run.yaml", "-lr", "1e-5"], "optimizer.lr=1e-5"),
+        (["train", "run.yaml", "--trainer.max_epochs", "3"], "train.epochs=3"),
+        (["train", "ppo"], "'ppo' is no file; write one with trainkit config show ppo > ppo.yaml"),
+        (["train", "run"], "'run' is a directory; give its file: run/config.yaml"),
+        (["run.yaml"], "Give trainkit train run.yaml"),
+        (["validate", "run.yaml"], "Give trainkit config check"),
+        (["sft", "--model", "x"], "trainkit config show sft prints one"),
+        (["config", "validate", "run.yaml"], "No such command 'validate'"),
     ],
 )
 def test_command_lines_of_other_frameworks_are_told_what_to_write(arguments: list[str], words: str, at: Path) -> None:
     (at / "run.yaml").write_text("method: ppo", encoding="utf-8")
+    (at / "run").mkdir()
+    (at / "run" / "config.yaml").write_text("method: ppo", encoding="utf-8")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert words in " ".join(result.stderr.split())
+
+
+def test_files_in_another_encoding_are_said_to_be_so(at: Path) -> None:
+    Path("run.yaml").write_bytes("method: ppo\n# größer\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"it is not UTF-8 \(run.yaml:2\); save it as UTF-8"):
+        read_config(Path("run.yaml"))
+
+
+def test_the_fields_of_a_section_are_listed_once(at: Path) -> None:
+    first, second = told(M + "train: {a1: 1, a2: 2}\n")
+    assert "known: seed, total_steps" in first
+    assert second.endswith("known: as above)")
 
 
 def test_all_faults_are_told_at_once_those_of_overrides_and_paths_included(at: Path) -> None:

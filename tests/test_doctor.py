@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -15,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from trainkit.cli import app, doctor
+from trainkit.errors import RewardError
 from trainkit.security import MASK
 from trainkit.testing.trainers import tiny_trainer
 
@@ -28,14 +30,19 @@ def asked(*arguments: str) -> Any:
 def test_it_says_what_trainkit_runs_on_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINKIT_TEST_TOKEN", "canary")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TRAINKIT_TEST_URL", "postgresql://me:canary@host/name")
+    monkeypatch.setenv("TRAINKIT_SWEEP_STORAGE", "postgresql://me:canary@host/name?password=canary")
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "TRAINKIT_VLLM_URL", "TRAINKIT_SETTINGS"):
+        monkeypatch.setenv(name, "https://host/?key=canary")
+    monkeypatch.setenv("MASTER_ADDR", "me:canary@host")
     facts = json.loads(asked("--json"))
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["devices"]["accelerators"] == torch.accelerator.device_count()
     assert facts["environment"]["TRAINKIT_TEST_TOKEN"] == "(set)"
     assert facts["environment"]["OMP_NUM_THREADS"] == "1"
     assert set(facts["checks"].values()) == {""}
-    assert facts["environment"]["TRAINKIT_TEST_URL"] == f"postgresql://{MASK}@host/name"
+    assert facts["environment"]["TRAINKIT_SWEEP_STORAGE"] == f"postgresql://{MASK}@host/name?{MASK}"
+    assert facts["environment"]["TRAINKIT_VLLM_URL"] == "(set)"
+    assert facts["environment"]["MASTER_ADDR"] == f"{MASK}@host"
     assert "canary" not in json.dumps(facts)
     assert "float32, bfloat16" in facts["devices"]["products in"]
     assert "gloo" in facts["distributed launch"]["backends"]
@@ -80,10 +87,11 @@ def test_numbers_that_are_not_finite_and_runs_without_metrics_are_told(tmp_path:
     with metrics.open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "loss/total": NaN, "train/grad_norm": Infinity}\n')
     found = json.loads(asked(str(tmp_path / "run"), "--json"))
-    assert {(each["step"], each["message"]) for each in found} == {
+    assert {(each["step"], each["message"].partition(";")[0]) for each in found} == {
         (3, "loss/total is nan"),
         (3, "train/grad_norm is inf"),
     }
+    assert "finite" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
     metrics.write_text("", encoding="utf-8")
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
     assert result.exit_code == 1
@@ -91,21 +99,45 @@ def test_numbers_that_are_not_finite_and_runs_without_metrics_are_told(tmp_path:
 
 
 def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "has no config.yaml; give the directory of a run" in result.stderr
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.yaml").write_text("base_model: x\n", encoding="utf-8")
+    (foreign / "metrics.jsonl").write_text('{"loss": 1}\n', encoding="utf-8")
+    for place, told in (
+        (tmp_path, "has no config.yaml; give the directory of a run"),
+        (tmp_path / "gone", "there is no directory"),
+        (foreign / "config.yaml", "there is no directory"),
+        (foreign, "is no run of trainkit: its config.yaml names no method"),
+    ):
+        result = CliRunner().invoke(app, ["doctor", str(place)])
+        assert result.exit_code == 1
+        assert told in result.stderr
+
+
+def test_a_run_that_failed_before_its_first_step_is_listed_and_said_to_have_no_metrics(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path / "run", train__total_steps=2)
+    trainer.reward_fn = lambda outputs, **_: [float("nan")] * len(outputs)
+    with pytest.raises(RewardError):
+        trainer.learn()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "stopped" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
+    (tmp_path / "run" / "starts.jsonl").unlink()
+    for command in ("doctor", "report"):
+        assert "no metrics have been recorded in" in CliRunner().invoke(app, [command, str(tmp_path / "run")]).stderr
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [("trainkit config show pp", "ppo"), ("trainkit doc", "doctor"), ("trainkit plugins check online", "online_dpo")],
 )
-def test_shells_complete_commands_and_algorithms(words: str, expected: str) -> None:
-    variables = {
-        "_TRAINKIT_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1),
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_algorithms(words: str, expected: str, shell: str) -> None:
+    asked_by = {
+        "bash": {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": words},
+        "fish": {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
     }
+    variables = {"_TRAINKIT_COMPLETE": f"complete_{shell}", **asked_by[shell]}
     done = subprocess.run(
         [Path(sys.executable).with_name("trainkit")],
         env={**os.environ, **variables},
@@ -113,4 +145,18 @@ def test_shells_complete_commands_and_algorithms(words: str, expected: str) -> N
         text=True,
         check=False,
     )
-    assert done.stdout.split() == [expected], done.stderr
+    pattern = r"\(\(\"(\w+)" if shell == "zsh" else r"^(\w+)"
+    found = re.findall(pattern, done.stdout, re.MULTILINE)
+    assert found == [expected], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_is_printed(shell: str) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("trainkit")],
+        env={**os.environ, "_TRAINKIT_COMPLETE": f"source_{shell}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"_TRAINKIT_COMPLETE=complete_{shell}" in done.stdout

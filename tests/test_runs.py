@@ -113,7 +113,7 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
     assert "is not valid YAML" in rows["cut"]["error"]
     assert "line 1: not a JSON object" in rows["garbage"]["error"]
     assert (rows["empty"]["step"], rows["empty"]["state"], rows["empty"]["error"]) == (0, "stopped", "")
-    assert (rows["foreign"]["method"], rows["foreign"]["error"]) == ("", "")
+    assert "is no run of trainkit" in rows["foreign"]["error"]
     assert rows["group/first"]["state"] == "done"
     assert rows["odd"]["value"] is rows["nan"]["value"] is None
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout

@@ -59,7 +59,8 @@ def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path} is not valid YAML: it is not UTF-8 ({path}:{line}); save it as UTF-8") from error
     data, lines = _parse(text, str(path), path)
     if not isinstance(data, dict):
         held = "is empty" if data is None else f"holds {describe(data)}"

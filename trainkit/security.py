@@ -24,8 +24,8 @@ def names_secret(variable: str) -> bool:
 
 
 def without_logins(text: str) -> str:
-    """Return ``text`` with a mask in place of user and password in each URL."""
-    return re.sub(r"(\w+://)[^/\s@]+@", rf"\1{MASK}@", text)
+    """Return ``text`` with a mask in place of user and password in each address, and of what follows its ``?``."""
+    return re.sub(r"\?\S+", f"?{MASK}", re.sub(r"(^|\s|://)[^/\s@]+@", rf"\1{MASK}@", text))
 
 
 class Secret(str):

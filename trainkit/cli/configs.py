@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from trainkit.cli.console import complete_method
 from trainkit.cli.training import parse_overrides
-from trainkit.errors import printable, suggest
+from trainkit.errors import ConfigError, RegistryError, printable, suggest
 from trainkit.plugins.registry import is_known
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class ShowByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with ``show`` before them if they begin with no command."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            mistyped = suggest(args[0], self.commands) and not (is_known(args[0]) or _is_file(args[0]))
+            known = is_known(args[0]) or _is_file(args[0])
+            mistyped = not known and (suggest(args[0], self.commands) or any("=" not in arg for arg in args[1:]))
             args = args if mistyped else ["show", *args]
         return super().parse_args(ctx, args)
 
@@ -129,7 +130,11 @@ def print_schema(
     from trainkit.config.schema import COMMENT, json_schema
     from trainkit.plugins import available_trainers
 
-    typer.echo(json.dumps(json_schema([method] if method else available_trainers()), indent=2))
+    try:
+        schema = json_schema([method] if method else available_trainers())
+    except RegistryError as error:  # wrong usage
+        raise ConfigError(str(error)) from None
+    typer.echo(json.dumps(schema, indent=2))
     typer.echo(f"first line of a configuration: {COMMENT.format('FILE')}", err=True)
 
 

@@ -30,11 +30,37 @@ def complete_method(incomplete: str) -> list[str]:
     return [name for name in available_trainers() if name.startswith(incomplete.lower())]
 
 
+MEANT = {"validate": "config check", "check": "config check", "lint": "config check", "version": "--version"}
+"""What is meant by names that are no commands."""
+
+
 class ExplainedErrors(TyperGroup):
     """A command group that prints the message of a `TrainkitError` instead of its traceback.
 
     An error of another process is printed by that process.
     """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments begin with.
+
+        Raises:
+            typer.BadParameter: there is none, or another usage error; names the command that a file or the name of an
+                algorithm stands for.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            from trainkit.plugins import is_registered
+            from trainkit.plugins.discovery import is_installed
+
+            name = args[0] if args else ""
+            if name.endswith((".yaml", ".yml")):
+                error.message += f" Give trainkit train {name}"  # type: ignore[attr-defined]
+            elif name in MEANT:
+                error.message += f" Give trainkit {MEANT[name]}"  # type: ignore[attr-defined]
+            elif is_registered(name) or is_installed(name, ""):
+                error.message += f" Give trainkit train CONFIG.yaml; trainkit config show {name} prints one"  # type: ignore[attr-defined]
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end it with exit code 1, those of a configuration with 2, as wrong usage does."""
@@ -68,17 +94,21 @@ class WithOverrides(TyperCommand):
 
 def _as_override(option: str, given: list[str]) -> str:
     """Return what to write instead of an option that the command does not have."""
-    from trainkit.config import dotted
+    from trainkit.config import dotted, note
 
     if option in ("--config", "--config-file", "--config_file", "-c"):
         return ". The configuration file is given without an option: trainkit train CONFIG.yaml"
-    if not (meant := dotted(option)):
-        return ""
+    if not option.startswith("--"):  # click takes the letters of -lr for options
+        option = next((argument for argument in given if argument.startswith(option)), option)
+    name = option.rpartition(".")[2].lstrip("-")  # of Lightning's command line: --trainer.max_epochs
+    if not (meant := dotted(option) or dotted(name)):
+        return f". {told[0].upper()}{told[1:]}" if (told := note(name)) else ""
     if meant[0].startswith("--"):
         return f". Give {meant[0]}"
     at = next((index for index, argument in enumerate(given) if argument.partition("=")[0] == option), len(given))
     value = given[at].partition("=")[2] if at < len(given) else ""
-    value = value or next(iter(given[at + 1 : at + 2]), "") or "VALUE"
+    value = value or next(iter(given[at + 1 : at + 2]), "") or (name if name in ("bf16", "fp16") else "VALUE")
+    value = f"'[{value}]'" if meant == ["train.trackers"] else value
     return f". Settings are given as key=value: {' or '.join(f'{key}={value}' for key in meant)}"
 
 

@@ -14,7 +14,7 @@ import typer
 
 from trainkit.cli.console import mark
 from trainkit.errors import DataError, printable
-from trainkit.security import names_secret, without_logins
+from trainkit.security import without_logins
 
 Facts = dict[str, dict[str, Any]]
 """Values by group and name. The group ``checks`` has an empty text for each check that passes, and else what fails."""
@@ -22,8 +22,10 @@ Facts = dict[str, dict[str, Any]]
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "RANK",
     "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_CONFIG_FILE",
+    "TRAINKIT_DISABLE_PLUGINS", "TRAINKIT_LOAD_PLUGINS", "TRAINKIT_SWEEP_STORAGE", "TRAINKIT_TRACEBACK",
 )  # fmt: skip
-"""Variables of the environment that change what runs do, besides those that begin with ``TRAINKIT_``."""
+"""Variables of the environment that change what runs do. Of others that begin with ``TRAINKIT_``, which may be secrets
+of plugins, only the names are shown."""
 LITTLE = 2 * 1024**3
 """Free bytes on a disk below which checkpoints may not fit."""
 
@@ -39,7 +41,7 @@ def doctor(
         from trainkit.runs import Record
         from trainkit.runs.health import found_in
 
-        record = Record(run)
+        record = Record(run).checked()
         found = found_in(record)
         if not record.metrics:
             raise DataError(f"no metrics have been recorded in {run}; a run records them from its first step on")
@@ -82,7 +84,7 @@ def installation() -> Facts:
             "disk": f"{_gigabytes(disk.free)} of {_gigabytes(disk.total)} free",
         },
         "environment": {
-            name: "(set)" if names_secret(name) else without_logins(value) for name, value in sorted(set_here.items())
+            name: without_logins(value) if name in VARIABLES else "(set)" for name, value in sorted(set_here.items())
         },
         "checks": _checks(disk.free),
     }

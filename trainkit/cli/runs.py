@@ -48,13 +48,16 @@ def list_runs(
 def _row(run: Record, directory: Path) -> dict[str, Any]:
     """Return what is listed of a run; of one that cannot be read, why."""
     from trainkit.runs.groups import main_metric
+    from trainkit.runs.health import found_in
 
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
+        run.checked()
         total, seed = run.setting("train", "total_steps"), run.setting("train", "seed")
         metric = main_metric(run.series)
         finite = [value for value in run.series.get(metric or "", {}).values() if math.isfinite(value)]
-        changed = datetime.fromtimestamp((run.path / "metrics.jsonl").stat().st_mtime)
+        written = [file.stat().st_mtime for file in run.path.iterdir() if file.suffix in (".jsonl", ".yaml")]
+        changed = datetime.fromtimestamp(max(written))
         return row | {
             "method": run.method,
             "seed": seed,
@@ -64,7 +67,7 @@ def _row(run: Record, directory: Path) -> dict[str, Any]:
             "metric": metric,
             "value": finite[-1] if finite else None,
             "bytes": sum(file.lstat().st_size for file in run.path.rglob("*") if file.is_file()),
-            "health": sorted({str(each.get("check")) for each in run.findings}),
+            "health": sorted({str(each.get("check")) for each in found_in(run)}),
             "changed": f"{changed:%Y-%m-%d %H:%M}",
             "error": "",
         }

@@ -127,6 +127,8 @@ def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, s
         out.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return 0
+    if out.is_dir():
+        raise DataError(f"{out} is a directory; give a file as --out, such as {out / 'responses.jsonl'}")
     if not beside.is_file():
         raise DataError(f"{out} exists, and is not of this command, which leaves {beside} beside it; {another}")
     before = _read_json(beside.read_text(encoding="utf-8"), str(beside), another)

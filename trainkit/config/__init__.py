@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trainkit.config.base import GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
 from trainkit.config.entries import EngineEntry, HooksEntry, ShardingEntry, TrackerEntry
-from trainkit.config.names import dotted
+from trainkit.config.names import dotted, note
 from trainkit.config.places import differences
 from trainkit.config.sections import (
     DataConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "default_config",
     "differences",
     "dotted",
+    "note",
     "read_config",
     "sweep",
 ]

@@ -1,4 +1,4 @@
-"""The arguments of optimizers, schedules and adapters, read from the sources of the installed libraries.
+"""The arguments of optimizers, schedules and adapters, and what they take, read from the sources of the libraries.
 
 Nothing of these libraries is imported, which takes seconds. What was read is kept by the library's version.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,11 +16,12 @@ from typing import Any
 
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
+from trainkit.config.names import dotted
 from trainkit.errors import suggest
 from trainkit.plugins.cache import read_cache, write_cache
 
-Arguments = dict[str, list[str]]
-"""The names of arguments, by what takes them."""
+Arguments = dict[str, dict[str, str]]
+"""What values arguments take, in words, by their names, by what takes them; empty words: it cannot be told."""
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 """The classes in `torch.optim`, in modules of the same names in small letters."""
@@ -34,32 +35,33 @@ SCHEDULES = {
 """The functions in `transformers.optimization`; ``constant`` takes no arguments."""
 OWN = {"self", "params", "lr", "weight_decay", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 """Arguments that other settings have, or that the trainer gives."""
+NULL = ", or null"
+"""The end of what is said of an argument that may be None."""
 
 
 def check_optimizer(name: str, given: Mapping[str, Any]) -> None:
-    """Check the names of further arguments of an optimizer.
+    """Check further arguments of an optimizer.
 
     Raises:
-        ValidationError: it does not take one of them.
+        ValidationError: it does not take one of them, or not this value.
     """
-    _check(given, _read("torch", _optimizers).get(name), f"argument of torch.optim.{OPTIMIZERS[name]}")
+    _check(given, name, _read("torch", _optimizers), f"argument of torch.optim.{OPTIMIZERS[name]}")
 
 
 def check_schedule(name: str, given: Mapping[str, Any]) -> None:
-    """Check the names of further arguments of a schedule.
+    """Check further arguments of a schedule.
 
     Raises:
-        ValidationError: it does not take one of them.
+        ValidationError: it does not take one of them, or not this value.
     """
-    known = [] if name == "constant" else _read("transformers", _schedules).get(name)
-    _check(given, known, f"argument of the schedule {name!r}")
+    _check(given, name, {**_read("transformers", _schedules), "constant": {}}, f"argument of the schedule {name!r}")
 
 
 def check_adapter(given: Mapping[str, Any]) -> None:
-    """Check the type of an adapter, and the names of its fields.
+    """Check the type of an adapter, and its fields.
 
     Raises:
-        ValidationError: peft has no such type, or the type no such field.
+        ValidationError: peft has no such type, or the type no such field, or the field does not take this value.
     """
     types, kind = _read("peft", _adapters), str(given.get("peft_type", "LORA"))
     if not types:
@@ -67,16 +69,49 @@ def check_adapter(given: Mapping[str, Any]) -> None:
     if kind.upper() not in types:
         reason = f"unknown type of adapter{suggest(kind.upper(), types)}; known: {', '.join(sorted(types))}"
         raise _refused([("peft_type", kind, reason)])
-    _check(given, types[kind.upper()], f"field of peft's {kind.upper()}")
+    _check(given, kind.upper(), {kind.upper(): types[kind.upper()]}, f"field of peft's {kind.upper()}")
 
 
-def _check(given: Mapping[str, Any], known: list[str] | None, what: str) -> None:
-    if known is None:  # its source cannot be read; making it will tell
+def _check(given: Mapping[str, Any], taker: str, arguments: Arguments, what: str) -> None:
+    """Check the arguments that are given to one of those that take some."""
+    if (known := arguments.get(taker)) is None:  # its source cannot be read; making it will tell
         return
     listed = f"known: {', '.join(known)}" if known else "there are none; remove it"
-    faults = [(name, given[name], f"no {what}{suggest(name, known)}; {listed}") for name in given if name not in known]
+    faults = [
+        (
+            name,
+            value,
+            f"should be {known[name]}" if name in known else f"no {what}{_meant(name, known, arguments)}; {listed}",
+        )
+        for name, value in given.items()
+        if name not in known or not _takes(known[name], value)
+    ]
     if faults:
         raise _refused(faults)
+
+
+def _meant(name: str, known: Iterable[str], arguments: Arguments) -> str:
+    """Return what an unknown argument may have meant: another framework's name, a similar one, or that of another."""
+    own = [*[path.rpartition(".")[2] for path in dotted(name)], name]
+    if found := [each for each in own if each in known]:
+        return f"; did you mean {found[0]!r}?"
+    others = [f"{taker!r} takes {each}" for each in own for taker, taken in arguments.items() if each in taken]
+    return suggest(name, known) or (f"; {others[0]}" if others else "")
+
+
+def _takes(kind: str, value: Any) -> bool:
+    """Return whether an argument that takes ``kind`` takes the value."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not kind:
+        return not kind or kind.endswith(NULL)
+    if kind.startswith("a number"):
+        return is_number
+    if kind.startswith("true"):
+        return isinstance(value, bool)
+    if kind.startswith("a list of"):
+        count, numbers = int(kind.split()[3]), value if isinstance(value, list | tuple) else ()
+        return len(numbers) == count and all(_takes("a number", number) for number in numbers)
+    return repr(value) in kind.removeprefix("one of ").removesuffix(NULL).split(", ")
 
 
 def _refused(faults: list[tuple[str, Any, str]]) -> ValidationError:
@@ -124,10 +159,29 @@ def _schedules(folder: Path) -> Arguments:
     return {name: _parameters(functions[made]) for name, made in SCHEDULES.items() if made in functions}
 
 
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    arguments = function.args
-    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    return [name for name in names if name not in OWN]
+def _parameters(function: ast.FunctionDef) -> dict[str, str]:
+    taken = function.args
+    plain = [*taken.posonlyargs, *taken.args]
+    defaults = [None] * (len(plain) - len(taken.defaults)) + taken.defaults + taken.kw_defaults
+    arguments = zip([*plain, *taken.kwonlyargs], defaults, strict=True)
+    return {each.arg: _kind(each.annotation, default) for each, default in arguments if each.arg not in OWN}
+
+
+def _kind(annotation: ast.expr | None, default: ast.expr | None) -> str:
+    """Return what an argument takes according to its type or default, in words; empty for other types."""
+    value = default.value if isinstance(default, ast.Constant) else None
+    text = type(value).__name__ if annotation is None else ast.unparse(annotation)
+    inner = re.fullmatch(r"Optional\[(.*)\]", text)
+    null = NULL if inner or text.endswith("| None") else ""
+    text = (inner[1] if inner else text).removesuffix("| None").strip()
+    names = set(re.findall(r"\w+", text))
+    if text.startswith("Literal["):
+        return f"one of {text[8:-1]}{null}"
+    if "float" in names and text.lower().startswith("tuple[") and isinstance(default, ast.Tuple):
+        return f"a list of {len(default.elts)} numbers{null}"
+    if names and names <= {"int", "float", "Tensor", "Union"}:
+        return f"a number{null}"
+    return f"true or false{null}" if names == {"bool"} else ""
 
 
 def _adapters(folder: Path) -> Arguments:
@@ -137,17 +191,17 @@ def _adapters(folder: Path) -> Arguments:
         for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE):
             homes.setdefault(name, file)
 
-    def fields(name: str) -> Iterator[str]:
+    def fields(name: str) -> Iterator[tuple[str, str]]:
         for node in _parsed(homes[name]) if name in homes else ():
             if isinstance(node, ast.ClassDef) and node.name == name:
                 for base in node.bases:
                     yield from fields(base.id if isinstance(base, ast.Name) else "")
                 for each in node.body:
                     if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                        yield each.target.id
+                        yield each.target.id, _kind(each.annotation, None)
 
     return {
-        kind: list(dict.fromkeys(fields(made)))
+        kind: dict(fields(made))
         for file in sorted(folder.glob("tuners/*/__init__.py"))
         for kind, made in _registered(file)
     }

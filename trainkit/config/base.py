@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -11,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -54,6 +56,17 @@ class Section(Frozen):
     @classmethod
     def _guard_secrets(cls, data: Any) -> Any:
         return guarded(data)  # before pydantic can quote one in an error message
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_another_language(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = set(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else {annotation}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("should be a number, not true or false")
+        if isinstance(value, str) and value.lower() == "none" and NoneType in kinds:
+            raise ValueError("should be null, which is None in YAML")
+        return value
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

@@ -99,8 +99,15 @@ def given_entry(value: Any, what: str = "a plugin's name") -> tuple[Plain, str]:
     fields = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = fields.pop("name", None)
     if not isinstance(name, str):
-        raise _refused(f"should be {what}, or a mapping with its 'name' and settings")
+        raise _refused(f"should be {what}, or a mapping with its 'name' and settings{as_named(value)}")
     return fields, name
+
+
+def as_named(value: Any) -> str:
+    """Return what to write instead of a name with settings below it; empty if nothing of the kind was given."""
+    fields = list(value.items()) if isinstance(value, Mapping) else []
+    nested = len(fields) == 1 and (fields[0][1] is None or isinstance(fields[0][1], Mapping))
+    return f"; write name: {fields[0][0]}, with the settings beside it" if nested else ""
 
 
 def _refused(reason: str) -> PydanticCustomError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -32,6 +33,21 @@ def _one_token(kwargs: Plain) -> Plain:
 
 Kwargs = Annotated[Plain, AfterValidator(_one_token)]
 """Arguments of `from_pretrained`."""
+
+
+def _path(value: str) -> str:
+    """Return a path or hub id. Nothing in it is expanded."""
+    if not value or value != value.strip():
+        raise ValueError("should be a path or hub id without spaces around it; null is none")
+    if re.match(r"~|\$\w", value):
+        raise ValueError("~ and $NAME are not expanded; write the whole path, or ${HOME} and ${NAME} in a file")
+    if address := re.match(r"https?://[^/]+/([\w.-]+(/[\w.-]+)?)", value):
+        raise ValueError(f"is an address; write the hub id alone: {address[1]}")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_path)]
+"""A path, or the id of a repository on the hub."""
 
 
 class ModelConfig(Section):
@@ -92,13 +108,15 @@ class ModelConfig(Section):
     def _path_or_fields(cls, value: Any) -> Any:
         if value is not None and not isinstance(value, str | Mapping):
             raise ValueError("should be a hub id or directory, the fields of a model config, or None")
-        return value
+        if isinstance(value, Mapping) and "model_type" not in value:
+            raise ValueError("the fields of a model config need model_type, such as gpt2 or llama; add it")
+        return _path(value) if isinstance(value, str) else value
 
 
 class TokenizerConfig(Section):
     """Which tokenizer is used."""
 
-    tokenizer_path: str | None = None
+    tokenizer_path: PathText | None = None
     """A hub id or local directory. None: the model's own, or the tokenizer object passed to `train`."""
     kwargs: Kwargs = {}
     """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
@@ -117,7 +135,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """The optimizer."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay."""
@@ -150,6 +168,12 @@ class SchedulerConfig(Section):
         if name := info.data.get("name"):
             check_schedule(name, value)
         return value
+
+    @model_validator(mode="after")
+    def _lowest_rate(self) -> Self:
+        if self.name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & self.kwargs.keys():
+            raise ValueError("cosine_with_min_lr needs kwargs: {min_lr: ...} or {min_lr_rate: ...}; add one")
+        return self
 
 
 class RolloutConfig(SamplingConfig):
@@ -309,9 +333,9 @@ class TrainConfig(Section):
     push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
     """The id of a repository on the hub, `owner/name`, where the exported model is published when the run ends, with
     its card, configuration and metrics. A new repository is private. Needs a token: `hf auth login` or `HF_TOKEN`."""
-    run_dir: str | None = None
+    run_dir: PathText | None = None
     """Directory of the run. None: `runs/<method>-<date>-<time>`."""
-    resume: str | None = None
+    resume: PathText | None = None
     """`auto`: resume from the newest complete checkpoint in `run_dir`, if there is one. A path: resume
     from that checkpoint."""
     trackers: Annotated[list[TrackerEntry], Field(max_length=MOST), AfterValidator(named_once)] = ["tensorboard"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +15,12 @@ from trainkit.config.tree import TRLConfig, merged, nest
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
 from trainkit.plugins.discovery import unchanged
+from trainkit.plugins.registry import is_known
 
 PATHS: tuple[Key, ...] = (("model", "model_path"), ("model", "reference_path"), ("tokenizer", "tokenizer_path"))
 """Settings that are a directory or a hub id."""
+TRLX = ("ppoconfig", "ilqlconfig", "sftconfig", "rftconfig")
+"""The names of methods in configurations of trlX, in small letters."""
 
 
 def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConfig[Any]:
@@ -31,6 +35,10 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConf
         raise ConfigError(
             f"given {str(path)!r} instead of a configuration file; give the file first: CONFIG.yaml {path}"
         )
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"{str(path)!r} is a directory; give its file: {path / 'config.yaml'}")
+    if not os.path.exists(path) and is_known(str(path)):
+        raise ConfigError(f"{str(path)!r} is no file; write one with trainkit config show {path} > {path}.yaml")
     data, lines = read_yaml_lines(path)
     places: dict[Key, str] = {key: f"{path}:{line}" for key, line in lines.items()}
     for setting, value in (changes or {}).items():
@@ -39,7 +47,13 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConf
         places = {key: place for key, place in places.items() if value_at(data, key) is not ...}
         places |= dict.fromkeys(leaves(change), COMMAND_LINE)
     with unchanged():
-        return TRLConfig.from_dict(data, places, faults=absent_paths(data))
+        return TRLConfig.from_dict(data, places, faults=[*_of_trlx(data, path), *absent_paths(data)])
+
+
+def _of_trlx(data: Mapping[str, Any], path: Path) -> Iterator[Fault]:
+    """Yield a fault if it is a configuration of trlX."""
+    if str(value_at(data, ("method", "name"))).lower() in TRLX:
+        yield Fault(("method",), f"this is a configuration of trlX; trainkit migrate {path} prints one of trainkit")
 
 
 def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
@@ -55,6 +69,8 @@ def absent_paths(data: Mapping[str, Any]) -> Iterator[Fault]:
 
 def absent(given: str) -> str:
     """Return which directory is not there, if ``given`` can only be a local one, as hub ids have one slash at most."""
+    if not given or re.match(r"~|\$\w|https?://", given):  # refused for another reason
+        return ""
     path = Path(given)
     local = path.is_absolute() or given.startswith((".", "~")) or len(path.parts) > 2
     if os.path.exists(path) or not (local or (len(path.parts) == 2 and os.path.isdir(path.parent))):

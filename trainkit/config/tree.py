@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainkit.config.base import Frozen, MethodConfig, Plain, SamplingConfig
-from trainkit.config.entries import MOST, HooksEntry, named_once
+from trainkit.config.entries import MOST, HooksEntry, as_named, named_once
 from trainkit.config.faults import Fault, faults_of, report
 from trainkit.config.places import DEFAULT, METHOD, PYTHON, Places, leaves, place_of, value_at, with_comment
 from trainkit.config.sections import (
@@ -138,7 +138,8 @@ class TRLConfig(Frozen, Generic[M]):
             return value
         method = method_class(value)
         if method is None:
-            raise PydanticCustomError("method", "should be a method's name, or a mapping with its 'name'")
+            reason = f"should be a method's name, or a mapping with its 'name'{as_named(value)}"
+            raise PydanticCustomError("method", "{reason}", {"reason": reason})
         return method.model_validate({**({} if isinstance(value, str) else value), "name": _name_of(value)})
 
     @model_validator(mode="after")

@@ -224,7 +224,7 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
         arguments |= {} if loads_weights() else {"device_map": "meta"}
         arguments |= {name: getattr(model_config, name) for name in _fuse_activation(model_config)}
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:  # an ImportError: of what quantises
         raise ConfigError(_cannot_load("model", key, config.model_path, error)) from error
     if base is None or not loads_weights():
         return cast(PreTrainedModel, model)
@@ -460,10 +460,18 @@ def trust(kwargs: Mapping[str, Any]) -> dict[str, bool]:
 def _cannot_load(what: str, key: str, path: Any, error: Exception) -> str:
     if isinstance(path, str) and (missing := absent(path)):
         return f"{key} is {path!r}, and {missing} Give a hub id, or a local directory with a {what}"
-    advice = _code_advice(error) or f"Give a hub id, or a local directory with a {what}"
+    advice = _code_advice(error) or _import_advice(error) or f"Give a hub id, or a local directory with a {what}"
     near = "" if not isinstance(path, str) or Path(path).exists() else suggest(path, _directories_like(path))
     told = f"There is no such directory{near} " if near else ""
-    return f"the {what} {path!r} ({key}) cannot be loaded: {error}. {told}{advice}"
+    reason = " ".join(str(error).split()).rstrip(".")
+    if "couldn't connect" in reason:
+        reason = "it is not in the cache, and the hub cannot be reached"
+    return f"the {what} {path!r} ({key}) cannot be loaded: {reason}. {told}{advice}"
+
+
+def _import_advice(error: Exception) -> str:
+    """Return what to do if a package is missing; else an empty string."""
+    return "Install it, or remove the setting that needs it" if isinstance(error, ImportError) else ""
 
 
 def _directories_like(path: str) -> list[str]:

@@ -118,12 +118,13 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
             what = f"{str(place)!r} is a file" if place.is_file() else f"there is no directory {str(place)!r}"
             raise DataError(f"{what}; give the directory of a run, or one that holds runs")
         runs = list(find_runs(place))
+        if not runs and (place / "config.yaml").is_file():  # it ended before its first step
+            runs = [Record(place)]
         if not runs:
             raise DataError(f"{str(place)!r} is no run and holds none; the directory of a run has a config.yaml")
         found |= {run.path.resolve(): run for run in runs}
     for run in found.values():
-        if not isinstance(run.config.get("method"), dict | str):
-            raise DataError(f"{str(run.path)!r} is no run of trainkit: its config.yaml names no method")
+        run.checked()
     if not any(run.series for run in found.values()):
         names = ", ".join(str(run.path) for run in found.values())
         raise DataError(f"no metrics have been recorded in {names}; a run records them from its first step on")

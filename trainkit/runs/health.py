@@ -13,6 +13,8 @@ from trainkit.runs.symptoms import PER_COLLECTION, Seen, Series, Verdict, mean
 
 CHECKS = sorted(check.__name__ for check in (symptoms.off_policy, *symptoms.OF_TRAINING, *symptoms.OF_EVALUATION))
 """The names of all checks."""
+REMEDY = "lower optimizer.lr or train.max_grad_norm, and resume from a checkpoint before this step"
+"""What to do about numbers that are not finite."""
 
 
 class Health:
@@ -94,4 +96,4 @@ def _not_finite(record: Record) -> Iterator[dict[str, Any]]:
         if name.startswith("loss/") or name in ("train/grad_norm", "reward/mean", "eval/reward"):
             steps = [step for step, value in values.items() if not math.isfinite(value)]
             if steps:
-                yield {"step": steps[0], "check": "finite", "message": f"{name} is {values[steps[0]]}"}
+                yield {"step": steps[0], "check": "finite", "message": f"{name} is {values[steps[0]]}; {REMEDY}"}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trainkit.errors import DataError
 from trainkit.plain import read_yaml
@@ -39,9 +39,22 @@ class Record:
             ConfigError: the file cannot be read.
             DataError: there is none.
         """
+        if not self.path.is_dir():
+            raise DataError(f"there is no directory {str(self.path)!r}; give the directory of a run (train.run_dir)")
         if not (self.path / "config.yaml").exists():
             raise DataError(f"{str(self.path)!r} has no config.yaml; give the directory of a run (train.run_dir)")
         return read_yaml(self.path / "config.yaml")
+
+    def checked(self) -> Self:
+        """Return the run itself.
+
+        Raises:
+            DataError: it is not one of trainkit.
+            ConfigError, DataError: as `config`.
+        """
+        if not isinstance(self.config.get("method"), dict | str):
+            raise DataError(f"{str(self.path)!r} is no run of trainkit: its config.yaml names no method")
+        return self
 
     @property
     def method(self) -> str:

@@ -37,7 +37,7 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module, *, scaled: bool = 
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") for p in trained)
     try:
         return OPTIMIZERS[config.name](trained, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
 
 
