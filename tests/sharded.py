@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import researchers.copying
+import researchers.critics
 import researchers.dapo  # noqa: F401  (registers it)
 import trainkit
 from trainkit.testing.trainers import Letters, tiny_trainer

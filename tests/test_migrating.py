@@ -60,7 +60,7 @@ def test_every_setting_that_a_table_names_exists() -> None:
         elif setting.to:
             assert setting.to.removesuffix(".*") in known | {f"rollout.{name}" for name in sampling}, path
         else:
-            assert setting.convert or setting.part_of or setting.unused or setting.refused, path
+            assert setting.convert or setting.part_of or setting.unused or setting.override or setting.refused, path
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,6 @@ def test_trainers_of_trlx_are_methods() -> None:
         ({"train__trainer": "AccelerateILQLTrainer"}, "method.name", "does not train with 'PPOConfig'"),
         ({"train__trainer_kwargs": {"logit_mask": 1}}, "train.trainer_kwargs", "give logit_mask to train()"),
         ({"train__tracker": "mlflow"}, "train.tracker", "trlX has wandb and tensorboard"),
-        ({"method__ref_std": 2.0}, "method.ref_std", "scale_reward 'ref'"),
-        ({"method__num_value_layers_unfrozen": 2}, "method.num_value_layers_unfrozen", "set 0"),
         (
             {"method__scale_reward": "whiten"},
             "method.scale_reward",
@@ -168,6 +166,20 @@ def test_what_has_no_counterpart_is_refused_with_what_to_write(given: dict[str, 
     refused = {remark.field: remark.text for remark in translate("trlx", trlx(**given)).refused}
     assert list(refused) == [field]
     assert words in refused[field]
+
+
+def test_what_a_method_of_the_trainer_does_is_said(tmp_path: Path) -> None:
+    given = trlx(method__num_value_layers_unfrozen=2, method__ref_std=2.0)
+    assert [remark.field for remark in translate("trlx", given).overrides] == [
+        "method.ref_std",
+        "method.num_value_layers_unfrozen",
+    ]
+    (tmp_path / "old.yml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / "old.yml")])
+    assert result.exit_code == 0, result.output
+    told = "method.num_value_layers_unfrozen is set by a trainer of your own: return the number from PPOTrainer.critic"
+    assert told in result.stderr
+    assert translate("trlx", trlx(method__num_value_layers_unfrozen=0)).overrides == []
 
 
 def test_fields_without_effect_are_named_and_empty_ones_are_not() -> None:

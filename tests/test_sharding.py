@@ -38,6 +38,9 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "clipping": ("dpo", {"train__max_grad_norm": 0.01}),
     "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4}),
     "sampled ahead": ("rloo", {"rollout__staleness": 1}),
+    "layers of the critic": ("_test_branch", {}),
+    "layers of the critic on frozen ones": ("_test_branch", {"model__num_layers_unfrozen": 1}),
+    "critic of its own": ("_test_critic", {}),
 }
 COPY = {"rollout__engine": "_test_copy", "divided": True}
 DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +55,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4, **COPY}),
     "sampled ahead": ("rloo", {"rollout__staleness": 1, **COPY}),
     "dynamic sampling": ("_test_dapo", COPY),
+    "layers of the critic": ("_test_branch", COPY),
+    "critic of its own": ("_test_critic", COPY),
 }
 """Runs in which no process ever has the whole model; the kit trains every algorithm so."""
 

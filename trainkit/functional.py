@@ -88,6 +88,11 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
+def kl_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return |log π − log π_ref| of the sampled token: no estimate of a KL; the penalty ``abs`` of TRL. [*] -> [*]."""
+    return (logprobs - ref_logprobs).abs()
+
+
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return k3 = exp(−k1) − 1 + k1: unbiased and never negative when sampling from π (Schulman 2020). [*] -> [*]."""
     k1 = logprobs - ref_logprobs
@@ -168,13 +173,31 @@ def penalise_cut(rewards: Tensor, terminated: Tensor, mask: Tensor, penalty: flo
     return rewards - penalty * (last_token(mask) & ~terminated.unsqueeze(-1))
 
 
-def kl_shaped_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def normalise_scores(scores: Tensor, mask: Tensor, *, mean: Tensor | float, std: Tensor | float) -> Tensor:
+    """Return (score − mean) / std per response, the mean subtracted at its last token. [B] or [B, T] -> [B, T].
+
+    The normalisation of TRL's ``use_score_norm``. Rewards per token keep their places.
+    """
+    placed = place_scores(scores, mask)
+    return (placed - zero_masked(torch.as_tensor(mean).to(placed).expand_as(placed), last_token(mask))) / std
+
+
+def kl_shaped_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    *,
+    penalty: Tensor | None = None,
+) -> Tensor:
     """Return r_t = score_t − β·(log π − log π_ref)_t, with a terminal score at the last response token (F-07).
 
     Scores are [B] (terminal) or [B, T] (dense, token-aligned), the others [B, T] -> [B, T], 0 outside the mask.
-    Source: Ziegler et al. 2019, equation 2.
+    ``penalty`` [B, T] takes the place of log π − log π_ref. Source: Ziegler et al. 2019, equation 2.
     """
-    return place_scores(scores, mask) - kl_coef * zero_masked(kl_k1(logprobs, ref_logprobs), mask)
+    penalty = kl_k1(logprobs, ref_logprobs) if penalty is None else penalty
+    return place_scores(scores, mask) - kl_coef * zero_masked(penalty, mask)
 
 
 def gae(

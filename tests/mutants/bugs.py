@@ -254,8 +254,8 @@ BUGS = (
         "ppo",
         ("kl_pulls_back",),
         patch="""
--        rewards = kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef)
-+        rewards = kl_shaped_rewards(scores, x.ref_logprobs, x.logprobs, mask, self.kl.coef)
+-        return kl_k1(policy.logprobs, reference.logprobs)
++        return kl_k1(reference.logprobs, policy.logprobs)
 """,
     ),
     Bug(

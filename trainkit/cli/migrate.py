@@ -37,6 +37,8 @@ def migrate(
     found = translate("trlx", given, processes=processes)
     for remark in found.remarks:
         typer.echo(printable(f"{file}: {remark}"), err=True)
+    for remark in found.overrides:
+        typer.echo(printable(f"{file}: {remark.field} is set by a trainer of your own: {remark.text}"), err=True)
     for remark in found.refused:
         typer.echo(printable(f"{file}: {remark.field} has no counterpart: {remark.text}"), err=True)
     if not found.refused:

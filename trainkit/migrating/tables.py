@@ -35,10 +35,12 @@ class Setting:
     """Why the field has no effect in trainkit."""
     refused: str | None = None
     """What to write instead."""
+    override: str | None = None
+    """Which method of the trainer to override, and how; the adapters do so."""
     note: str | None = None
     """What is different in trainkit."""
     unless: tuple[Any, ...] = ()
-    """Values to which `unused`, `refused` and `note` do not apply, besides None and what is empty."""
+    """Values to which `unused`, `refused`, `override` and `note` do not apply, besides None and what is empty."""
 
     @property
     def kind(self) -> Kind:
@@ -47,7 +49,7 @@ class Setting:
             return "refused"
         if self.unused:
             return "without effect"
-        return "equivalent" if self.convert or self.part_of or self.values or self.note else "mapped"
+        return "equivalent" if self.convert or self.part_of or self.values or self.note or self.override else "mapped"
 
 
 @dataclass(frozen=True)

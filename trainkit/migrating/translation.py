@@ -32,6 +32,8 @@ class Translation:
     """The sections of trainkit's configuration."""
     remarks: list[Remark] = field(default_factory=list)
     """Fields without effect, and those that mean something else in trainkit."""
+    overrides: list[Remark] = field(default_factory=list)
+    """Fields for which a method of the trainer is overridden, with the method."""
     refused: list[Remark] = field(default_factory=list)
     """Fields without counterpart, with what to write instead."""
 
@@ -95,6 +97,8 @@ def _apply(about: Framework, path: str, setting: Setting, value: Any, context: C
         found.refused += [Remark(path, setting.refused)] if matters else []
     elif setting.unused:
         found.remarks += [Remark(path, f"has no effect: {setting.unused}")] if matters else []
+    elif setting.override:
+        found.overrides += [Remark(path, setting.override)] if matters else []
     else:
         try:
             for key, settled in _converted(about, path, setting, value, context).items():

@@ -2,6 +2,7 @@
 
 from trainkit.models.adapters import has_adapter, make_peft_config, without_adapter
 from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.models.critic import ValueBranch
 from trainkit.models.loading import (
     check_adapter_dropout,
     context_length,
@@ -45,6 +46,7 @@ __all__ = [
     "Scorer",
     "Seq2SeqPolicy",
     "TokenOutputs",
+    "ValueBranch",
     "ValueHead",
     "check_adapter_dropout",
     "check_packing",

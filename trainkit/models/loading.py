@@ -207,10 +207,11 @@ def make_policy(
     logit_mask: Tensor | None = None,
     value_head: bool = False,
     head: nn.Module | None = None,
+    critic: int | PreTrainedModel | None = None,
 ) -> Policy:
     """Create the policy for the model's architecture; the arguments are those of `Policy`."""
     kind = Seq2SeqPolicy if model.config.is_encoder_decoder else CausalPolicy
-    return kind(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head)
+    return kind(model, temperature=temperature, logit_mask=logit_mask, value_head=value_head, head=head, critic=critic)
 
 
 def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel:

@@ -29,9 +29,10 @@ from trainkit.functional import (
     token_logprobs,
 )
 from trainkit.models.adapters import HEADS, hub_arguments
+from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
-from trainkit.models.value_head import ValueHead, saved_heads, saved_modules, state_width, under
+from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Policy(nn.Module, ABC):
         value_head: whether to add a value head.
         head: an additional head ``head(hidden [N, D], tokens [N]) -> {name: [N]}``. It gets the hidden states in which
             response tokens were chosen, and these tokens; `TokenOutputs.head` has its outputs.
+        critic: layers of the value head's own: how many of the model's upper layers it has a trained copy of, or a
+            model. None: it reads the states of ``model``.
 
     Attributes:
         head_alone: whether the model's logits are what its output head gives for the states that `_states` returns.
@@ -137,13 +140,16 @@ class Policy(nn.Module, ABC):
         logit_mask: Tensor | None = None,
         value_head: bool = False,
         head: nn.Module | None = None,
+        critic: int | PreTrainedModel | None = None,
     ) -> None:
         super().__init__()
         if model.get_output_embeddings() is None:
             raise ConfigError(f"{type(model).__name__} gives tokens no probabilities; give a language model")
         self.model = model
         self.temperature = temperature
-        self.value_head = ValueHead(state_width(model.config)) if value_head else None
+        self.critic = make_critic(model, critic) if value_head else None
+        made = ValueHead(state_width(model.config)) if self.critic is None else self.critic.head()
+        self.value_head = made if value_head else None
         self.head = head
         for added in (self.value_head, self.head):
             if added is not None:
@@ -211,7 +217,7 @@ class Policy(nn.Module, ABC):
         return TokenOutputs(**found, head=head)
 
     def _read(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
-        states, hidden, previous = self._states(sequences)
+        (states, hidden, previous), valued = self._states_and_critics(sequences)
         others = None if against is None else against.reference.states(sequences)
         tokens = sequences.input_ids[sequences.response_mask]
         inputs = (states, tokens, previous, others)
@@ -219,11 +225,19 @@ class Policy(nn.Module, ABC):
         head = {} if self.head is None else self.head(hidden, tokens)
         return TokenOutputs(
             logprobs=sequences.place(logprobs),
-            **({} if self.value_head is None else {"values": sequences.place(self.value_head(hidden))}),
+            **({} if self.value_head is None else {"values": sequences.place(self.value_head(valued))}),
             **({"entropy": sequences.place(entropies)} if entropy else {}),
             **({} if against is None else {"divergence": sequences.place(divergences)}),
             head={name: sequences.place(answer) for name, answer in head.items()},
         )
+
+    def _states_and_critics(self, sequences: Sequences) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return what `_states` returns, and the states [N, D] that the value head reads."""
+        if self.critic is None:
+            found = self._states(sequences)
+            return found, found[1]
+        found, states = self.critic.states(lambda: self._states(sequences), _inputs(sequences), sequences.trunk)
+        return found, states[:, :-1][sequences.response_mask[:, 1:]]
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass."""
@@ -284,7 +298,7 @@ class CausalPolicy(Policy):
             raise ConfigError(f"{type(model).__name__} is an encoder-decoder; make its policy with make_policy(model)")
         super().__init__(model, **kwargs)
         self.head_alone = decided(lambda: _head_gives_logits(model))
-        self.trunk = Trunk(model)
+        self.trunk = Trunk(model, self.critic.depth if isinstance(self.critic, ValueBranch) else None)
 
     @property
     def has_trunk(self) -> bool:
@@ -384,6 +398,8 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
             f"{where} holds another head than this policy has: {min(there ^ here)} is in only one of them; use the "
             "settings of the run that exported it, or remove the file to start with a new head"
         )
+    if getattr(policy, "critic", None) is None:
+        check_head_alone(found, where)
     found = {name: tensor for name, tensor in found.items() if name in state}
     if wrong := [name for name, tensor in found.items() if tensor.shape != state[name].shape]:
         raise ConfigError(

@@ -42,12 +42,15 @@ class Reference:
     """
 
     def __init__(self, policy: Policy) -> None:
-        heads, policy.value_head, policy.head = (policy.value_head, policy.head), None, None
+        heads = {name: getattr(policy, name) for name in ("value_head", "head", "critic")}
+        for name in heads:
+            setattr(policy, name, None)
         shared = [tensor for tensor in policy.parameters() if not tensor.requires_grad]
         try:
             self.policy = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})
         finally:
-            policy.value_head, policy.head = heads
+            for name, module in heads.items():
+                setattr(policy, name, module)
         self.policy.eval().requires_grad_(False)
         if has_adapter(self.policy.model):
             self._leave_adapter_out()

@@ -75,6 +75,7 @@ class Trunk:
 
     Args:
         model: the language model.
+        at_most: the largest depth; None: as many blocks as are frozen.
 
     Attributes:
         depth: the number of blocks in the trunk; 0 if a parameter before them is trained, or if the model's output is
@@ -82,13 +83,14 @@ class Trunk:
         frozen: the modules of the trunk.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, at_most: int | None = None) -> None:
         self.blocks = find_blocks(model)
         self.depth, self.frozen, self.tuples = 0, [], False
         if self.blocks is None:
             return
         frozen = [not any(p.requires_grad for p in block.parameters()) for block in self.blocks]
         depth = frozen.index(False) if False in frozen else len(frozen)
+        depth = depth if at_most is None else min(depth, at_most)
         below = modules_below(model, self.blocks, depth) if depth else []
         if depth and not any(p.requires_grad for module in below for p in module.parameters()):
             self.depth, self.frozen = depth, below
@@ -99,7 +101,7 @@ class Trunk:
         """Return the input of the first trained block, [B, T, D]; the blocks above the trunk are not run."""
         assert self.blocks is not None
         found: list[Tensor] = []
-        handle = self.blocks[self.depth - 1].register_forward_hook(lambda _, __, output: found.append(_first(output)))
+        handle = self.blocks[self.depth - 1].register_forward_hook(lambda _, __, output: found.append(first(output)))
         above = range(self.depth, len(self.blocks))
         try:
             with stand_in(self.blocks, {index: _Skip(self.tuples) for index in above}):
@@ -112,7 +114,7 @@ class Trunk:
     def given(self, hidden: Tensor) -> Iterator[None]:
         """Use ``hidden`` [B, T, D] as the trunk's output within the context, instead of running the trunk."""
         assert self.blocks is not None
-        known = _Known(hidden, self.tuples)
+        known = Known(hidden, self.tuples)
         with stand_in(self.blocks, dict.fromkeys(range(self.depth), known)):
             yield
 
@@ -150,7 +152,7 @@ class Trunk:
             return torch.equal(whole, model.base_model(**inputs).last_hidden_state)
 
 
-class _Known(nn.Module):
+class Known(nn.Module):
     """A replacement for a block of the trunk, which returns the trunk's output for any input."""
 
     def __init__(self, hidden: Tensor, as_tuple: bool) -> None:
@@ -222,7 +224,8 @@ def _called_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
     return called
 
 
-def _first(output: Any) -> Tensor:
+def first(output: Any) -> Tensor:
+    """Return the hidden state that a block returns, alone or first in a tuple."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 

@@ -110,6 +110,19 @@ def saved_heads(path: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
     return {} if file is None else load_file(file)
 
 
+def check_head_alone(heads: Mapping[str, Tensor], where: str) -> None:
+    """Check that saved heads read a policy's own states.
+
+    Raises:
+        ConfigError: they belong to a critic with layers of its own.
+    """
+    if any(name.startswith("critic.") for name in heads):
+        raise ConfigError(
+            f"{where} holds a critic with layers of its own, and the value head alone would read other states; use the "
+            "trainer that exported it, or remove the file to start with a new head"
+        )
+
+
 def saved_modules(path: str, modules: tuple[str, ...], hub: Mapping[str, Any]) -> dict[str, Tensor]:
     """Load ``v_head.*`` from a directory or hub id: from the file of the heads or, as TRL saves it, the model's."""
     look: Callable[[str], str | None] = partial(find_file, path, hub=hub)

@@ -37,7 +37,7 @@ from trainkit.models.adapters import (
     merge_adapter,
     save_model,
 )
-from trainkit.models.value_head import ValueHead, saved_modules, state_width, under
+from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
 from trainkit.security import TRUST
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
+        check_head_alone(saved_heads(path, hub), f"{HEADS} of {path!r}")
         state = saved_modules(path, self.supported_modules, hub)
         if not state:
             log.warning("%s has no %s; it is newly initialised", path, " or ".join(self.supported_modules))

@@ -618,7 +618,7 @@ def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:
         return None
     if head is None:
         return TokenOutputs(rollouts.logprobs, entropy=rollouts.entropy)
-    if rollouts.hidden is None:
+    if rollouts.hidden is None or getattr(policy, "critic", None) is not None:
         return None
     return TokenOutputs(
         rollouts.logprobs, sequences.place(head(rollouts.hidden[sequences.response_mask])), rollouts.entropy

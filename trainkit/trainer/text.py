@@ -409,7 +409,8 @@ class TextTrainer(AcceleratedLoop[M]):
                 "logit_mask": self.logit_mask,
                 "skip_special_tokens": self.config.rollout.skip_special_tokens,
                 "head_alone": getattr(self.unwrapped, "head_alone", False),
-                "hidden": getattr(self.unwrapped, "value_head", None) is not None,
+                "hidden": getattr(self.unwrapped, "value_head", None) is not None
+                and getattr(self.unwrapped, "critic", None) is None,
                 "beside_training": self.ahead is not None,
                 **({"steer": self.steer} if self._steers else {}),
             },
@@ -596,8 +597,9 @@ class TextTrainer(AcceleratedLoop[M]):
         settings: SamplingConfig,
         purpose: Purpose,
         seeds: list[int],
+        sampler: Sampler | None = None,
     ) -> Rollouts:
-        """Sample a response to each of ``queries`` with the run's sampler; ``seeds`` are those of the turn."""
+        """Sample a response to each of ``queries`` with the run's sampler, or another; seeds are those of the turn."""
         longest = max(len(query) for query in queries)
         if not self.fits(longest, settings.max_new_tokens):
             raise DataError(
@@ -605,10 +607,16 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"{self.limit} tokens{' each' if self.apart else ''}, the model's context or train.seq_length; lower "
                 "max_new_tokens or shorten the prompt"
             )
-        sampler = self._ready_sampler()
+        sampler = sampler or self._ready_sampler()
         with self.accelerator.autocast():
             rollouts = sampler(rows, queries, settings, seeds, purpose)
         return rollouts.to(self.accelerator.device)
+
+    def _reference_sampler(self) -> Sampler:
+        """Return trainkit's sampler of the reference."""
+        if self.sharding.stays_divided:
+            raise ConfigError("the reference is divided among the processes, and none can sample from it alone")
+        return replace(self.served, model=self.reference.policy.model).sampler()
 
     def _ready_sampler(self) -> Sampler:
         """Return the sampler, with the weights that it has to sample with."""
@@ -676,6 +684,7 @@ class TextTrainer(AcceleratedLoop[M]):
         *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        reference: bool = False,
         **overrides: Any,
     ) -> Rollouts:
         """Sample responses to one prompt or several: strings, dicts with a ``prompt``, or token ids.
@@ -688,9 +697,11 @@ class TextTrainer(AcceleratedLoop[M]):
             prompts: the prompts.
             input_ids: [B, P] instead of prompts.
             attention_mask: [B, P], which of ``input_ids`` are real.
+            reference: whether the frozen reference is sampled from instead of the trained model.
             **overrides: sampling settings over those of ``config.rollout``.
 
         Raises:
+            AttributeError: the algorithm keeps no reference.
             ConfigError: a setting does not exist, its value is not allowed, or the trained model does not generate.
             DataError: prompts are missing, of another type, or too long.
         """
@@ -706,7 +717,8 @@ class TextTrainer(AcceleratedLoop[M]):
         self.progress.generated += len(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
         with self._discarding_records(), self._sampling_model():
-            rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds)
+            sampler = self._reference_sampler() if reference else None
+            rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds, sampler)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
 
     @property

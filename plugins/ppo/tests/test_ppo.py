@@ -131,10 +131,16 @@ def rows(*scores: float) -> torch.Tensor:
     return torch.stack([torch.zeros(len(scores)), torch.tensor(scores)], dim=1)
 
 
+def scaled(trainer: Any, scores: torch.Tensor) -> torch.Tensor:
+    """What becomes of rewards per token that are all of responses."""
+    found: torch.Tensor = trainer.scaled(scores, torch.ones_like(scores, dtype=torch.bool))
+    return found
+
+
 def test_scores_are_scaled_then_clipped(tmp_path: Path) -> None:
     """S-61: std of [2, 4, 6] is 2; 6/2 = 3 is clipped to 2.5, and 2.5 before scaling would have given 1.25."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward="running", method__cliprange_reward=2.5)
-    assert trainer.scaled(rows(2.0, 4.0, 6.0)).sum(1).tolist() == [1.0, 2.0, 2.5]
+    assert scaled(trainer, rows(2.0, 4.0, 6.0)).sum(1).tolist() == [1.0, 2.0, 2.5]
 
 
 def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path) -> None:
@@ -142,17 +148,17 @@ def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path
     running = tiny_trainer("ppo", tmp_path / "a", method__scale_reward="running", method__cliprange_reward=None)
     ref = tiny_trainer("ppo", tmp_path / "b", method__scale_reward="ref", method__cliprange_reward=None)
     for trainer in (running, ref):
-        assert trainer.scaled(rows(1.0, 2.0, 3.0)).sum(1).tolist() == [1.0, 2.0, 3.0]
-    assert running.scaled(rows(10.0, 20.0)).sum(1).tolist() == pytest.approx([10 / 7.981228, 20 / 7.981228])
-    assert ref.scaled(rows(10.0, 20.0)).sum(1).tolist() == [10.0, 20.0]
+        assert scaled(trainer, rows(1.0, 2.0, 3.0)).sum(1).tolist() == [1.0, 2.0, 3.0]
+    assert scaled(running, rows(10.0, 20.0)).sum(1).tolist() == pytest.approx([10 / 7.981228, 20 / 7.981228])
+    assert scaled(ref, rows(10.0, 20.0)).sum(1).tolist() == [10.0, 20.0]
 
 
 @pytest.mark.parametrize("scale", ["running", "ref"])
 def test_one_score_is_not_scaled_by_an_undefined_deviation(scale: str, tmp_path: Path) -> None:
     """S-16: one value has no standard deviation; the next ones have."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward=scale)
-    assert trainer.scaled(rows(3.0)).sum(1).tolist() == [3.0]
-    assert trainer.scaled(rows(1.0, 2.0)).sum(1).tolist() == [1.0, 2.0]  # std of [3, 1, 2] is 1
+    assert scaled(trainer, rows(3.0)).sum(1).tolist() == [3.0]
+    assert scaled(trainer, rows(1.0, 2.0)).sum(1).tolist() == [1.0, 2.0]  # std of [3, 1, 2] is 1
 
 
 @pytest.mark.parametrize("scale", ["running", "ref"])
@@ -177,7 +183,7 @@ def test_what_was_scaled_so_far_is_part_of_a_resumed_run(tmp_path: Path) -> None
         straight.learn()
         resumed = tiny_trainer("ppo", tmp_path / scale, **changes, train__total_steps=8, train__resume="auto")
         resumed.learn()
-        later[scale] = [trainer.scaled(rows(1.0, 7.0)) for trainer in (straight, resumed)]
+        later[scale] = [scaled(trainer, rows(1.0, 7.0)) for trainer in (straight, resumed)]
         assert torch.equal(*later[scale])
     assert not torch.equal(later["running"][0], later["ref"][0])
 
@@ -188,7 +194,7 @@ def test_a_cut_response_pays_the_penalty_before_scores_are_scaled(tmp_path: Path
     experience = rollouts_of([[1, 2], [3, 4]], terminated=[True, False])
     scores = trainer.experience(experience, torch.tensor([3.0, 1.0])).scores
     assert scores.tolist() == [[0, 0, 3.0], [0, 0, 0.5]]
-    assert trainer.scaled(scores).sum(1).tolist() == pytest.approx([3 * 2**0.5 / 2.5, 0.5 * 2**0.5 / 2.5])
+    assert scaled(trainer, scores).sum(1).tolist() == pytest.approx([3 * 2**0.5 / 2.5, 0.5 * 2**0.5 / 2.5])
 
 
 # --------------------------------------------------------------------------------------- what comes after a cut

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainkit import (
     AccelerateRLTrainer,
@@ -35,7 +36,7 @@ from trainkit.functional import (
     zero_masked,
 )
 from trainkit.metrics import Mean, Metrics, RunningMoments
-from trainkit.models import Policy, load_heads, load_model, make_policy
+from trainkit.models import Policy, TokenOutputs, load_heads, load_model, make_policy
 from trainkit_ppo.config import PPOConfig
 from trainkit_ppo.kit import Declared
 
@@ -46,6 +47,7 @@ class PPORollouts(TokenBatch):
 
     logprobs: Tensor
     ref_logprobs: Tensor
+    penalty: Tensor
     values: Tensor
     entropy: Tensor
     weights: Tensor
@@ -97,26 +99,48 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
         return self.method.ppo_epochs
 
     def get_arch(self, config: TRLConfig[PPOConfig]) -> Policy:
-        """Return the language model with a value head."""
+        """Return the language model with a value head, and with the critic's own layers if it has some."""
+        model = load_model(config.model, self.live_model)
         policy = make_policy(
-            load_model(config.model, self.live_model),
+            model,
             temperature=config.rollout.temperature,
             logit_mask=self.logit_mask,
             value_head=True,
+            critic=self.critic(model),
         )
         source = config.model.model_path if self.live_model is None else self.live_model
         return load_heads(policy, source, config.model.kwargs)
 
+    def critic(self, model: PreTrainedModel) -> int | PreTrainedModel | None:
+        """Return whose states the value head reads; override it for a critic with layers of its own.
+
+        None: the policy's. A number k: those of a trained copy of the policy's top k layers, on its lower layers. A
+        model: its own; a classifier with one label, such as a reward model, gives its head too.
+
+        Args:
+            model: the language model that is trained.
+        """
+        return None
+
+    def penalty(self, sequences: Sequences, policy: TokenOutputs, reference: TokenOutputs) -> Tensor:
+        """Return what is subtracted from the reward of each token β times, before an update: k1. -> [B, T].
+
+        Override it for another penalty, such as `trainkit.functional.kl_k2` of the log-probabilities.
+        """
+        return kl_k1(policy.logprobs, reference.logprobs)
+
     def experience(self, rollouts: Rollouts, scores: Tensor) -> PPORollouts:
         """Return scored rollouts with values and log-probabilities of policy and reference [B, T], before an update."""
         sequences, policy = rollouts.sequences, self.behaviour(rollouts)
+        reference = self.reference(sequences)
         placed = place_scores(scores, sequences.response_mask)
         if self.method.missing_eos_penalty is not None:
             placed = penalise_cut(placed, rollouts.terminated, sequences.response_mask, self.method.missing_eos_penalty)
         return PPORollouts(
             sequences,
             logprobs=policy.logprobs,
-            ref_logprobs=self.reference(sequences).logprobs,
+            ref_logprobs=reference.logprobs,
+            penalty=self.penalty(sequences, policy, reference),
             values=policy.values,
             entropy=policy.entropy,
             weights=self.importance_weights(rollouts, policy),
@@ -140,8 +164,7 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
         Also update β, once per collection (F-06, F-10).
         """
         x, mask = experience, experience.sequences.response_mask
-        scores = self.scaled(zero_masked(x.scores, mask))
-        rewards = kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef)
+        rewards = self.rewards(x, self.scaled(zero_masked(x.scores, mask), mask))
         gamma, lam = self.method.gamma, self.method.lam
         advantages, returns = gae(x.values, rewards, mask, gamma=gamma, lam=lam, bootstrap=x.bootstrap)
         kl = Mean.of(masked_sum(kl_k1(x.logprobs, x.ref_logprobs), mask, dim=1))
@@ -161,16 +184,28 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
         advantages = whiten(advantages, mask, reduce=self.reduce) * x.weights
         return PPOBatch(x.sequences, x.logprobs, x.values, advantages, returns)
 
-    def scaled(self, scores: Tensor) -> Tensor:
+    def rewards(self, experience: PPORollouts, scores: Tensor) -> Tensor:
+        """Return the rewards per token of a collection: scaled ``scores`` [B, T] less β times the penalty. -> [B, T].
+
+        Override it to change them, for instance to whiten them as TRL's ``whiten_rewards`` does.
+        """
+        x, mask = experience, experience.sequences.response_mask
+        return kl_shaped_rewards(scores, x.logprobs, x.ref_logprobs, mask, self.kl.coef, penalty=x.penalty)
+
+    def scaled(self, scores: Tensor, mask: Tensor) -> Tensor:
         """Scale a collection's rewards by a standard deviation of scores if set, then clip them (S-61). [B, T]."""
         if self.method.scale_reward != "none":
             self.moments.update(scores.sum(1), self.reduce)
             std = self.moments.std
             if self.method.scale_reward == "ref":
                 std = self.ref_std = self.ref_std or (std if std > 0 else 0.0)
-            scores = scores / std if std > 0 else scores
+            scores = self.normalised(scores, mask, std) if std > 0 else scores
         limit = self.method.cliprange_reward
         return scores if limit is None else scores.clamp(-limit, limit)
+
+    def normalised(self, scores: Tensor, mask: Tensor, std: float) -> Tensor:
+        """Return scores [B, T] divided by ``std``; override it to subtract ``moments.mean`` too, as TRL can."""
+        return scores / std
 
     def loss(self, batch: PPOBatch) -> tuple[Tensor, Metrics]:
         """Return policy loss + vf_coef · value loss − ent_coef · entropy, each a mean over response tokens. -> []."""

@@ -95,8 +95,6 @@ def test_responses_come_with_their_queries_or_without(
         trainer.generate(torch.ones(2, 2))
     with pytest.raises(ConfigError, match="beam search"):
         trainer.generate(queries, num_beams=2)
-    with pytest.raises(ConfigError, match=r"ref_model\.generate"):
-        trainer.generate(queries, generate_ref_response=True, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +141,6 @@ def test_settings_are_translated_or_refused(made: Any, tmp_path: Any, monkeypatc
     assert (method.target, method.scale_reward, method.cliprange_reward) == (3.0, "running", 2.0)
     assert (method.target_kl, train.max_grad_norm, found.optimizer.name) == (0.5, 0.3, "adam")
     assert trainer.kl_ctl.value == 0.1
-    for changes, words in (({"kl_penalty": "full"}, "kl_penalty"), ({"use_score_norm": True}, "use_score_norm")):
-        with pytest.raises(ConfigError, match=words):
-            PPOTrainer(settings(tmp_path, monkeypatch, **changes), model, None, tokenizer)
     with pytest.raises(ValueError, match="should be a multiple of mini_batch_size"):
         PPOConfig(batch_size=10, mini_batch_size=4)
     with pytest.raises(ValueError, match="config should be a PPOConfig"):

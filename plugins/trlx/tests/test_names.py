@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from trainkit.errors import ConfigError
-from trainkit.testing import character_tokenizer
+from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import (
     default_ilql_config,
@@ -30,6 +30,7 @@ from trainkit_trlx.models.modeling_ilql import ILQLConfig, ILQLHeads
 from trainkit_trlx.models.modeling_ppo import (
     AdaptiveKLController,
     AutoModelForCausalLMWithHydraValueHead,
+    AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithHydraValueHead,
     FixedKLController,
     PPOConfig,
@@ -42,6 +43,7 @@ from trainkit_trlx.pipeline.offline_pipeline import (
     tokenize_dialogue,
 )
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
+from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.utils import significant
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 from trainkit_trlx.utils.modeling import RunningMoments, flatten_dict, get_tensor_stats
@@ -257,8 +259,38 @@ def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
         assert not torch.equal(before.logits, model(ids, return_dict=False)[0])
     assert model.base_model is model.pretrained_model
     assert model.get_compatible_forward_kwargs(input_ids=1, odd=2) == {"input_ids": 1}
-    with pytest.raises(ConfigError, match="num_value_layers_unfrozen is 2"):
+    with pytest.raises(ConfigError, match="has 2; give 0 to 1"):
         AutoModelForCausalLMWithHydraValueHead.from_config(config, num_value_layers_unfrozen=2)
+
+
+def test_a_value_branch_has_layers_of_its_own() -> None:
+    """Values are those of a head on a trained copy of the top layer; they begin as those of the model's own layer."""
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12)
+    model = AutoModelForCausalLMWithValueHead.from_config(config, num_value_layers_unfrozen=1).eval()
+    torch.nn.init.normal_(model.v_head.summary.weight)
+    ids = torch.tensor([[1, 2, 3]])
+    own = model.base_model.transformer(ids).last_hidden_state
+    torch.testing.assert_close(model(ids).value, model.v_head(own))
+    for parameter in model.v_branch.parameters():
+        parameter.data += 0.1
+    changed = model(ids, attention_mask=torch.ones_like(ids))
+    assert not torch.allclose(changed.value, model.v_head(own))
+    torch.testing.assert_close(changed.logits, model.base_model(ids).logits)
+
+
+def test_the_layers_of_the_critic_and_the_deviation_of_the_reference_are_taken_over(tmp_path: Path) -> None:
+    fields = tiny_gpt2(10)
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "tokenizer")
+    config = default_ppo_config().evolve(
+        method={"num_value_layers_unfrozen": 1, "scale_reward": "ref", "ref_mean": 1.0, "ref_std": 2.0},
+        model={"model_path": GPT2Config(**{**fields, "model_type": "gpt2"})},
+        tokenizer={"tokenizer_path": str(tmp_path / "tokenizer")},
+        train={"checkpoint_dir": str(tmp_path / "run"), "tracker": None, "seq_length": 64},
+    )
+    trainer = AcceleratePPOTrainer(config, reward_fn=lambda **_: [0.0])
+    assert trainer.unwrapped.critic is not None
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    assert trainer.scaled(torch.tensor([[1.0], [7.0]]), mask).tolist() == [[0.5], [3.5]]
 
 
 def test_a_checkpoint_of_trlx_is_loaded_with_its_value_head(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trainkit
-from trainkit import get_trainer
 from trainkit.errors import ConfigError
 from trainkit.migrating import translate, translate_sampling
 from trainkit.models import PreTrainedModelWrapper
 from trainkit_trl.trainer.ppo_config import PPOConfig
+from trainkit_trl.trainer.ppo_formulas import trainer_class
+from trainkit_trl.trainer.ppo_parts import Parts
 from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ STATISTICS = {
 """The names of TRL for metrics of trainkit."""
 
 
-class PPOTrainer:
+class PPOTrainer(Parts):
     """PPO in a loop of one's own. ``trainer`` is the trainer of trainkit that computes.
 
     Args:
@@ -92,7 +93,7 @@ class PPOTrainer:
         self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
         settled = _translated(config, model, num_shared_layers)
         given = {} if ref_model is None else {"reference": ref_model}
-        self.trainer: Any = get_trainer("ppo")(settled, model=model, tokenizer=tokenizer, **given)
+        self.trainer: Any = trainer_class(config)(settled, model=model, tokenizer=tokenizer, **given)
         self.model, self.ref_model = model, ref_model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
@@ -177,10 +178,10 @@ class PPOTrainer:
         found = made[0].unsqueeze(0) if single else made
         if not generate_ref_response:
             return found
-        raise ConfigError(
-            "generate_ref_response asks for responses of the reference; generate them with ref_model.generate() of "
-            "transformers"
+        theirs = list(
+            self._batches(queries, batch_size, length_sampler, {**settings, "reference": True}, return_prompt)
         )
+        return found, theirs[0].unsqueeze(0) if single else theirs
 
     def _batches(
         self,
@@ -270,6 +271,15 @@ class PPOTrainer:
             hook.log_metrics(trainer=self.trainer, step=step, metrics=means)
 
     # ------------------------------------------------------------------------------------------------------ saving
+
+    def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
+        """Write a model card, README.md, to a directory."""
+        text = (
+            f"---\nlibrary_name: transformers\ntags:\n- trainkit\n- ppo\n---\n\n# {model_name}\n\n"
+            "A language model with a value head, fine-tuned by PPO.\n"
+        )
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "README.md").write_text(text, encoding="utf-8")
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write model, value head, tokenizer and model card."""

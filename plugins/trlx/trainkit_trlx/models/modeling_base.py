@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,8 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
-from trainkit.errors import ConfigError
-from trainkit.models import PreTrainedModelWrapper, ValueHead, create_reference_model, state_width
+from trainkit.models import PreTrainedModelWrapper, ValueBranch, ValueHead, create_reference_model, state_width
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,8 @@ __all__ = [
 
 BASE = "base_model."
 """What the names of the language model's weights begin with in a checkpoint of trlX."""
+READ = ("input_ids", "attention_mask", "position_ids")
+"""The arguments of a forward pass that decide the states of a token."""
 LAYERS = {
     f"{there}.{name}": f"{here}.{name}"
     for there, here in ((0, "hidden"), (2, "summary"))
@@ -77,7 +79,8 @@ class Seq2SeqLMOutputWithValue(CausalLMOutputWithValue):
 class OfTrlx:
     """What the models of trlX have besides those of trainkit, before which it stands in the order of inheritance.
 
-    The value head is Linear, ReLU, Linear. It begins with values of 0, unlike in trlX.
+    The value head is Linear, ReLU, Linear. It begins with values of 0, unlike in trlX. With
+    ``num_value_layers_unfrozen`` it reads the states of a trained copy of the upper layers.
     """
 
     output_class: type[CausalLMOutputWithValue] = CausalLMOutputWithValue
@@ -86,15 +89,13 @@ class OfTrlx:
         pretrained_model: Any
         transformers_parent_class: Any
         _put: Any
+        v_head: Any
 
     def __init__(self, base_model: Any = None, *, num_value_layers_unfrozen: int = 0, **kwargs: Any) -> None:
-        if num_value_layers_unfrozen:
-            raise ConfigError(
-                f"num_value_layers_unfrozen is {num_value_layers_unfrozen}; the value head has no layers of its own "
-                "besides the head: give 0"
-            )
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
+        layers = num_value_layers_unfrozen
+        self.v_branch = ValueBranch(base_model, layers) if layers else None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
@@ -129,7 +130,14 @@ class OfTrlx:
 
     def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         """Return logits and values, as an object with the attributes ``logits`` and ``value`` or as a tuple."""
-        logits, loss, value = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.v_branch is None:
+            logits, loss, value = super().forward(*args, **kwargs)  # type: ignore[misc]
+        else:
+            inputs = inspect.signature(self.base_model.forward).bind_partial(*args, **kwargs).arguments
+            read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
+            run = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
+            (logits, loss, _), states = self.v_branch.states(run, {**read, "use_cache": False}, None)
+            value = self.v_head(states)
         return self.output_class(loss=loss, logits=logits, value=value) if return_dict else (logits, value)
 
 
