@@ -245,7 +245,8 @@ def test_every_fault_is_told_at_once_with_its_path_what_was_given_and_what_is_al
             "method.gamma: should be less than or equal to 1 (given 1.5 (float))",
             "method.gama: unknown field; did you mean 'gamma'? (given 1 (int); known: name, gamma, target, extra)",
             "optimizer.lr: should be greater than 0 (given -1 (int))",
-            "optimizer.name: should be 'adamw', 'adam' or 'sgd'; did you mean 'adam'? (given 'adan' (str))",
+            "optimizer.name: should be 'adamw', 'adam', 'sgd', 'adafactor', 'adagrad', 'adadelta', 'adamax', 'asgd', "
+            "'nadam', 'radam' or 'rmsprop'; did you mean 'adam'? (given 'adan' (str))",
             "rollout.eval_kwargs.temperature: should be greater than or equal to 0 (given -1 (int))",
             "train.batch_size: should be a valid integer, unable to parse string as an integer (given 'many' (str))",
             "train.sede: unknown field; did you mean 'seed'? (given 2 (int); known: "

@@ -82,13 +82,20 @@ def test_every_setting_that_a_table_names_exists() -> None:
         ({"optimizer__kwargs__betas": [0.9, 0.95]}, {"optimizer.kwargs": {"betas": [0.9, 0.95]}, "optimizer.lr": 3e-5}),
         (
             {"scheduler": {"name": "cosine_annealing", "kwargs": {"T_max": 1e12, "eta_min": 0.0}}},
-            {"scheduler.name": "constant"},
+            {"scheduler.name": "CosineAnnealingLR", "scheduler.kwargs": {"T_max": 1e12, "eta_min": 0.0}},
+        ),
+        (
+            {"scheduler": {"name": "cosine_annealing", "kwargs": {"T_max": 9, "eta_min": 3e-5}}},
+            {"scheduler.kwargs": {}},
         ),
         (
             {"scheduler": {"name": "cosine_annealing", "kwargs": {"T_max": 10000, "eta_min": 1e-6}}},
-            {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr": 1e-6}},
+            {"scheduler.name": "CosineAnnealingLR", "scheduler.kwargs": {"T_max": 10000, "eta_min": 1e-6}},
         ),
-        ({"scheduler": {"name": "linear", "kwargs": {"total_iters": 9}}}, {"scheduler.warmup_steps": 9}),
+        (
+            {"scheduler": {"name": "linear", "kwargs": {"total_iters": 9}}},
+            {"scheduler.name": "LinearLR", "scheduler.kwargs": {"total_iters": 9}},
+        ),
         # transformers samples from the 50 most likely tokens unless it is told otherwise
         ({}, {"rollout.top_k": 50, "rollout.max_new_tokens": 40, "rollout.num_rollouts": 128}),
         ({"method__gen_kwargs__top_k": 0}, {"rollout.top_k": 0}),
@@ -152,12 +159,7 @@ def test_trainers_of_trlx_are_methods() -> None:
         ({"method__gen_kwargs__num_beams": 4}, "method.gen_kwargs.num_beams", "beam search"),
         ({"method__gen_kwargs__do_sample": False}, "method.gen_kwargs.do_sample", "remove do_sample: false"),
         ({"optimizer__name": "adamw_8bit_bnb"}, "optimizer.name", "write adamw"),
-        ({"scheduler": {"name": "linear", "kwargs": {"end_factor": 0.5}}}, "scheduler", "end with the run"),
-        (
-            {"scheduler": {"name": "cosine_annealing", "kwargs": {"T_max": 500, "eta_min": 0}}},
-            "scheduler",
-            "T_max is 500 and train.total_steps 10000",
-        ),
+        ({"scheduler": {"name": "step"}}, "scheduler", "trlX has cosine_annealing and linear"),
         ({"train__batchsize": 3}, "train.batchsize", "did you mean 'train.batch_size'?"),
         ({"peft": 3}, "peft", "has no such field"),
     ],
@@ -204,7 +206,7 @@ def test_a_file_of_trlx_is_printed_as_one_of_trainkit(tmp_path: Path) -> None:
     old.write_text(yaml.safe_dump(trlx(optimizer__name="adam_8bit_bnb")), encoding="utf-8")
     result = CliRunner().invoke(app, ["migrate", str(old)])
     assert result.exit_code == 1
-    assert "optimizer.name has no counterpart: trainkit has no 8-bit optimizer; write adam" in result.stderr
+    assert "optimizer.name has no counterpart: write adam; trainkit.train takes an optimizer of bits" in result.stderr
 
 
 def test_a_file_that_is_not_of_trlx_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from trainkit.plugins import BUILT_IN, available_trainers, get_method_class, get
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from trainkit.rollouts import EnvironmentMaker, MetricFn, RewardFn
     from trainkit.trainer.accelerate import AccelerateRLTrainer
     from trainkit.trainer.loop import AcceleratedLoop
+    from trainkit.trainer.optim import MakeOptimizer, MakeScheduler
 
 
 def train(
@@ -46,6 +49,8 @@ def train(
     allow_drift: bool = False,
     trust_remote_code: bool = False,
     environment: EnvironmentMaker | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    scheduler: LRScheduler | MakeScheduler | None = None,
 ) -> AccelerateRLTrainer[Any]:
     """Train a model, online with a reward function or an environment, or offline on samples, and return the trainer.
 
@@ -94,6 +99,10 @@ def train(
         environment: called with a row of ``prompts``, makes the environment of an episode
             (`trainkit.rollouts.Environment`), which answers the model's outputs and pays rewards; those of
             ``reward_fn`` are added. Without ``prompts`` the environment gives the prompts too.
+        optimizer: an optimizer of torch over the model's trained parameters, or a function that makes one of a list of
+            them, instead of ``config.optimizer``.
+        scheduler: a learning-rate schedule of torch, or a function that makes one of the optimizer, instead of
+            ``config.scheduler``. It is stepped once per optimizer step.
         reference: the model that an algorithm with a reference compares with, instead of the model before the first
             update: as ``model_path``; a live model is frozen in place. Overrides ``config.model.reference_path``.
         allow_drift: with ``train.resume``, resume even if settings have changed that affect the course of training.
@@ -139,6 +148,7 @@ def train(
     # trainers of other models than language models take neither of the first two
     extra: dict[str, Any] = {"tokenizer": tokenizer, "environment": environment}
     extra = {name: value for name, value in extra.items() if value is not None}
+    extra |= {name: given for name, given in (("optimizer", optimizer), ("scheduler", scheduler)) if given is not None}
     extra |= {"trust_remote_code": True} if trust_remote_code else {}
     trainer = trainer_class(
         settled,

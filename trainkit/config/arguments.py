@@ -23,16 +23,35 @@ from trainkit.plugins.cache import read_cache, write_cache
 Arguments = dict[str, dict[str, str]]
 """What values arguments take, in words, by their names, by what takes them; empty words: it cannot be told."""
 
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
-"""The classes in `torch.optim`, in modules of the same names in small letters."""
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "sgd": "SGD",
+    "adafactor": "Adafactor",
+    "adagrad": "Adagrad",
+    "adadelta": "Adadelta",
+    "adamax": "Adamax",
+    "asgd": "ASGD",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "rmsprop": "RMSprop",
+}
+"""The classes in `torch.optim`."""
 SCHEDULES = {
     "linear": "get_linear_schedule_with_warmup",
     "cosine": "get_cosine_schedule_with_warmup",
+    "cosine_with_restarts": "get_cosine_with_hard_restarts_schedule_with_warmup",
     "polynomial": "get_polynomial_decay_schedule_with_warmup",
     "inverse_sqrt": "get_inverse_sqrt_schedule",
     "cosine_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup",
+    "warmup_stable_decay": "get_wsd_schedule",
 }
 """The functions in `transformers.optimization`; ``constant`` takes no arguments."""
+TORCH_SCHEDULES = (
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "ExponentialLR", "LinearLR", "MultiStepLR",
+    "PolynomialLR", "StepLR",
+)  # fmt: skip
+"""The classes in `torch.optim.lr_scheduler` whose rates follow from the first rate and the step alone."""
 OWN = {"self", "params", "lr", "weight_decay", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 """Arguments that other settings have, or that the trainer gives."""
 NULL = ", or null"
@@ -54,7 +73,8 @@ def check_schedule(name: str, given: Mapping[str, Any]) -> None:
     Raises:
         ValidationError: it does not take one of them, or not this value.
     """
-    _check(given, name, {**_read("transformers", _schedules), "constant": {}}, f"argument of the schedule {name!r}")
+    known = {**_read("transformers", _schedules), **_read("torch", _torch_schedules), "constant": {}}
+    _check(given, name, known, f"argument of the schedule {name!r}")
 
 
 def check_adapter(given: Mapping[str, Any]) -> None:
@@ -131,7 +151,8 @@ def _read(package: str, reader: Callable[[Path], Arguments]) -> Arguments:
         return {}
     if spec is None or not spec.origin:
         return {}
-    key = f"{key} {spec.origin} {Path(__file__).stat().st_mtime_ns}"  # also read anew by another version of this module
+    mine = Path(__file__).stat().st_mtime_ns  # also read anew by another version of this module
+    key = f"{key} {reader.__name__} {spec.origin} {mine}"
     known = read_cache("arguments")
     if key not in known:
         try:
@@ -143,15 +164,25 @@ def _read(package: str, reader: Callable[[Path], Arguments]) -> Arguments:
 
 
 def _optimizers(folder: Path) -> Arguments:
-    found = {}
-    for name, made in OPTIMIZERS.items():
-        classes = {
-            node.name: node for node in _parsed(folder / "optim" / f"{name}.py") if isinstance(node, ast.ClassDef)
-        }
-        found[name] = _parameters(
-            next(node for node in classes[made].body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-        )
-    return found
+    files = {name: folder / "optim" / f"{name}.py" for name in OPTIMIZERS}
+    hidden = {name: file.with_name(f"_{file.name}") for name, file in files.items() if not file.exists()}
+    return {name: _constructors({**files, **hidden}[name])[made] for name, made in OPTIMIZERS.items()}
+
+
+def _torch_schedules(folder: Path) -> Arguments:
+    found = _constructors(folder / "optim" / "lr_scheduler.py")
+    return {name: found[name] for name in TORCH_SCHEDULES}
+
+
+def _constructors(file: Path) -> Arguments:
+    """Return the arguments of the classes of a module."""
+    return {
+        node.name: _parameters(each)
+        for node in _parsed(file)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+    }
 
 
 def _schedules(folder: Path) -> Arguments:

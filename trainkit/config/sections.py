@@ -131,10 +131,12 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, from `torch.optim`."""
+    """The optimizer, from `torch.optim`. One of another library is passed to `trainkit.train` as an object."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """The optimizer."""
+    name: Literal[
+        "adamw", "adam", "sgd", "adafactor", "adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop"
+    ] = "adamw"
+    """The optimizer, by its class in small letters."""
     lr: float = Field(1e-5, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
@@ -153,10 +155,28 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning-rate schedule, from `transformers.get_scheduler`."""
+    """The learning-rate schedule, from `transformers.get_scheduler` or `torch.optim.lr_scheduler`."""
 
-    name: Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "cosine_with_min_lr"] = "constant"
-    """The schedule after warm-up; it ends at the last step of the run."""
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "ExponentialLR",
+        "LinearLR",
+        "MultiStepLR",
+        "PolynomialLR",
+        "StepLR",
+    ] = "constant"
+    """The schedule after warm-up. Those in small letters are transformers', and end at the last step of the run; the
+    others are classes of torch, whose lengths are arguments."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     kwargs: Plain = {}
@@ -170,9 +190,13 @@ class SchedulerConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _lowest_rate(self) -> Self:
+    def _needed_arguments(self) -> Self:
         if self.name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & self.kwargs.keys():
             raise ValueError("cosine_with_min_lr needs kwargs: {min_lr: ...} or {min_lr_rate: ...}; add one")
+        needed = {"warmup_stable_decay": "num_decay_steps", "StepLR": "step_size", "MultiStepLR": "milestones"}
+        needed |= {"ExponentialLR": "gamma", "CosineAnnealingLR": "T_max", "CosineAnnealingWarmRestarts": "T_0"}
+        if (lacking := needed.get(self.name)) and lacking not in self.kwargs:
+            raise ValueError(f"{self.name} needs kwargs: {{{lacking}: ...}}; add it")
         return self
 
 

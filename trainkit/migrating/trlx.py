@@ -133,36 +133,11 @@ def sampled(config: Settings, context: Context) -> Settings:
 
 
 def schedule(value: Any, context: Context) -> Settings:
-    """Return the schedule, which in trainkit ends with the run, of torch's CosineAnnealingLR or LinearLR."""
-    name, kwargs = str(value.get("name")).lower(), value.get("kwargs") or {}
-    lr, steps = context.get("optimizer.kwargs.lr"), context.get("train.total_steps")
-    if name == "cosine_annealing":
-        return _cosine(kwargs.get("T_max"), kwargs.get("eta_min", 0), lr, steps)
-    if name == "linear":
-        first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
-        length = kwargs.get("total_iters", 5)
-        if first == last == 1:
-            return {"scheduler.name": "constant"}
-        if (first, last, length) == (1, 0, steps):
-            return {"scheduler.name": "linear"}
-        if last == 1:  # a warm-up, which begins at 0 in trainkit
-            return {"scheduler.name": "constant", "scheduler.warmup_steps": length}
-    raise RefusedError(
-        f"given {dict(value)!r}; schedules of trainkit end with the run: linear from factor 1 to 0, or "
-        "cosine_annealing with T_max equal to train.total_steps"
-    )
-
-
-def _cosine(period: Any, least: Any, lr: Any, steps: Any) -> Settings:
-    if least == lr or (steps and period >= 1000 * steps):  # changes the rate by less than 3e-6 of itself
-        return {"scheduler.name": "constant"}
-    if period != steps:
-        raise RefusedError(
-            f"T_max is {period} and train.total_steps {steps}; the cosine of trainkit ends with the run: make them "
-            "equal"
-        )
-    return (
-        {"scheduler.name": "cosine_with_min_lr", "scheduler.kwargs": {"min_lr": least}}
-        if least
-        else {"scheduler.name": "cosine"}
-    )
+    """Return the schedule: torch's CosineAnnealingLR or LinearLR."""
+    name, kwargs = str(value.get("name")).lower(), dict(value.get("kwargs") or {})
+    known = {"cosine_annealing": "CosineAnnealingLR", "linear": "LinearLR"}
+    if name not in known:
+        raise RefusedError(f"given {name!r}; trlX has {' and '.join(known)}, trainkit more: see scheduler.name")
+    if name == "cosine_annealing" and kwargs.get("eta_min") == context.get("optimizer.kwargs.lr"):
+        return {"scheduler.name": "constant"}  # the lowest rate is the first
+    return {"scheduler.name": known[name], "scheduler.kwargs": kwargs}

@@ -2,51 +2,99 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
 from trainkit.config import OptimizerConfig, SchedulerConfig, TRLConfig
-from trainkit.errors import ConfigError
+from trainkit.config.arguments import OPTIMIZERS, TORCH_SCHEDULES
+from trainkit.config.places import differences
+from trainkit.errors import ConfigError, describe
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+ENDLESS = ("constant", *TORCH_SCHEDULES)
+"""Schedules that do not end with the run."""
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters."""
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+"""Makes a schedule of an optimizer."""
 
 
-def make_optimizer(config: OptimizerConfig, model: nn.Module, *, scaled: bool = False) -> torch.optim.Optimizer:
-    """Return the optimizer over the model's trainable parameters.
+def make_optimizer(
+    config: OptimizerConfig,
+    model: nn.Module,
+    *,
+    scaled: bool = False,
+    given: torch.optim.Optimizer | MakeOptimizer | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer over the model's trainable parameters; that of the user, ``given``, if there is one.
 
     The fused implementation is used where torch has one, because it reads the weights once instead of about a dozen
     times, unless ``kwargs`` choose another. It is not used with ``scaled`` gradients (fp16): a fused step decides by
     itself whether to skip, and does not report it.
 
     Raises:
-        ConfigError: ``kwargs`` contains arguments that the optimizer does not take.
+        ConfigError: ``kwargs`` contains arguments that the optimizer does not take, or the user's optimizer has other
+            parameters.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.kwargs}
-    if not {"fused", "foreach", "differentiable"} & arguments.keys() and not scaled:
+    if given is not None:
+        return _checked(given if isinstance(given, torch.optim.Optimizer) else given(trained), model)
+    cls, arguments = getattr(torch.optim, OPTIMIZERS[config.name]), dict[str, Any](config.kwargs)
+    arguments |= {"lr": config.lr, "weight_decay": config.weight_decay}
+    chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
+    if "fused" in inspect.signature(cls).parameters and not (chosen or scaled):
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") for p in trained)
     try:
-        return OPTIMIZERS[config.name](trained, **arguments)
+        made: torch.optim.Optimizer = cls(trained, **arguments)
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+    return made
 
 
-def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """Return the schedule over ``total_steps`` optimizer steps. Step it after the optimizer (S-54).
+def _checked(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the user, checked to have the model's trained parameters and no others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer should be one of torch, or make one of parameters; given {describe(optimizer)}")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    hint = "give a function that makes it of parameters: optimizer=lambda parameters: torch.optim.Adam(parameters)"
+    if missing := [name for key, name in trained.items() if key not in held]:
+        raise ConfigError(f"the optimizer does not have {missing[0]}, which is trained; {hint}")
+    if held - trained.keys():
+        raise ConfigError(f"the optimizer has {len(held - trained.keys())} parameters that are not trained; {hint}")
+    return optimizer
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    given: LRScheduler | MakeScheduler | None = None,
+) -> LRScheduler:
+    """Return the schedule over ``total_steps`` optimizer steps, or that of the user, ``given``.
+
+    Step it after the optimizer (S-54).
 
     Raises:
-        ConfigError: ``kwargs`` contains arguments that the schedule does not take.
+        ConfigError: ``kwargs`` contains arguments that the schedule does not take, or the user's schedule is of another
+            optimizer or needs more than steps.
     """
+    if given is not None:
+        made = given if isinstance(given, LRScheduler) else given(optimizer)
+        if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+            raise ConfigError(f"scheduler should be one of torch that needs steps alone; given {describe(made)}")
+        if made.optimizer is not optimizer:
+            raise ConfigError("the scheduler is of another optimizer; give both, or a function that makes it")
+        return made
+    if config.name in TORCH_SCHEDULES:
+        return _of_torch(config, optimizer)
     if config.name == "constant" and config.kwargs:
         raise ConfigError(
             f"scheduler.kwargs is {dict(config.kwargs)}, and the schedule 'constant' takes no arguments; remove them, "
@@ -66,6 +114,35 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, to
     return cast(LRScheduler, schedule)
 
 
+def _of_torch(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Return a schedule of torch, after the warm-up, as factors of the first rate that follow from the step alone.
+
+    The factors are those of the schedule for an optimizer that does nothing, so there is no further state to save.
+    """
+    try:
+        return LambdaLR(optimizer, [_rates(config, group["lr"]) for group in optimizer.param_groups])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
+
+
+def _rates(config: SchedulerConfig, lr: float) -> Callable[[int], float]:
+    """Return the factors of a warm-up and then of a schedule of torch, as a function of the step."""
+    optimizer, warmup = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr), config.warmup_steps
+    schedule = getattr(lr_scheduler, config.name)(optimizer, **config.kwargs)
+    known: list[float] = [optimizer.param_groups[0]["lr"] / lr]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        while len(known) <= step - warmup:
+            optimizer.step()
+            schedule.step()
+            known.append(optimizer.param_groups[0]["lr"] / lr)
+        return known[step - warmup]
+
+    return factor
+
+
 def advance(scheduler: LRScheduler) -> None:
     """Advance the schedule by one step, also after a skipped optimizer step, for which torch would warn."""
     with warnings.catch_warnings():
@@ -73,11 +150,16 @@ def advance(scheduler: LRScheduler) -> None:
         scheduler.step()
 
 
-def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any], *, of_user: bool = False) -> None:
     """Restore the state of both. Learning rates and other settings stay as the configuration has them.
 
     With an unchanged configuration they equal those of the checkpoint. If a change was allowed, the new values apply.
+    With a schedule ``of_user`` they are those of the checkpoint.
     """
+    if of_user:  # its rates are its own
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        return
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     schedule = cast(LambdaLR, scheduler)
     rates = schedule.base_lrs
@@ -89,25 +171,45 @@ def load(optimizer: Any, scheduler: LRScheduler, state: Mapping[str, Any]) -> No
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def described(state: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the trained parameters in the optimizer's order, and of those that it has a state of."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return {"parameters": names, "with_state": [name for index, name in enumerate(names) if index in state["state"]]}
+def described(state: Mapping[str, Any], model: nn.Module, optimizer: Any = None) -> dict[str, list[str]]:
+    """Return the names of the trained parameters in the optimizer's order, and of those that it has a state of.
+
+    ``optimizer`` is one of the user, which may have another order and is told by its class.
+    """
+    names = [name for name, _ in _trained(model, optimizer)]
+    told = {} if optimizer is None else {"class": [type(optimizer).__qualname__]}
+    return {
+        "parameters": names,
+        "with_state": [name for index, name in enumerate(names) if index in state["state"]],
+        **told,
+    }
 
 
-def check_state(state: Mapping[str, Any], told: Mapping[str, list[str]], model: nn.Module) -> None:
+def _trained(model: nn.Module, optimizer: Any = None) -> list[tuple[str, nn.Parameter]]:
+    """Return the trained parameters, in the order of the optimizer if one is given."""
+    trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [trained[id(p)] for group in groups for p in group["params"]] or list(trained.values())
+
+
+def check_state(
+    state: Mapping[str, Any], told: Mapping[str, list[str]], model: nn.Module, optimizer: Any = None
+) -> None:
     """Check that the optimizer's state in a checkpoint is whole, and that of the parameters of ``model``, in order.
 
     Args:
         state: the state; its tensors may be still to be read.
         told: what `described` returned when the checkpoint was written.
         model: the model.
+        optimizer: the optimizer, if it is one of the user.
 
     Raises:
         ValueError: a parameter, or its state, is missing, is another one, or has another shape; names it.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found = described(state, model)
+    trained, found = _trained(model, optimizer), described(state, model, optimizer)
+    if told.get("class") != found.get("class"):
+        before, now = (" ".join(each.get("class", ["that of the configuration"])) for each in (told, found))
+        raise ValueError(f"the optimizer was {before}, and is {now}")
     for key, what in (("parameters", "trained parameters"), ("with_state", "optimizer's states of parameters")):
         if told[key] != found[key]:
             odd = sorted({*told[key]} ^ {*found[key]})
@@ -118,10 +220,41 @@ def check_state(state: Mapping[str, Any], told: Mapping[str, list[str]], model: 
         name, parameter = trained[index]
         for key, value in values.items():
             shape = tuple(getattr(value, "shape", ()))
-            if shape and shape != tuple(parameter.shape):
+            if shape and not _fits(shape, tuple(parameter.shape)):
                 raise ValueError(
                     f"the optimizer's {key} of {name} is {shape}, and the parameter {tuple(parameter.shape)}"
                 )
+
+
+def _fits(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Return whether a state has the shape of its parameter, or 1 in some dimensions, as Adafactor's."""
+    return len(shape) == len(of) and all(size in (1, whole) for size, whole in zip(shape, of, strict=True))
+
+
+def check_given(config: TRLConfig[Any], optimizer: Any, scheduler: Any, *, replicated: bool) -> None:
+    """Check that an optimizer or a schedule of the user does not contradict the configuration.
+
+    Raises:
+        ConfigError: it is of another type, settings of the configuration would have no effect, or the model is not
+            ``replicated``.
+    """
+    defaults = type(config.method).section_defaults
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if given is None:
+            continue
+        if not (callable(given) or isinstance(given, torch.optim.Optimizer | LRScheduler)):
+            raise ConfigError(f"{name} should be one of torch, or a function that makes it; given {describe(given)}")
+        section = getattr(config, name)
+        usual = type(section)(**defaults.get(name, {}))
+        if changed := [f"{name}.{key}" for key, *_ in differences(usual.model_dump(), section.model_dump())]:
+            raise ConfigError(
+                f"{name} is given as an object, and {', '.join(changed)} would have no effect; remove one of the two"
+            )
+    if optimizer is not None and not replicated:
+        raise ConfigError(
+            "an optimizer is given as an object, and train.sharding divides its parameters; name it in optimizer.name, "
+            "or set train.sharding to none"
+        )
 
 
 def check(config: TRLConfig[Any]) -> None:

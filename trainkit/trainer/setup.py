@@ -43,7 +43,7 @@ from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
-from trainkit.trainer.sharding import make_sharding
+from trainkit.trainer.sharding import Replicated, make_sharding
 
 if TYPE_CHECKING:
     from trainkit.testing import Effect, Structure
@@ -109,6 +109,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference: Any = None,
         callbacks: Iterable[object] = (),
         allow_drift: bool = False,
+        optimizer: torch.optim.Optimizer | optim.MakeOptimizer | None = None,
+        scheduler: LRScheduler | optim.MakeScheduler | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, **kwargs)
@@ -126,6 +128,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
             )
         optim.check(config)
+        self.given_optimizer, self.given_scheduler = optimizer, scheduler
+        """The optimizer and the schedule of the user, or functions that make them; None: those of the configuration."""
+        optim.check_given(config, optimizer, scheduler, replicated=type(self.sharding) is Replicated)
         if config.train.push_to_hub is not None and self.accelerator.is_main_process:
             hub.check(config.train.push_to_hub)
         self.live_model = model
@@ -281,7 +286,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if self.sharding.stays_divided:
             self._before_dividing(reference)
         scaled = self.accelerator.scaler is not None
-        make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled)
+        make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled, given=self.given_optimizer)
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
         prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
@@ -389,13 +394,19 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule, over the run's steps."""
-        if not self.total_steps and self.config.scheduler.name != "constant":
+        ends = self.given_scheduler is None and self.config.scheduler.name not in optim.ENDLESS
+        if ends and not self.total_steps:
             raise ConfigError(
                 f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
                 "set train.total_steps"
             )
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
-        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps)
+        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps, self.given_scheduler)
+
+    @property
+    def _optimizer_of_user(self) -> Any:
+        """The optimizer that the user gave, or made; None if it is that of the configuration."""
+        return None if self.given_optimizer is None else getattr(self.optimizer, "optimizer", self.optimizer)
 
     # ------------------------------------------------------------------------------------------------- collections
 
@@ -623,7 +634,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
             "hooks": self.hooks.state_dict(),
             "health": self.health.state_dict(),
             "optimizer": optimizer,
-            "optimized": optim.described(optimizer, self.unwrapped),
+            "optimized": optim.described(optimizer, self.unwrapped, self._optimizer_of_user),
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
@@ -634,16 +645,17 @@ class PreparedTrainer(BaseRLTrainer[M]):
         Raises:
             ValueError: it does not; names what is missing or different.
         """
+        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped, self._optimizer_of_user)
         fields = {"progress": asdict(self.progress), "scheduler": self.scheduler.state_dict()}
         for part, own in fields.items():
             if odd := sorted(own.keys() ^ state[part].keys()):
                 raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
-        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped)
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `loop_state` returned."""
         own = self.sharding.own_part(state["optimizer"], self.optimizer)
-        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own})
+        of_user = self.given_scheduler is not None
+        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])

@@ -145,8 +145,21 @@ def test_settings_are_translated_or_refused(made: Any, tmp_path: Any, monkeypatc
         PPOConfig(batch_size=10, mini_batch_size=4)
     with pytest.raises(ValueError, match="config should be a PPOConfig"):
         PPOTrainer(None, model, None, tokenizer)
-    with pytest.raises(ConfigError, match="optimizer is given"):
+    with pytest.raises(ConfigError, match="optimizer should be one of torch"):
         PPOTrainer(config, model, None, tokenizer, optimizer=object())
+
+
+def test_an_optimizer_and_its_schedule_are_stepped(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, _ = made
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.4)
+    lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=2, ppo_epochs=1)
+    trainer = PPOTrainer(config, model, None, tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    before = model.v_head.summary.bias.clone()
+    trainer.step([torch.tensor([1]), torch.tensor([2])], [torch.tensor([3, 4]), torch.tensor([4])], [torch.ones(1)] * 2)
+    assert not torch.equal(before, model.v_head.summary.bias)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    assert trainer.optimizer.optimizer is optimizer
 
 
 def test_every_setting_of_ppo_has_a_place() -> None:

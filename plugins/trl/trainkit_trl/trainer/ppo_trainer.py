@@ -55,10 +55,10 @@ class PPOTrainer(Parts):
         ref_model: the reference; None: the model as it is now, or without its adapter.
         tokenizer: the tokenizer.
         dataset: rows with ``input_ids``, of which `dataloader` makes batches.
-        optimizer: not supported: trainkit makes Adam with ``config.learning_rate``.
+        optimizer: an optimizer over the model's parameters; None: Adam with ``config.learning_rate``.
         data_collator: makes a batch of rows; by default a dict of lists.
         num_shared_layers: the lowest layers that model and reference share; they are not trained.
-        lr_scheduler: not supported.
+        lr_scheduler: a learning-rate schedule of the optimizer, which every step of it advances.
 
     Raises:
         ValueError: an argument has another type than it should have.
@@ -85,14 +85,10 @@ class PPOTrainer(Parts):
             )
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
-        for name, given in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-            if given is not None:
-                raise ConfigError(
-                    f"{name} is given; trainkit makes its own: set learning_rate in PPOConfig, and remove it"
-                )
         self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
-        settled = _translated(config, model, num_shared_layers)
-        given = {} if ref_model is None else {"reference": ref_model}
+        settled = _translated(config, model, num_shared_layers, own_optimizer=optimizer is not None)
+        given = {"reference": ref_model, "optimizer": optimizer, "scheduler": lr_scheduler}
+        given = {name: value for name, value in given.items() if value is not None}
         self.trainer: Any = trainer_class(config)(settled, model=model, tokenizer=tokenizer, **given)
         self.model, self.ref_model = model, ref_model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -303,7 +299,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
 
 
-def _translated(config: PPOConfig, model: Any, shared: int | None) -> trainkit.TRLConfig[Any]:
+def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     filled = ("is_encoder_decoder", "is_peft_model", "backward_batch_size", "exp_name", "steps", "model_name")
     given = {name: value for name, value in asdict(config).items() if name not in filled}
@@ -312,6 +308,8 @@ def _translated(config: PPOConfig, model: Any, shared: int | None) -> trainkit.T
         raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:
         log.warning("%s", remark)
+    if own_optimizer:
+        del found.config["optimizer"]
     settled = trainkit.default_config("ppo").evolve(**found.config)
     if shared is None:
         return settled
