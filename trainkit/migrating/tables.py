@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trainkit.errors import ConfigError
 
-FRAMEWORKS = ("trlx", "trl")
+FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "accelerate")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
 
@@ -51,6 +51,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Name:
+    """What becomes of a public name of another framework."""
+
+    kind: Kind
+    """Whether the adapter has it, trainkit has an equivalent, it may stay but does nothing, or it is refused."""
+    text: str = ""
+    """Where the adapter has it; the name, setting or command of trainkit; why it does nothing; what to do instead."""
+
+
+@dataclass(frozen=True)
 class Framework:
     """Another framework: its configuration and its public names."""
 
@@ -58,14 +68,16 @@ class Framework:
     """The name of the framework."""
     version: str
     """The version that the table describes."""
-    package: str
-    """The package that its scripts import."""
-    adapter: str
-    """The package of trainkit that scripts import instead."""
     settings: Mapping[str, Setting]
     """The fields of its configuration by their dotted paths."""
     functions: ModuleType
     """The module with the functions that convert values."""
+    package: str = ""
+    """The package that its scripts import; empty if it is known by its configurations alone."""
+    adapter: str = ""
+    """The package of trainkit that scripts import instead; empty if there is none."""
+    names: Mapping[str, Name] = field(default_factory=dict)
+    """Its public names by their paths."""
 
 
 @cache
@@ -81,20 +93,45 @@ def framework(name: str) -> Framework:
     settings = data.pop("settings")
     for path, section in data.pop("generation", {}).items():
         settings |= {f"{path}.{argument}": about for argument, about in _generation(section).items()}
+    for file, classes in data.pop("shared", {}).items():
+        for each in classes:
+            settings = {**_shared(file, each), **settings}  # what a class has of its own counts
     return Framework(
         settings={path: _setting(about) for path, about in settings.items()},
         functions=import_module(f"trainkit.migrating.{name}"),
+        names=_names(name, data.get("package", ""), data.get("adapter", "")),
         **data,
     )
+
+
+def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
+    """Return the fields of a table as those of a class."""
+    return {
+        f"{cls}.{name}": {**about, **({"part_of": f"{cls}.{about['part_of']}"} if "part_of" in about else {})}
+        for name, about in _read(f"{file}.toml").items()
+    }
+
+
+def _names(name: str, package: str, adapter: str) -> dict[str, Name]:
+    """Return the public names of a framework; there are none if it has no table of them."""
+    if not (files("trainkit.migrating") / f"{name}_names.toml").is_file():
+        return {}
+    data = _read(f"{name}_names.toml")
+    found = {
+        f"{path}.{each}": Name("mapped", f"{path}.{each}".replace(package, adapter, 1))
+        for path, names in data.pop("mapped", {}).items()
+        for each in names
+    }
+    for kind, entries in data.items():
+        found |= {path: Name(kind.replace("_", " "), text) for path, text in entries.items()}
+    return found
 
 
 @cache
 def generation() -> Framework:
     """Return the table of the arguments of `generate` of transformers; they are settings of the section ``rollout``."""
     settings = {argument: _setting(about) for argument, about in _generation("rollout").items()}
-    return Framework(
-        "generate()", "transformers 5", "transformers", "trainkit", settings, import_module("trainkit.migrating.trlx")
-    )
+    return Framework("generate()", "transformers 5", settings, import_module("trainkit.migrating.trlx"))
 
 
 def _generation(section: str) -> dict[str, dict[str, Any]]:
