@@ -87,7 +87,9 @@ def implied(config: Settings, context: Context) -> Settings:
         usual |= {"method.rloo_k": 2, "method.rloo_epochs": 4}
     return {
         "method.name": name,
-        **{path: v for path, v in usual.items() if path.partition(".")[2] not in config.get(path.partition(".")[0], {})},
+        **{
+            path: v for path, v in usual.items() if path.partition(".")[2] not in config.get(path.partition(".")[0], {})
+        },
     }
 
 

@@ -5,6 +5,7 @@ Everything that computes is trainkit's.
 
 from trainkit_trl.core import LengthSampler, set_seed
 from trainkit_trl.models import (
+    SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
@@ -13,6 +14,7 @@ from trainkit_trl.models import (
 from trainkit_trl.trainer import AdaptiveKLController, FixedKLController, PPOConfig, PPOTrainer
 
 __all__ = [
+    "SUPPORTED_ARCHITECTURES",
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+WANDB_PADDING = -1
+"""What `stack_dicts` pads with."""
+
+
 def set_seed(seed: int) -> None:
     """Seed `random`, NumPy and torch."""
     random.seed(seed)
@@ -102,7 +106,7 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
 def stack_dicts(stats_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the flattened tensors of several dictionaries, padded with -1 and stacked by their keys."""
     return {
-        key: pad_sequence([each[key].flatten() for each in stats_dicts], batch_first=True, padding_value=-1)
+        key: pad_sequence([each[key].flatten() for each in stats_dicts], batch_first=True, padding_value=WANDB_PADDING)
         for key in stats_dicts[0]
     }
 

@@ -15,7 +15,7 @@ from transformers.utils.generic import ModelOutput
 
 from trainkit import models
 from trainkit.errors import ConfigError
-from trainkit.models import PreTrainedModelWrapper, ValueHead, create_reference_model, state_width
+from trainkit.models import ValueHead, create_reference_model, state_width
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,11 @@ class OfTrlx:
         return self.output_class(loss=loss, logits=logits, value=value) if return_dict else (logits, value)
 
 
-class Hydra(OfTrlx):
+class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):  # type: ignore[misc]
+    """Base class of the models with a value head."""
+
+
+class Hydra(PreTrainedModelWrapper):
     """A model with a frozen branch: a copy of its upper layers, above those that neither of the two trains.
 
     Args:
@@ -165,7 +169,7 @@ class Hydra(OfTrlx):
         return CausalLMOutputWithValue(logits=logits) if return_dict else logits
 
 
-class AutoModelForCausalLMWithValueHead(OfTrlx, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
+class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
 
@@ -173,7 +177,7 @@ class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMW
     """A causal language model with a value head and a frozen branch."""
 
 
-class AutoModelForSeq2SeqLMWithValueHead(OfTrlx, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
+class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
     output_class = Seq2SeqLMOutputWithValue

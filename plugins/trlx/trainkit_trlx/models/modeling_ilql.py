@@ -215,6 +215,11 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         """Move the targets towards Q."""
         self.ilql_heads.sync_target_q_heads()
 
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the configuration and all weights, which `from_pretrained` reads."""
+        self.config.save_pretrained(save_directory)
+        torch.save(self.state_dict(), Path(save_directory) / "pytorch_model.bin")
+
     @torch.no_grad()
     def generate(
         self,

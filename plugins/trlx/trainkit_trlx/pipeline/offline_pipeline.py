@@ -78,7 +78,7 @@ class DialogStore(BaseRolloutStore):
             self.history.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
 
     def create_loader(  # type: ignore[override]
-        self, batch_size: int, shuffle: bool = False, **_: Any
+        self, batch_size: int, shuffle: bool = False
     ) -> DataLoader[Any]:
         """Return a loader of padded batches; labels of padding are -100."""
 
@@ -195,9 +195,9 @@ class ILQLRolloutStorage(BaseRolloutStore):
         columns |= {"states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
         self.history = _elements(ILQLElement, columns)
 
-    def create_loader(self, batch_size: int, **_: Any) -> DataLoader[Any]:  # type: ignore[override]
-        """Return a loader of shuffled batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=True, collate_fn=ilql_collate_fn)
+    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
+        """Return a loader of batches, padded with 0."""
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_collate_fn)
 
 
 class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
@@ -218,6 +218,6 @@ class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
         columns |= {"rewards": rewards, "states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
         self.history = _elements(ILQLSeq2SeqElement, columns)
 
-    def create_loader(self, batch_size: int, **_: Any) -> DataLoader[Any]:  # type: ignore[override]
-        """Return a loader of shuffled batches, padded with 0."""
-        return DataLoader(self, batch_size, shuffle=True, collate_fn=ilql_seq2seq_collate_fn)
+    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
+        """Return a loader of batches, padded with 0."""
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_seq2seq_collate_fn)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import trainkit
 from trainkit import hookimpl
 from trainkit.errors import ConfigError
-from trainkit.migrating import translate_sampling
+from trainkit.migrating import framework, translate_sampling
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithValueHead,
@@ -146,6 +146,15 @@ class OfTrlx:
             **kwargs,
         )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Say which methods of a trainer of one's own trlX calls and trainkit does not, with those that it calls."""
+        super().__init_subclass__(**kwargs)
+        for path, name in framework("trlx").names.items():
+            owner, _, method = path.rpartition(".")
+            bases = {base.__name__ for base in cls.__mro__[1:]}
+            if name.kind == "equivalent" and method in vars(cls) and owner.rpartition(".")[2] in bases:
+                log.warning("%s.%s is not called; its place has %s", cls.__name__, method, name.text)
+
     def add_prompt_pipeline(self, pipeline: Any) -> None:
         """Set the prompts to train on: a `PromptPipeline`, or the prompts."""
         cast(Any, super()).add_prompt_pipeline(getattr(pipeline, "given", pipeline))
@@ -178,6 +187,10 @@ class OfTrlx:
         swept = self.config.rollout.eval_kwargs.items()
         settings = {name: value[0] if isinstance(value, list) else value for name, value in swept}
         return self.generate(input_ids, attention_mask, **{**settings, **kwargs})
+
+    def load(self, directory: str | Path | None = None) -> None:
+        """Restore a checkpoint, or the newest one under a directory, by default that of the run."""
+        cast(Any, super()).load(directory or self.config.train.run_dir)
 
     def learn(
         self,
