@@ -1,4 +1,4 @@
-"""Scripts of other frameworks with their imports changed to those of the adapters."""
+"""Scripts of other frameworks: their imports changed to those of adapters, or the configurations that they make."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import ConfigError, suggest
 from trainkit.migrating.tables import FRAMEWORKS, Framework, framework
@@ -32,8 +33,8 @@ def rewritten(text: str) -> Rewritten:
         ConfigError: it imports no framework that has an adapter, or the adapter is not installed.
     """
     found, lines, before = Rewritten(text), text.splitlines(keepends=True), text
-    for name in FRAMEWORKS:
-        about = framework(name)
+    adapted = [framework(name) for name in FRAMEWORKS if framework(name).adapter]
+    for about in adapted:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for number in range(node.lineno - 1, node.end_lineno or node.lineno):
@@ -41,8 +42,77 @@ def rewritten(text: str) -> Rewritten:
                 found.refused += _missing(node, about)
     found.text = "".join(lines)
     if found.text == before:
-        raise ConfigError(f"the script imports none of {', '.join(framework(name).package for name in FRAMEWORKS)}")
+        raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted)}")
     return found
+
+
+@dataclass
+class Configured:
+    """The configurations that a script of a framework without adapter makes, and what else is to be changed in it."""
+
+    framework: str
+    """The framework."""
+    configs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """The fields of each, by the class that has them."""
+    changes: list[str] = field(default_factory=list)
+    """What becomes of the names that it imports and of values that it computes, each after its line."""
+
+
+def configured(text: str) -> Configured | None:
+    """Return the configurations in a script; None if it is of no framework without adapter.
+
+    Raises:
+        SyntaxError: it is not Python.
+    """
+    tree = ast.parse(text)
+    imported = {path: line for line, path in _imported(tree)}
+    adapted = {path for name in FRAMEWORKS if framework(name).adapter for path in framework(name).names}
+    modern = any(isinstance(node, ast.keyword) and node.arg == "processing_class" for node in ast.walk(tree))
+    for name in FRAMEWORKS:
+        about = framework(name)
+        known = [path for path in imported if path in about.names]
+        if about.adapter or not (set(known) - adapted or (modern and known)):
+            continue
+        found = Configured(name)
+        for path in known:
+            what = about.names[path].text
+            becomes = what if about.names[path].kind == "refused" else f"its place has {what}"
+            found.changes.append(f"{imported[path]}: {path}: {becomes}")
+        _read_calls(tree, about, found)
+        return found
+    return None
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def _read_calls(tree: ast.AST, about: Framework, found: Configured) -> None:
+    """Collect the fields of configurations, as far as their values are written in the script."""
+    methods = getattr(about.functions, "METHODS", {})
+    classes = {path.partition(".")[0] for path in about.settings}
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, ast.Call)
+            or (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) not in classes
+        ):
+            continue
+        given: dict[str, Any] = {}
+        for keyword in node.keywords:
+            try:
+                given[keyword.arg or "**"] = ast.literal_eval(keyword.value)
+            except ValueError:
+                setting = about.settings.get(f"{name}.{keyword.arg}")
+                to = f"; set {setting.to}" if setting and setting.to else ""
+                found.changes.append(f"{node.lineno}: {name}.{keyword.arg or '**'} is computed{to}")
+        if name in methods or not found.configs:
+            found.configs.append({name: given})
+        else:
+            found.configs[-1][name] = given
 
 
 def _changed(line: str, about: Framework) -> str:

@@ -16,6 +16,8 @@ from trainkit.errors import ConfigError
 FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "accelerate")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
+OTHERS: tuple[Kind, ...] = ("equivalent", "without effect", "refused")
+"""What becomes of names that an adapter does not have."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ def _names(name: str, package: str, adapter: str) -> dict[str, Name]:
         for path, names in data.pop("mapped", {}).items()
         for each in names
     }
-    for kind, entries in data.items():
-        found |= {path: Name(kind.replace("_", " "), text) for path, text in entries.items()}
+    for kind in OTHERS:
+        found |= {path: Name(kind, text) for path, text in data.get(kind.replace(" ", "_"), {}).items()}
     return found
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -81,7 +81,7 @@ class OfTrlx:
     """
 
     output_class: type[CausalLMOutputWithValue] = CausalLMOutputWithValue
-    supported_args: tuple[str, ...] = ("num_value_layers_unfrozen",)
+    supported_args: ClassVar[tuple[str, ...]] = ("num_value_layers_unfrozen",)
     if TYPE_CHECKING:
         pretrained_model: Any
         transformers_parent_class: Any
@@ -133,7 +133,7 @@ class OfTrlx:
         return self.output_class(loss=loss, logits=logits, value=value) if return_dict else (logits, value)
 
 
-class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):  # type: ignore[misc]
+class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
     """Base class of the models with a value head."""
 
 
@@ -147,7 +147,7 @@ class Hydra(PreTrainedModelWrapper):
         **kwargs: those of the model with a value head.
     """
 
-    supported_args: tuple[str, ...] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
+    supported_args: ClassVar[tuple[str, ...]] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
