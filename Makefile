@@ -91,6 +91,7 @@ check: lint types test
 
 api: $(VENV)/made
 	$(BIN)/python docs/make_plugin_api.py
+	$(BIN)/python docs/make_migrating.py
 
 # without the notice of mkdocs-material about MkDocs 2, which is not released and which pyproject.toml excludes
 docs: $(VENV)/made-docs

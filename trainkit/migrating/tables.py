@@ -150,10 +150,13 @@ def _setting(about: Mapping[str, Any]) -> Setting:
 
 
 @cache
-def known_names() -> dict[str, str]:
-    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors."""
+def known_names(*, common: bool = False) -> dict[str, str]:
+    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors.
+
+    With ``common``, only the names that are common among frameworks.
+    """
     found = {name: to for name, to in _read("names.toml").items() if isinstance(to, str)}
-    for name in FRAMEWORKS:
+    for name in () if common else FRAMEWORKS:
         for path, setting in framework(name).settings.items():
             if setting.to and "*" not in setting.to and not setting.to.startswith("eval."):
                 found.setdefault(path.rpartition(".")[2], setting.to)
