@@ -39,7 +39,7 @@ def table(name: str) -> str:
 
 def counts(about: Framework) -> Iterator[str]:
     """Yield how many fields and names are mapped, and so on; a field that several classes have counts once."""
-    every = {"fields": [kind for _, kind, _ in rows(about)], "names": [each.kind for each in about.names.values()]}
+    every: dict[str, list[str]] = {"fields": [kind for _, kind, _ in rows(about)], "names": [each.kind for each in about.names.values()]}
     yield f"| {about.title}, {about.version} | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
     for what, kinds in every.items():
         if kinds:
@@ -62,8 +62,8 @@ def fields(about: Framework) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (field, kind, text), homes in rows(about).items():
         groups[tuple(homes)].append(f"| `{field}` | {kind} | {text} |\n")
-    for homes, lines in sorted(groups.items(), key=lambda each: len(each[0])):
-        yield f"### {', '.join(map(heading, homes)) or 'Fields'}\n\n{HEAD.format('field')}{''.join(lines)}\n"
+    for classes, lines in sorted(groups.items(), key=lambda each: len(each[0])):
+        yield f"### {', '.join(map(heading, classes))}\n\n{HEAD.format('field')}{''.join(lines)}\n"
 
 
 def heading(home: str) -> str:

@@ -102,5 +102,5 @@ def enable_progress_bar() -> None:
 
 
 def disable_progress_bar() -> None:
-    """Hide the progress bars of transformers."""
+    """Remove the progress bars of transformers."""
     transformers_logging.disable_progress_bar()

@@ -79,7 +79,7 @@ def gather_dict(obj: dict[str, list[Any]], grad_state: Any = None) -> dict[str, 
 
     Args:
         obj: the lists of this process.
-        grad_state: of accelerate; at the end of its loader, the rows that fill up the last batch are left out.
+        grad_state: of accelerate; at the end of its loader, the rows that fill up the last batch are removed.
     """
     if not torch.distributed.is_initialized():
         return obj
