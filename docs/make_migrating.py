@@ -1,4 +1,4 @@
-"""Writes the tables of docs/migrating/ from trainkit/migrating/*.toml: ``python docs/make_migrating.py``.
+"""Writes the tables of docs/migrating/ from trainkit/migrating/*.toml: ``make tables``.
 
 A table is between two comments of a page, ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 """
@@ -39,7 +39,10 @@ def table(name: str) -> str:
 
 def counts(about: Framework) -> Iterator[str]:
     """Yield how many fields and names are mapped, and so on; a field that several classes have counts once."""
-    every: dict[str, list[str]] = {"fields": [kind for _, kind, _ in rows(about)], "names": [each.kind for each in about.names.values()]}
+    every: dict[str, list[str]] = {
+        "fields": [kind for _, kind, _ in rows(about)],
+        "names": [each.kind for each in about.names.values()],
+    }
     yield f"| {about.title}, {about.version} | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
     for what, kinds in every.items():
         if kinds:

@@ -174,6 +174,6 @@ def test_the_tables_of_migrating_are_those_of_the_sources(monkeypatch: pytest.Mo
     pages = sorted((ROOT / "docs/migrating").glob("*.md"))
     texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
     stale = [name for name, text in texts.items() if written(text) != text]
-    assert stale == [], "run make api"
+    assert stale == [], "run make tables"
     tabled = set(re.findall(r"<!-- table: ([\w-]+) -->", "".join(texts.values())))
     assert {*FRAMEWORKS, "names"} <= tabled

@@ -26,12 +26,8 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
         return "trlx", dict(given)
     if "distributed_type" in given or "compute_environment" in given:
         return "accelerate", dict(given)
-    classes = {
-        name: each
-        for each in FRAMEWORKS
-        for name in getattr(framework(each).functions, "METHODS", {})
-        if name[:1].isupper()
-    }
+    without_adapter = [each for each in FRAMEWORKS if not framework(each).adapter]
+    classes = {known: each for each in without_adapter for known in getattr(framework(each).functions, "METHODS", {})}
     if cls and cls not in classes:
         raise ConfigError(f"given the class {cls!r}{suggest(cls, classes)}; known are {', '.join(classes)}")
     names = [cls] if cls else _candidates(given, classes)

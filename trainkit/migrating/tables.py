@@ -167,10 +167,12 @@ def known_names(*, common: bool = False) -> dict[str, str]:
 def notes() -> dict[str, str]:
     """Return what to do instead of settings of other frameworks that are none of trainkit, by their names."""
     found = dict(_read("names.toml")["notes"])
+    own = {to.rpartition(".")[2] for to in known_names().values()}  # of another method than the one in question
     for about in (*map(framework, FRAMEWORKS), generation()):
         for path, setting in about.settings.items():
-            if said := setting.refused or setting.unused:
-                found.setdefault(path.rpartition(".")[2], said)
+            name, said = path.rpartition(".")[2], setting.refused or setting.unused
+            if said and name not in own:
+                found.setdefault(name, said)
     return found
 
 
