@@ -167,7 +167,8 @@ def known_names(*, common: bool = False) -> dict[str, str]:
 def notes() -> dict[str, str]:
     """Return what to do instead of settings of other frameworks that are none of trainkit, by their names."""
     found = dict(_read("names.toml")["notes"])
-    own = {to.rpartition(".")[2] for to in known_names().values()}  # of another method than the one in question
+    # settings may be those of another method than the one in question
+    own = {*known_names(), *(to.rpartition(".")[2] for to in known_names().values())}
     for about in (*map(framework, FRAMEWORKS), generation()):
         for path, setting in about.settings.items():
             name, said = path.rpartition(".")[2], setting.refused or setting.unused
