@@ -563,3 +563,33 @@ def test_a_script_of_async_rlhf_is_recognised(tmp_path: Path) -> None:
     assert yaml.safe_load(result.stdout)["method"] == {"name": "rloo", "rloo_k": 4, "rloo_epochs": 4}
     assert "a.py:2: src.utils.prepare_deepspeed: its place has train.sharding" in result.stderr
     assert "a.py:2: src.utils.repeat_generator: the loop of trainkit passes over the prompts" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
+        ({"mixed_precision": None, "fsdp_plugin": {"version": 2}}, {"mixed_precision": "no", "sharding": "fsdp2"}),
+        ({"deepspeed_plugin": {"zero_stage": 3}}, {"sharding": "zero3"}),
+    ],
+)
+def test_arguments_of_the_accelerator_are_settings(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = translate("trl", {"PPOConfig": {"accelerator_kwargs": given}})
+    assert not found.refused
+    assert {name: found.config["train"].get(name) for name in expected} == expected
+    assert all("docs/scale.md" in remark.text for remark in found.remarks)
+    assert len(found.remarks) == ("sharding" in expected)
+    (refused,) = translate("trl", {"PPOConfig": {"accelerator_kwargs": {"split_batches": True}}}).refused
+    assert "given split_batches" in refused.text
+
+
+def test_a_script_is_told_what_takes_the_place_of_names_without_counterpart(tmp_path: Path) -> None:
+    text = "import trlx\nfrom trlx.sweep import main\nfrom trlx.trainer.nemo_ppo_trainer import NeMoPPOTrainer\n"
+    result = migrated(tmp_path, text + "from trlx.models.modeling_ppo import GPTModelBranch\n", "a.py")
+    assert result.exit_code == 1
+    for told in (
+        "a.py:2: trainkit_trlx has no module 'sweep': its place has trainkit sweep",
+        "a.py:3: trainkit_trlx has no module 'trainer.nemo_ppo_trainer': trainkit has no NeMo: write Accelerate",
+        "a.py:4: trainkit_trlx has no 'GPTModelBranch' in 'trlx.models.modeling_ppo': its place has trainkit.models.",
+    ):
+        assert told in result.stderr

@@ -99,6 +99,22 @@ def test_no_name_is_listed_twice() -> None:
         assert len({*mapped, *others}) == len(mapped) + len(others)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("trainkit_trl", "ORPOTrainer", "docs/guides/preferences.md"),
+        ("trainkit_trl.core", "respond_to_batch", "sample with ppo_trainer.generate"),
+        ("trainkit_trl.trainer.utils", "RewardDataCollatorWithPadding", "remove data_collator"),
+        ("trainkit_trlx.models.modeling_ppo", "GPTModelBranch", "its place has trainkit.models.Reference"),
+        ("trainkit_trlx.utils.modeling", "get_delta_model_class", "write model.peft_config"),
+    ],
+)
+def test_importing_a_name_that_is_refused_says_what_to_do(module: str, name: str, said: str) -> None:
+    with pytest.raises(ImportError, match=f"{module} has no '{name}': .*{said}"):
+        getattr(importlib.import_module(module), name)
+    assert not hasattr(importlib.import_module(module), "absent")
+
+
 # ---------------------------------------------------------------------------------------------------- signatures
 
 

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from trainkit.migrating.recognition import recognised
 from trainkit.migrating.scripts import Configured, Rewritten, configured, rewritten
-from trainkit.migrating.tables import FRAMEWORKS, Framework, Name, Setting, framework, known_names, known_values, notes
+from trainkit.migrating.tables import (
+    FRAMEWORKS,
+    Framework,
+    Name,
+    Setting,
+    framework,
+    instead,
+    known_names,
+    known_values,
+    notes,
+    refusing,
+)
 from trainkit.migrating.translation import Remark, Translation, translate, translate_sampling
 
 __all__ = [
@@ -22,10 +33,12 @@ __all__ = [
     "Translation",
     "configured",
     "framework",
+    "instead",
     "known_names",
     "known_values",
     "notes",
     "recognised",
+    "refusing",
     "rewritten",
     "translate",
     "translate_sampling",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigError, suggest
-from trainkit.migrating.tables import FRAMEWORKS, Framework, framework
+from trainkit.migrating.tables import FRAMEWORKS, Framework, framework, instead
 
 
 @dataclass
@@ -33,16 +33,16 @@ def rewritten(text: str) -> Rewritten:
         ConfigError: it imports no framework that has an adapter, or the adapter is not installed.
     """
     found, lines, before = Rewritten(text), text.splitlines(keepends=True), text
-    adapted = [framework(name) for name in FRAMEWORKS if framework(name).adapter]
-    for about in adapted:
+    adapted = {name: framework(name) for name in FRAMEWORKS if framework(name).adapter}
+    for name, about in adapted.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                     lines[number] = _changed(lines[number], about)
-                found.refused += _missing(node, about)
+                found.refused += _missing(node, name)
     found.text = "".join(lines)
     if found.text == before:
-        raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted)}")
+        raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted.values())}")
     return found
 
 
@@ -75,9 +75,7 @@ def configured(text: str) -> Configured | None:
             continue
         found = Configured(name)
         for path in known:
-            what = about.names[path].text
-            becomes = what if about.names[path].kind == "refused" else f"its place has {what}"
-            found.changes.append(f"{imported[path]}: {path}: {becomes}")
+            found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
         _read_calls(tree, about, found)
         return found
     return None
@@ -123,8 +121,9 @@ def _changed(line: str, about: Framework) -> str:
     return re.sub(rf"(\bimport\s+){package}\.(\S+)(?=\s+as\b)", rf"\1{adapter}.\2", line)
 
 
-def _missing(node: ast.Import | ast.ImportFrom, about: Framework) -> Iterator[str]:
-    """Yield what an import asks for that the adapter does not have."""
+def _missing(node: ast.Import | ast.ImportFrom, peer: str) -> Iterator[str]:
+    """Yield what an import asks for that the adapter of a framework does not have."""
+    about = framework(peer)
     asked = [(node.module or "", [alias.name for alias in node.names])] if isinstance(node, ast.ImportFrom) else []
     asked += [(alias.name, []) for alias in node.names] if isinstance(node, ast.Import) else []
     for module, names in asked:
@@ -132,11 +131,17 @@ def _missing(node: ast.Import | ast.ImportFrom, about: Framework) -> Iterator[st
             continue
         known = _names(module.replace(about.package, about.adapter, 1))
         if known is None:
-            yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}"
+            reasons = [instead(peer, module), *(instead(peer, f"{module}.{name}") for name in names)]
+            yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}{_because(reasons)}"
             continue
         for name in names:
             if name != "*" and name not in known and _names(f"{about.adapter}.{name}") is None:
-                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{suggest(name, known)}"
+                said = _because([instead(peer, f"{module}.{name}")]) or suggest(name, known)
+                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{said}"
+
+
+def _because(said: list[str]) -> str:
+    return "".join(f": {each}" for each in dict.fromkeys(said) if each)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -127,6 +127,36 @@ def _names(name: str, package: str, adapter: str) -> dict[str, Name]:
     for kind in OTHERS:
         found |= {path: Name(kind, text) for path, text in data.get(kind.replace(" ", "_"), {}).items()}
     return found
+
+
+def instead(name: str, path: str) -> str:
+    """Return what to use instead of a public name of a framework; empty if an adapter has it or there is none.
+
+    Args:
+        name: the framework.
+        path: the dotted path of the name there.
+    """
+    found = framework(name).names.get(path)
+    if found is None or found.kind == "mapped":
+        return ""
+    return f"its place has {found.text}" if found.kind == "equivalent" else found.text
+
+
+def refusing(module: str) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module of an adapter, which says what to use instead of names that it lacks.
+
+    Args:
+        module: the ``__name__`` of the module.
+    """
+    about = next(name for name in FRAMEWORKS if framework(name).adapter == module.partition(".")[0])
+    place = module.replace(framework(about).adapter, framework(about).package, 1)
+
+    def look_up(name: str) -> Any:
+        if said := instead(about, f"{place}.{name}"):
+            raise ImportError(f"{module} has no {name!r}: {said}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up
 
 
 @cache

@@ -3,6 +3,7 @@
 Everything that computes is trainkit's.
 """
 
+from trainkit.migrating import refusing
 from trainkit_trl.core import LengthSampler, set_seed
 from trainkit_trl.models import (
     SUPPORTED_ARCHITECTURES,
@@ -26,3 +27,5 @@ __all__ = [
     "create_reference_model",
     "set_seed",
 ]
+
+__getattr__ = refusing(__name__)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit import functional as F
+from trainkit.migrating import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,3 +146,6 @@ def stats_to_np(stats: Mapping[str, Any]) -> dict[str, Any]:
 def average_torch_dicts(list_of_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the means of the tensors of several dictionaries by their keys."""
     return {key: torch.stack([each[key] for each in list_of_dicts]).mean(0) for key in list_of_dicts[0]}
+
+
+__getattr__ = refusing(__name__)

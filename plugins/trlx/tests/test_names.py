@@ -493,3 +493,15 @@ def test_methods_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture)
     assert "Mine.post_backward_callback is not called" in caplog.text
     assert "trainkit.AccelerateRLTrainer.after_step" in caplog.text
     assert issubclass(Mine, AcceleratePPOTrainer)
+
+
+def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) -> None:
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    config = default_ppo_config().evolve(
+        train={"tracker": None, "seq_length": 16, "total_steps": 1, "checkpoint_dir": str(tmp_path / "run")},
+        model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": str(tmp_path / "letters")},
+        method={"gen_kwargs": {"max_new_tokens": 4}},
+    )
+    trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [0.0] * len(samples), sharding="fsdp2")
+    assert trainer.config.train.sharding == "fsdp2"

@@ -103,6 +103,7 @@ class OfTrlx:
         logit_mask: bool [V, V] (row: the previous token), True = forbidden, unlike in trainkit.
         stop_sequences: strings that end a response.
         train_mode: without effect.
+        sharding: how the model is divided among processes, ``train.sharding`` of trainkit; trlX left it to accelerate.
         **kwargs: arguments of trainkit's trainer, such as ``tokenizer``.
     """
 
@@ -118,9 +119,12 @@ class OfTrlx:
         logit_mask: Tensor | None = None,
         stop_sequences: list[str] | None = None,
         train_mode: bool = False,
+        sharding: Any = None,
         **kwargs: Any,
     ) -> None:
         translated, model = config.translated(), config.model.model_path
+        if sharding is not None:
+            translated = translated.evolve(train={"sharding": sharding})
         if hasattr(model, "model_type") and hasattr(model, "to_dict"):  # a transformers config: random weights
             translated = translated.evolve(
                 model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainkit import functional as F
 from trainkit import metrics
+from trainkit.migrating import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,3 +175,6 @@ def freeze_bottom_seq2seq_layers(model: Any, num_layers_unfrozen: int = 0) -> No
     ends = (model.shared, model.decoder.embed_tokens, model.encoder.final_layer_norm, model.decoder.final_layer_norm)
     for part in (*model.encoder.block, *frozen, *ends):
         part.requires_grad_(False)
+
+
+__getattr__ = refusing(__name__)
