@@ -106,7 +106,7 @@ def value_text(value: object) -> str:
 def cell(text: str) -> str:
     """Return a text for a cell of a table, with settings in backquotes and links to pages."""
     known = "|".join(re.escape(path) for paths in settings().values() for path in paths if "." in path)
-    text = re.sub(rf"(?<![`\w.])({known})\b(?![`\w])", r"`\1`", text)
+    text = re.sub(rf"(?<![`\w.])((?:{known})(?:\.\w+)*)\b(?![`\w])", r"`\1`", text)
     text = re.sub(r"(?<!\[)docs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)
     return text.replace("|", "\\|")
 

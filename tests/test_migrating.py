@@ -534,7 +534,7 @@ def test_a_file_of_trl_is_recognised_by_its_fields(tmp_path: Path) -> None:
 MODERN = """\
 from trl import DPOConfig, DPOTrainer
 rate = 1e-6
-args = DPOConfig(output_dir="out", beta=0.3, learning_rate=rate, gradient_checkpointing=True, fsdp="full_shard")
+args = DPOConfig("out", learning_rate=rate, gradient_checkpointing=True, fsdp="full_shard", **{"beta": 0.3})
 trainer = DPOTrainer(model="gpt2", args=args, train_dataset=pairs, processing_class=tokenizer)
 trainer.train()
 """
@@ -545,6 +545,7 @@ def test_the_configurations_of_a_script_of_trl_are_printed(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     config = TRLConfig.from_dict(yaml.safe_load(result.stdout))
     assert (config.method.name, config.train.run_dir, config.train.sharding) == ("dpo", "out", "fsdp2")
+    assert config.method.beta == 0.3
     for told in (
         "dpo.py:1: trl.DPOTrainer: its place has trainkit_dpo.DPOTrainer",
         "dpo.py:3: DPOConfig.learning_rate is computed; set optimizer.lr",
@@ -593,3 +594,15 @@ def test_a_script_is_told_what_takes_the_place_of_names_without_counterpart(tmp_
         "a.py:4: trainkit_trlx has no 'GPTModelBranch' in 'trlx.models.modeling_ppo': its place has trainkit.models.",
     ):
         assert told in result.stderr
+
+
+def test_a_model_and_several_runs_of_a_script_are_told_apart(tmp_path: Path) -> None:
+    text = "from trl import ModelConfig, SFTConfig, DPOConfig\nModelConfig('m')\nSFTConfig()\nDPOConfig(beta=0.3)\n"
+    result = migrated(tmp_path, text, "two.py")
+    assert result.exit_code == 0, result.output
+    first, second = (TRLConfig.from_dict(given) for given in yaml.safe_load_all(result.stdout))
+    assert (first.method.name, first.model.model_path) == ("sft", "m")
+    assert (second.method.name, second.model.model_path) == ("dpo", None)
+    parsed = migrated(tmp_path, "from trl import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n", "parsed.py")
+    assert parsed.exit_code == 0
+    assert "makes no configuration; give the YAML file" in parsed.stderr

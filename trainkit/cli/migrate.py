@@ -86,6 +86,9 @@ def _migrate_script(file: Path, processes: int) -> None:
 def _print_configured(file: Path, found: Configured, processes: int) -> None:
     for change in found.changes:
         typer.echo(printable(f"{file}:{change}"), err=True)
+    if not found.configs:
+        told = "makes no configuration; give the YAML file with its fields to trainkit migrate"
+        typer.echo(printable(f"{file}: {told}"), err=True)
     refused = 0
     for number, sections in enumerate(found.configs):
         typer.echo("---\n" if number else "", nl=False)

@@ -99,18 +99,31 @@ def _read_calls(tree: ast.AST, about: Framework, found: Configured) -> None:
             or (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) not in classes
         ):
             continue
-        given: dict[str, Any] = {}
-        for keyword in node.keywords:
-            try:
-                given[keyword.arg or "**"] = ast.literal_eval(keyword.value)
-            except ValueError:
-                setting = about.settings.get(f"{name}.{keyword.arg}")
-                to = f"; set {setting.to}" if setting and setting.to else ""
-                found.changes.append(f"{node.lineno}: {name}.{keyword.arg or '**'} is computed{to}")
-        if name in methods or not found.configs:
+        given = _read_arguments(node, name, about, found)
+        last = found.configs[-1] if found.configs else None
+        if last is None or (name in methods and last.keys() & methods.keys()):
             found.configs.append({name: given})
         else:
-            found.configs[-1][name] = given
+            last[name] = given
+
+
+def _read_arguments(call: ast.Call, cls: str, about: Framework, found: Configured) -> dict[str, Any]:
+    """Return the fields that a call gives as literals; say which others it gives."""
+    first = "output_dir" if f"{cls}.output_dir" in about.settings else "model_name_or_path"
+    named = [(first, value) for value in call.args[:1]] + [(keyword.arg, keyword.value) for keyword in call.keywords]
+    if len(call.args) > 1:
+        found.changes.append(f"{call.lineno}: {cls} is given fields without names; name them")
+    given: dict[str, Any] = {}
+    for field_name, value in named:
+        try:
+            literal = ast.literal_eval(value)
+        except ValueError:
+            setting = about.settings.get(f"{cls}.{field_name}")
+            to = f"; set {setting.to}" if setting and setting.to else ""
+            found.changes.append(f"{call.lineno}: {cls}.{field_name or '**'} is computed{to}")
+            continue
+        given |= {field_name: literal} if field_name else literal
+    return given
 
 
 def _changed(line: str, about: Framework) -> str:
