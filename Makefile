@@ -12,6 +12,7 @@
 #   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval; without them their tests are skipped
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
+#   make tables    the tables of docs/migrating/ from trainkit/migrating/
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
 #   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
@@ -30,7 +31,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api docs browser mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api tables docs browser mutants parity bench dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -91,6 +92,9 @@ check: lint types test
 
 api: $(VENV)/made
 	$(BIN)/python docs/make_plugin_api.py
+
+tables: $(VENV)/made
+	$(BIN)/python docs/make_migrating.py
 
 # without the notice of mkdocs-material about MkDocs 2, which is not released and which pyproject.toml excludes
 docs: $(VENV)/made-docs

@@ -135,7 +135,7 @@ def test_the_launches_of_pages_run(document: Path, reader: Callable[..., Reader]
     reader(launches=True).follow(document)
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "examples/README.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/migrating/index.md", "examples/README.md"])
 def test_the_commands_of_pages_without_python_run(page: str, execute: Callable[[Path], Any]) -> None:
     execute(ROOT / page)
 

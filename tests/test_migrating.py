@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
+import trainkit
 from trainkit import TRLConfig, default_config
 from trainkit.cli import app
 from trainkit.config.names import dotted, settings
 from trainkit.config.tree import merged, nest
 from trainkit.errors import ConfigError
-from trainkit.migrating import framework, rewritten, translate
+from trainkit.migrating import FRAMEWORKS, configured, framework, rewritten, translate
 from trainkit.plugins import get_method_class
 
 TRLX = {
@@ -213,7 +217,7 @@ def test_a_file_that_is_not_of_trlx_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yml").write_text("learning_rate: 1\n", encoding="utf-8")
     result = CliRunner().invoke(app, ["migrate", str(tmp_path / "x.yml")])
     assert result.exit_code != 0
-    assert "should have the sections of trlX" in str(result.output) + str(result.exception)
+    assert "should have the sections of trlX" in result.stderr
     with pytest.raises(ConfigError, match="frameworks with a table are trlx"):
         framework("axolotl")
 
@@ -270,3 +274,349 @@ def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:
     assert dotted("n_generations_per_prompt") == ["method.rft_k"]
     with pytest.raises(ConfigError, match=r"did you mean train\.run_dir"):
         default_config("ppo").evolve(train={"checkpoint_dir": "x"})
+
+
+# ------------------------------------------------------------------------------------------- TRL from 1.0, and others
+
+
+def fields_of(name: str, cls: str) -> set[str]:
+    """The fields that a table has of a class."""
+    return {path.partition(".")[2] for path in framework(name).settings if path.startswith(f"{cls}.")}
+
+
+@pytest.mark.parametrize("cls", ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"])
+def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
+    known = {about.name for about in dataclasses.fields(TrainingArguments)}
+    assert known - fields_of("trl1", cls) == set()
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
+    known = {path for paths in settings().values() for path in paths}
+    sampling = {f"rollout.{field}" for field in TRLConfig(method="ilql").method.sampling.model_fields}
+    methods = {
+        f"method.{field}" for method in trainkit.available_trainers() for field in get_method_class(method).model_fields
+    }
+    for path, setting in framework(name).settings.items():
+        if setting.to and not setting.to.startswith("eval."):
+            to = setting.to.removesuffix(".*")
+            kwargs = re.fullmatch(r"((?:optimizer|scheduler|model|tokenizer)\.kwargs)(\.\w+)?", to)
+            assert (kwargs[1] if kwargs else to) in known | sampling | methods, path
+        if setting.convert:
+            assert callable(getattr(framework(name).functions, setting.convert)), path
+        if setting.part_of:
+            assert setting.part_of in framework(name).settings, path
+        assert setting.to or setting.convert or setting.part_of or setting.unused or setting.refused, path
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # 2 rows in each of 4 passes on each of 3 processes
+        (
+            {"SFTConfig": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}},
+            {"train.batch_size": 24, "train.microbatch_size": 2, "train.epochs": 3, "train.seq_length": 1024},
+        ),
+        ({"SFTConfig": {"gradient_accumulation_steps": 4}}, {"train.batch_size": 96, "train.microbatch_size": 8}),
+        (
+            {"SFTConfig": {"max_steps": 10, "num_train_epochs": 2.0, "warmup_ratio": 0.15}},
+            {"train.total_steps": 10, "train.epochs": None, "scheduler.warmup_steps": 2},
+        ),
+        ({"SFTConfig": {"completion_only_loss": False}}, {"method.train_on_prompts": True}),
+        ({"SFTConfig": {"neftune_noise_alpha": 5}}, {"method.neftune_alpha": 5.0}),
+        ({"SFTConfig": {"adam_beta2": 0.95}}, {"optimizer.kwargs": {"betas": [0.9, 0.95]}}),
+        ({"SFTConfig": {"eval_strategy": "steps", "eval_steps": 5}}, {"train.eval_interval": 5}),
+        (
+            {"SFTConfig": {"report_to": "wandb", "run_name": "a", "project": "b"}},
+            {"train.trackers": [{"name": "wandb", "project": "b", "run_name": "a"}]},
+        ),
+        (
+            {"DPOConfig": {"beta": 0.2, "loss_type": ["ipo"], "bf16": True, "max_grad_norm": 0}},
+            {
+                "method.beta": 0.2,
+                "method.loss_type": "ipo",
+                "train.mixed_precision": "bf16",
+                "train.max_grad_norm": None,
+            },
+        ),
+        (
+            {"GRPOConfig": {"num_generations": 4, "beta": 0.1, "loss_type": "dr_grpo", "scale_rewards": False}},
+            {"method.group_size": 4, "method.kl_coef": 0.1, "method.average": "constant", "method.scale": "none"},
+        ),
+        (
+            {"GRPOConfig": {"steps_per_generation": 2, "top_k": None, "max_completion_length": 9}},
+            {"rollout.num_rollouts": 48, "rollout.top_k": 0, "rollout.max_new_tokens": 9},
+        ),
+        ({"RLOOConfig": {}}, {"method.rloo_k": 2, "rollout.num_rollouts": 24, "optimizer.lr": 1e-6}),
+        ({"RewardConfig": {"center_rewards_coefficient": 0.01}}, {"method.center_coef": 0.01, "optimizer.lr": 1e-4}),
+        ({"KTOConfig": {"desirable_weight": 2.0}}, {"method.desirable_weight": 2.0}),
+        (
+            {"SFTConfig": {}, "ModelConfig": {"model_name_or_path": "m", "use_peft": True, "lora_r": 4}},
+            {"model.model_path": "m", "model.peft_config.r": 4, "model.peft_config.lora_alpha": 32},
+        ),
+    ],
+)
+def test_a_configuration_of_trl_means_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = translate("trl1", given, processes=3)
+    assert not found.refused
+    config = TRLConfig.from_dict(found.config)
+    assert config == config.update(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # 4 rows in each of 2 passes are a step; 2 steps a collection; 100 responses are 13 steps of 4 passes
+        (
+            {
+                "RLOOConfig": {
+                    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 2,
+                    "total_episodes": 100, "rloo_k": 2, "kl_coef": 0.03, "non_eos_penalty": True,
+                }
+            },
+            {
+                "train.batch_size": 8, "rollout.num_rollouts": 16, "train.total_steps": 52, "method.kl_coef": 0.03,
+                "method.missing_eos_score": -1.0, "rollout.max_new_tokens": 53, "rollout.temperature": 0.7,
+            },
+        ),
+        (
+            {"OnlineDPOConfig": {"beta": 0.2, "rloo_k": 4}, "OnlineDPOVLLMConfig": {"sync": False}},
+            {"method.beta": 0.2, "method.k": 4, "rollout.staleness": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_async_rlhf_means_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = translate("async_rlhf", given)
+    assert not found.refused
+    config = TRLConfig.from_dict(found.config)
+    assert config == config.update(expected)
+
+
+# ---------------------------------------------------------------------------------------- DeepSpeed, FSDP, accelerate
+
+
+@pytest.mark.parametrize(
+    ("given", "sharding"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero3"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "zero2"),
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ({"fsdp": ["full_shard"]}, "fsdp2"),
+        ({"fsdp": True}, "fsdp2"),
+        ({"fsdp": ""}, None),
+    ],
+)
+def test_sharding_in_training_arguments_is_taken_over(given: dict[str, Any], sharding: str | None) -> None:
+    found = translate("trl1", {"SFTConfig": given})
+    assert not found.refused
+    assert found.config["train"].get("sharding") == sharding
+    assert [remark.field for remark in found.remarks if "docs/scale.md" in remark.text] == [
+        f"SFTConfig.{name}" for name in given if sharding
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"deepspeed": "ds.json"},
+        {"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}},
+        {"fsdp": "full_shard offload"},
+        {"fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["GPT2Block"]}},
+    ],
+)
+@pytest.mark.parametrize(("name", "cls"), [("trl1", "GRPOConfig"), ("async_rlhf", "OnlineDPOConfig")])
+def test_sharding_without_counterpart_leads_to_the_setting(given: dict[str, Any], name: str, cls: str) -> None:
+    (refused,) = translate(name, {cls: given}).refused
+    assert refused.field == f"{cls}.{next(iter(given))}"
+    assert "train.sharding" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {"sharding": "none", "mixed_precision": "bf16"}),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.5}},
+            {"sharding": "zero3", "max_grad_norm": 0.5},
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, {"sharding": "fsdp2"}),
+        ({"distributed_type": False, "fsdp_config": {}}, {"sharding": "none"}),
+    ],
+)
+def test_a_file_of_accelerate_is_translated(tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "num_processes": 8, **given}))
+    result = CliRunner().invoke(app, ["migrate", str(file)])
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load(result.stdout) == {"train": expected}
+    assert "torchrun --nproc_per_node=8 -m trainkit.cli train CONFIG.yaml" in result.stderr
+
+
+def test_a_file_of_accelerate_with_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    deepspeed = {"zero_stage": 3, "offload_param_device": "cpu", "deepspeed_config_file": "ds.json", "other": 1}
+    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed, "num_machines": 2}))
+    result = CliRunner().invoke(app, ["migrate", str(file)])
+    assert result.exit_code == 1
+    for name in ("offload_param_device", "deepspeed_config_file", "other"):
+        assert f"deepspeed_config.{name} has no counterpart" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- names in error messages
+
+
+@pytest.mark.parametrize(
+    ("method", "section", "name", "hint"),
+    [
+        ("ppo", "method", "gen_kwargs", "did you mean rollout?"),
+        ("ppo", "method", "chunk_size", "did you mean rollout.batch_size?"),
+        ("ppo", "train", "checkpoint_interval", "did you mean train.save_interval?"),
+        ("ppo", "train", "minibatch_size", "did you mean train.microbatch_size?"),
+        ("ppo", "train", "trainer_kwargs", "give logit_mask to train()"),
+        ("ppo", "method", "ref_std", "scale_reward 'ref'"),
+        ("ppo", "method", "adap_kl_ctrl", ""),
+        ("grpo", "train", "num_generations", "did you mean method.group_size?"),
+        ("grpo", "method", "num_iterations", "did you mean method.grpo_epochs?"),
+        ("grpo", "rollout", "max_completion_length", "did you mean rollout.max_new_tokens?"),
+        ("grpo", "rollout", "vllm_gpu_memory_utilization", "kv_cache"),
+        ("grpo", "method", "reward_weights", "weigh the rewards there"),
+        ("rloo", "train", "total_episodes", ""),
+        ("rloo", "method", "penalty_reward_value", ""),
+        ("sft", "train", "dataset_num_proc", "rows are encoded as they are needed"),
+        ("sft", "train", "deepspeed", "did you mean train.sharding?"),
+        ("sft", "train", "fsdp", "did you mean train.sharding?"),
+        ("sft", "train", "fsdp_config", "did you mean train.sharding?"),
+        ("sft", "train", "deepspeed_config", "did you mean train.sharding?"),
+        ("sft", "train", "zero_stage", "did you mean train.sharding?"),
+        ("sft", "train", "prepare_deepspeed", "did you mean train.sharding?"),
+        ("sft", "train", "distributed_type", "did you mean train.sharding?"),
+        ("sft", "train", "load_best_model_at_end", "did you mean train.save_best?"),
+        ("dpo", "train", "precompute_ref_log_probs", "are always computed once"),
+        ("dpo", "model", "ref_adapter_name", "model.reference_path"),
+    ],
+)
+def test_names_of_other_frameworks_are_known_to_messages(method: str, section: str, name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{name}.*{re.escape(hint)}"):
+        TRLConfig.from_dict(
+            {"method": method, section: {name: 1} if section != "method" else {"name": method, name: 1}}
+        )
+
+
+@pytest.mark.parametrize(("value", "meant"), [("full_shard", "fsdp2"), ("deepspeed", "zero3 or zero2")])
+def test_names_of_other_frameworks_for_shardings_are_known(value: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"elsewhere {meant} is called so"):
+        TRLConfig(method="sft", train={"sharding": value})
+
+
+# ---------------------------------------------------------------------------------------- files and scripts of TRL 1.x
+
+FLAT = {
+    "model_name_or_path": "m",
+    "learning_rate": 1e-5,
+    "num_generations": 4,
+    "reward_weights": None,
+    "dataset_name": "d",
+}
+
+
+def migrated(tmp_path: Path, text: str, name: str, *options: str) -> Any:
+    """What the command prints about a file."""
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return CliRunner().invoke(app, ["migrate", str(tmp_path / name), *options])
+
+
+def test_a_file_of_trl_is_recognised_by_its_fields(tmp_path: Path) -> None:
+    result = migrated(
+        tmp_path, yaml.safe_dump({**FLAT, "epsilon_high": 0.3}), "grpo.yaml", "--config-class", "GRPOConfig"
+    )
+    assert result.exit_code == 0, result.output
+    config = TRLConfig.from_dict(yaml.safe_load(result.stdout))
+    assert (config.method.name, config.model.model_path, config.train.batch_size) == ("grpo", "m", 8)
+    assert "--samples d, or --prompts d" in result.stderr
+    alone = migrated(tmp_path, yaml.safe_dump({"packing": True, "completion_only_loss": True}), "sft.yaml")
+    assert yaml.safe_load(alone.stdout)["method"] == {"name": "sft", "packing": True, "train_on_prompts": False}
+    unclear = migrated(tmp_path, yaml.safe_dump({"beta": 0.1, "max_length": 3}), "x.yaml")
+    assert unclear.exit_code == 2
+    assert "--config-class, which may be DPOConfig, KTOConfig" in unclear.stderr
+    wrong = migrated(tmp_path, "beta: 1", "x.yaml", "--config-class", "DPOCofig")
+    assert "did you mean 'DPOConfig'?" in wrong.stderr
+    typo = migrated(tmp_path, "packing: true\npacking_strateg: bfd", "x.yaml", "--config-class", "SFTConfig")
+    assert typo.exit_code == 1
+    assert "did you mean 'SFTConfig.packing_strategy'?" in typo.stderr
+
+
+MODERN = """\
+from trl import DPOConfig, DPOTrainer
+rate = 1e-6
+args = DPOConfig("out", learning_rate=rate, gradient_checkpointing=True, fsdp="full_shard", **{"beta": 0.3})
+trainer = DPOTrainer(model="gpt2", args=args, train_dataset=pairs, processing_class=tokenizer)
+trainer.train()
+"""
+
+
+def test_the_configurations_of_a_script_of_trl_are_printed(tmp_path: Path) -> None:
+    result = migrated(tmp_path, MODERN, "dpo.py")
+    assert result.exit_code == 0, result.output
+    config = TRLConfig.from_dict(yaml.safe_load(result.stdout))
+    assert (config.method.name, config.train.run_dir, config.train.sharding) == ("dpo", "out", "fsdp2")
+    assert config.method.beta == 0.3
+    for told in (
+        "dpo.py:1: trl.DPOTrainer: its place has trainkit_dpo.DPOTrainer",
+        "dpo.py:3: DPOConfig.learning_rate is computed; set optimizer.lr",
+        "DPOConfig.gradient_checkpointing: has no effect",
+    ):
+        assert told in result.stderr
+    assert configured(MODERN.replace("DPOConfig", "TrainingArguments").replace("processing_class", "tokenizer")) is None
+
+
+def test_a_script_of_async_rlhf_is_recognised(tmp_path: Path) -> None:
+    text = "from src.rloo_trainer import MyRLOOTrainer\nfrom src.utils import prepare_deepspeed, repeat_generator\n"
+    result = migrated(
+        tmp_path, text + "from trl.trainer.rloo_trainer import RLOOConfig\nRLOOConfig(rloo_k=4)\n", "a.py"
+    )
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load(result.stdout)["method"] == {"name": "rloo", "rloo_k": 4, "rloo_epochs": 4}
+    assert "a.py:2: src.utils.prepare_deepspeed: its place has train.sharding" in result.stderr
+    assert "a.py:2: src.utils.repeat_generator: the loop of trainkit passes over the prompts" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
+        ({"mixed_precision": None, "fsdp_plugin": {"version": 2}}, {"mixed_precision": "no", "sharding": "fsdp2"}),
+        ({"deepspeed_plugin": {"zero_stage": 3}}, {"sharding": "zero3"}),
+    ],
+)
+def test_arguments_of_the_accelerator_are_settings(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = translate("trl", {"PPOConfig": {"accelerator_kwargs": given}})
+    assert not found.refused
+    assert {name: found.config["train"].get(name) for name in expected} == expected
+    assert all("docs/scale.md" in remark.text for remark in found.remarks)
+    assert len(found.remarks) == ("sharding" in expected)
+    (refused,) = translate("trl", {"PPOConfig": {"accelerator_kwargs": {"split_batches": True}}}).refused
+    assert "given split_batches" in refused.text
+
+
+def test_a_script_is_told_what_takes_the_place_of_names_without_counterpart(tmp_path: Path) -> None:
+    text = "import trlx\nfrom trlx.sweep import main\nfrom trlx.trainer.nemo_ppo_trainer import NeMoPPOTrainer\n"
+    result = migrated(tmp_path, text + "from trlx.models.modeling_ppo import GPTModelBranch\n", "a.py")
+    assert result.exit_code == 1
+    for told in (
+        "a.py:2: trainkit_trlx has no module 'sweep': its place has trainkit sweep",
+        "a.py:3: trainkit_trlx has no module 'trainer.nemo_ppo_trainer': trainkit has no NeMo: write Accelerate",
+        "a.py:4: trainkit_trlx has no 'GPTModelBranch' in 'trlx.models.modeling_ppo': its place has trainkit.models.",
+    ):
+        assert told in result.stderr
+
+
+def test_a_model_and_several_runs_of_a_script_are_told_apart(tmp_path: Path) -> None:
+    text = "from trl import ModelConfig, SFTConfig, DPOConfig\nModelConfig('m')\nSFTConfig()\nDPOConfig(beta=0.3)\n"
+    result = migrated(tmp_path, text, "two.py")
+    assert result.exit_code == 0, result.output
+    first, second = (TRLConfig.from_dict(given) for given in yaml.safe_load_all(result.stdout))
+    assert (first.method.name, first.model.model_path) == ("sft", "m")
+    assert (second.method.name, second.model.model_path) == ("dpo", None)
+    parsed = migrated(tmp_path, "from trl import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n", "parsed.py")
+    assert parsed.exit_code == 0
+    assert "makes no configuration; give the YAML file" in parsed.stderr

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from trainkit.config.base import Plain, PluginConfig
 from trainkit.config.trackers import TRACKERS
 from trainkit.errors import RegistryError, suggest
+from trainkit.migrating import known_values
 from trainkit.plugins import get_hooks
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, of_kind, why_disabled
 from trainkit.plugins.hooks import name_of
@@ -42,7 +43,8 @@ def _of_part(part: Part, value: Any) -> str | PluginConfig:
     try:
         settings = None if name.lower() in part.own else get_part(part, name).settings
     except RegistryError as error:
-        raise _refused(str(error)) from error
+        meant = [each for each in known_values().get(name.lower(), []) if each in part.own or is_known(each)]
+        raise _refused(f"{error}; elsewhere {' or '.join(meant)} is called so" if meant else str(error)) from error
     if settings is None:
         if given:
             raise _refused(f"{name!r} has no settings; remove {', '.join(map(repr, given))}")

@@ -1,4 +1,4 @@
-"""Scripts of other frameworks with their imports changed to those of the adapters."""
+"""Scripts of other frameworks: their imports changed to those of adapters, or the configurations that they make."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import ConfigError, suggest
-from trainkit.migrating.tables import FRAMEWORKS, Framework, framework
+from trainkit.migrating.tables import FRAMEWORKS, Framework, framework, instead
 
 
 @dataclass
@@ -32,17 +33,97 @@ def rewritten(text: str) -> Rewritten:
         ConfigError: it imports no framework that has an adapter, or the adapter is not installed.
     """
     found, lines, before = Rewritten(text), text.splitlines(keepends=True), text
-    for name in FRAMEWORKS:
-        about = framework(name)
+    adapted = {name: framework(name) for name in FRAMEWORKS if framework(name).adapter}
+    for name, about in adapted.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                     lines[number] = _changed(lines[number], about)
-                found.refused += _missing(node, about)
+                found.refused += _missing(node, name)
     found.text = "".join(lines)
     if found.text == before:
-        raise ConfigError(f"the script imports none of {', '.join(framework(name).package for name in FRAMEWORKS)}")
+        raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted.values())}")
     return found
+
+
+@dataclass
+class Configured:
+    """The configurations that a script of a framework without adapter makes, and what else is to be changed in it."""
+
+    framework: str
+    """The framework."""
+    configs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """The fields of each, by the class that has them."""
+    changes: list[str] = field(default_factory=list)
+    """What becomes of the names that it imports and of values that it computes, each after its line."""
+
+
+def configured(text: str) -> Configured | None:
+    """Return the configurations in a script; None if it is of no framework without adapter.
+
+    Raises:
+        SyntaxError: it is not Python.
+    """
+    tree = ast.parse(text)
+    imported = {path: line for line, path in _imported(tree)}
+    adapted = {path for name in FRAMEWORKS if framework(name).adapter for path in framework(name).names}
+    modern = any(isinstance(node, ast.keyword) and node.arg == "processing_class" for node in ast.walk(tree))
+    for name in FRAMEWORKS:
+        about = framework(name)
+        known = [path for path in imported if path in about.names]
+        if about.adapter or not (set(known) - adapted or (modern and known)):
+            continue
+        found = Configured(name)
+        for path in known:
+            found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
+        _read_calls(tree, about, found)
+        return found
+    return None
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def _read_calls(tree: ast.AST, about: Framework, found: Configured) -> None:
+    """Collect the fields of configurations, as far as their values are written in the script."""
+    methods = getattr(about.functions, "METHODS", {})
+    classes = {path.partition(".")[0] for path in about.settings}
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, ast.Call)
+            or (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) not in classes
+        ):
+            continue
+        given = _read_arguments(node, name, about, found)
+        last = found.configs[-1] if found.configs else None
+        if last is None or (name in methods and last.keys() & methods.keys()):
+            found.configs.append({name: given})
+        else:
+            last[name] = given
+
+
+def _read_arguments(call: ast.Call, cls: str, about: Framework, found: Configured) -> dict[str, Any]:
+    """Return the fields that a call gives as literals; say which others it gives."""
+    first = "output_dir" if f"{cls}.output_dir" in about.settings else "model_name_or_path"
+    named = [(first, value) for value in call.args[:1]] + [(keyword.arg, keyword.value) for keyword in call.keywords]
+    if len(call.args) > 1:
+        found.changes.append(f"{call.lineno}: {cls} is given fields without names; name them")
+    given: dict[str, Any] = {}
+    for field_name, value in named:
+        try:
+            literal = ast.literal_eval(value)
+        except ValueError:
+            setting = about.settings.get(f"{cls}.{field_name}")
+            to = f"; set {setting.to}" if setting and setting.to else ""
+            found.changes.append(f"{call.lineno}: {cls}.{field_name or '**'} is computed{to}")
+            continue
+        given |= {field_name: literal} if field_name else literal
+    return given
 
 
 def _changed(line: str, about: Framework) -> str:
@@ -53,8 +134,9 @@ def _changed(line: str, about: Framework) -> str:
     return re.sub(rf"(\bimport\s+){package}\.(\S+)(?=\s+as\b)", rf"\1{adapter}.\2", line)
 
 
-def _missing(node: ast.Import | ast.ImportFrom, about: Framework) -> Iterator[str]:
-    """Yield what an import asks for that the adapter does not have."""
+def _missing(node: ast.Import | ast.ImportFrom, peer: str) -> Iterator[str]:
+    """Yield what an import asks for that the adapter of a framework does not have."""
+    about = framework(peer)
     asked = [(node.module or "", [alias.name for alias in node.names])] if isinstance(node, ast.ImportFrom) else []
     asked += [(alias.name, []) for alias in node.names] if isinstance(node, ast.Import) else []
     for module, names in asked:
@@ -62,11 +144,17 @@ def _missing(node: ast.Import | ast.ImportFrom, about: Framework) -> Iterator[st
             continue
         known = _names(module.replace(about.package, about.adapter, 1))
         if known is None:
-            yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}"
+            reasons = [instead(peer, module), *(instead(peer, f"{module}.{name}") for name in names)]
+            yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}{_because(reasons)}"
             continue
         for name in names:
             if name != "*" and name not in known and _names(f"{about.adapter}.{name}") is None:
-                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{suggest(name, known)}"
+                said = _because([instead(peer, f"{module}.{name}")]) or suggest(name, known)
+                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{said}"
+
+
+def _because(said: list[str]) -> str:
+    return "".join(f": {each}" for each in dict.fromkeys(said) if each)
 
 
 @cache

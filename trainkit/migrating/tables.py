@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from trainkit.errors import ConfigError
 
-FRAMEWORKS = ("trlx", "trl")
+FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "accelerate")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
+OTHERS: tuple[Kind, ...] = ("equivalent", "without effect", "refused")
+"""What becomes of names that an adapter does not have."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Name:
+    """What becomes of a public name of another framework."""
+
+    kind: Kind
+    """Whether the adapter has it, trainkit has an equivalent, it may stay but does nothing, or it is refused."""
+    text: str = ""
+    """Where the adapter has it; the name, setting or command of trainkit; why it does nothing; what to do instead."""
+
+
+@dataclass(frozen=True)
 class Framework:
     """Another framework: its configuration and its public names."""
 
@@ -60,14 +72,16 @@ class Framework:
     """The name of the framework."""
     version: str
     """The version that the table describes."""
-    package: str
-    """The package that its scripts import."""
-    adapter: str
-    """The package of trainkit that scripts import instead."""
     settings: Mapping[str, Setting]
     """The fields of its configuration by their dotted paths."""
     functions: ModuleType
     """The module with the functions that convert values."""
+    package: str = ""
+    """The package that its scripts import; empty if it is known by its configurations alone."""
+    adapter: str = ""
+    """The package of trainkit that scripts import instead; empty if there is none."""
+    names: Mapping[str, Name] = field(default_factory=dict)
+    """Its public names by their paths."""
 
 
 @cache
@@ -83,20 +97,75 @@ def framework(name: str) -> Framework:
     settings = data.pop("settings")
     for path, section in data.pop("generation", {}).items():
         settings |= {f"{path}.{argument}": about for argument, about in _generation(section).items()}
+    for file, classes in data.pop("shared", {}).items():
+        for each in classes:
+            settings = {**_shared(file, each), **settings}  # what a class has of its own counts
     return Framework(
         settings={path: _setting(about) for path, about in settings.items()},
         functions=import_module(f"trainkit.migrating.{name}"),
+        names=_names(name, data.get("package", ""), data.get("adapter", "")),
         **data,
     )
+
+
+def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
+    """Return the fields of a table as those of a class."""
+    return {
+        f"{cls}.{name}": {**about, **({"part_of": f"{cls}.{about['part_of']}"} if "part_of" in about else {})}
+        for name, about in _read(f"{file}.toml").items()
+    }
+
+
+def _names(name: str, package: str, adapter: str) -> dict[str, Name]:
+    """Return the public names of a framework; there are none if it has no table of them."""
+    if not (files("trainkit.migrating") / f"{name}_names.toml").is_file():
+        return {}
+    data = _read(f"{name}_names.toml")
+    found = {
+        f"{path}.{each}": Name("mapped", f"{path}.{each}".replace(package, adapter, 1))
+        for path, names in data.pop("mapped", {}).items()
+        for each in names
+    }
+    for kind in OTHERS:
+        found |= {path: Name(kind, text) for path, text in data.get(kind.replace(" ", "_"), {}).items()}
+    return found
+
+
+def instead(name: str, path: str) -> str:
+    """Return what to use instead of a public name of a framework; empty if an adapter has it or there is none.
+
+    Args:
+        name: the framework.
+        path: the dotted path of the name there.
+    """
+    found = framework(name).names.get(path)
+    if found is None or found.kind == "mapped":
+        return ""
+    return f"its place has {found.text}" if found.kind == "equivalent" else found.text
+
+
+def refusing(module: str) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module of an adapter, which says what to use instead of names that it lacks.
+
+    Args:
+        module: the ``__name__`` of the module.
+    """
+    about = next(name for name in FRAMEWORKS if framework(name).adapter == module.partition(".")[0])
+    place = module.replace(framework(about).adapter, framework(about).package, 1)
+
+    def look_up(name: str) -> Any:
+        if said := instead(about, f"{place}.{name}"):
+            raise ImportError(f"{module} has no {name!r}: {said}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up
 
 
 @cache
 def generation() -> Framework:
     """Return the table of the arguments of `generate` of transformers; they are settings of the section ``rollout``."""
     settings = {argument: _setting(about) for argument, about in _generation("rollout").items()}
-    return Framework(
-        "generate()", "transformers 5", "transformers", "trainkit", settings, import_module("trainkit.migrating.trlx")
-    )
+    return Framework("generate()", "transformers 5", settings, import_module("trainkit.migrating.trlx"))
 
 
 def _generation(section: str) -> dict[str, dict[str, Any]]:
@@ -113,10 +182,13 @@ def _setting(about: Mapping[str, Any]) -> Setting:
 
 
 @cache
-def known_names() -> dict[str, str]:
-    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors."""
+def known_names(*, common: bool = False) -> dict[str, str]:
+    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors.
+
+    With ``common``, only the names that are common among frameworks.
+    """
     found = {name: to for name, to in _read("names.toml").items() if isinstance(to, str)}
-    for name in FRAMEWORKS:
+    for name in () if common else FRAMEWORKS:
         for path, setting in framework(name).settings.items():
             if setting.to and "*" not in setting.to and not setting.to.startswith("eval."):
                 found.setdefault(path.rpartition(".")[2], setting.to)
@@ -127,10 +199,13 @@ def known_names() -> dict[str, str]:
 def notes() -> dict[str, str]:
     """Return what to do instead of settings of other frameworks that are none of trainkit, by their names."""
     found = dict(_read("names.toml")["notes"])
+    # settings may be those of another method than the one in question
+    own = {*known_names(), *(to.rpartition(".")[2] for to in known_names().values())}
     for about in (*map(framework, FRAMEWORKS), generation()):
         for path, setting in about.settings.items():
-            if said := setting.refused or setting.unused:
-                found.setdefault(path.rpartition(".")[2], said)
+            name, said = path.rpartition(".")[2], setting.refused or setting.unused
+            if said and name not in own:
+                found.setdefault(name, said)
     return found
 
 

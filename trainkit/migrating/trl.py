@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.migrating.conversions import Context, RefusedError, Settings
+from trainkit.migrating.training_arguments import deepspeed, fsdp
 
 
 def implied(_config: Settings, context: Context) -> Settings:
@@ -25,6 +26,25 @@ def tracker(value: Any, context: Context) -> Settings:
     if value != "wandb":
         raise RefusedError(f"given {value!r}; TRL has wandb and tensorboard, trainkit more: see train.trackers")
     return {"train.trackers": [{"name": "wandb", "project": context.get("PPOConfig.tracker_project_name", "trl")}]}
+
+
+def accelerator(value: Any, context: Context) -> Settings:
+    """Return precision and sharding; trainkit makes the accelerator itself."""
+    found: Settings = {}
+    for name, given in value.items():
+        if name == "mixed_precision":
+            found["train.mixed_precision"] = given or "no"
+        elif name == "fsdp_plugin":
+            found |= fsdp(given is not None, context)
+        elif name == "deepspeed_plugin":
+            stage = given.get("zero_stage") if isinstance(given, dict) else getattr(given, "zero_stage", None)
+            found |= deepspeed({"zero_optimization": {"stage": stage or 2}}, context)
+        else:
+            raise RefusedError(
+                f"given {name}; trainkit makes the accelerator: mixed_precision and fsdp_plugin are taken over, as "
+                "train.mixed_precision and train.sharding (docs/scale.md)"
+            )
+    return found
 
 
 def target(value: Any, context: Context) -> Settings:

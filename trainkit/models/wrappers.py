@@ -345,16 +345,23 @@ class _WithValueHead(PreTrainedModelWrapper):
                 f"{type(inner).__name__} has no language-model head; load it with "
                 f"{self.transformers_parent_class.__name__}"
             )
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
+        self._dropout = summary_dropout_prob
+        self._init_weights(v_head_initializer_range=v_head_initializer_range, v_head_init_strategy=v_head_init_strategy)
+
+    def _init_weights(
+        self, *, v_head_initializer_range: float = 0.2, v_head_init_strategy: str | None = None, **_: Any
+    ) -> None:
+        """Put a new head in place; a name of TRL."""
         if v_head_init_strategy not in (None, "normal"):
             raise ConfigError(
                 f"v_head_init_strategy is {v_head_init_strategy!r}; give 'normal', or None for torch's default"
             )
-        if summary_dropout_prob is None:
-            summary_dropout_prob = getattr(self.config, "summary_dropout_prob", 0.1)
         head = ValueHead(
             state_width(self.config),
             deep=False,
-            dropout=summary_dropout_prob,
+            dropout=self._dropout,
             start="normal" if v_head_init_strategy else "default",
             std=v_head_initializer_range,
         )

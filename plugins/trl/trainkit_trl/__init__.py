@@ -3,8 +3,10 @@
 Everything that computes is trainkit's.
 """
 
+from trainkit.migrating import refusing
 from trainkit_trl.core import LengthSampler, set_seed
 from trainkit_trl.models import (
+    SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
@@ -13,6 +15,7 @@ from trainkit_trl.models import (
 from trainkit_trl.trainer import AdaptiveKLController, FixedKLController, PPOConfig, PPOTrainer
 
 __all__ = [
+    "SUPPORTED_ARCHITECTURES",
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
@@ -24,3 +27,5 @@ __all__ = [
     "create_reference_model",
     "set_seed",
 ]
+
+__getattr__ = refusing(__name__)

@@ -11,9 +11,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit import functional as F
+from trainkit.migrating import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+WANDB_PADDING = -1
+"""What `stack_dicts` pads with."""
 
 
 def set_seed(seed: int) -> None:
@@ -102,7 +107,7 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
 def stack_dicts(stats_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the flattened tensors of several dictionaries, padded with -1 and stacked by their keys."""
     return {
-        key: pad_sequence([each[key].flatten() for each in stats_dicts], batch_first=True, padding_value=-1)
+        key: pad_sequence([each[key].flatten() for each in stats_dicts], batch_first=True, padding_value=WANDB_PADDING)
         for key in stats_dicts[0]
     }
 
@@ -141,3 +146,6 @@ def stats_to_np(stats: Mapping[str, Any]) -> dict[str, Any]:
 def average_torch_dicts(list_of_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the means of the tensors of several dictionaries by their keys."""
     return {key: torch.stack([each[key] for each in list_of_dicts]).mean(0) for key in list_of_dicts[0]}
+
+
+__getattr__ = refusing(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, T5Config
 
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
@@ -22,7 +22,7 @@ from trainkit_trlx.data.default_configs import (
     default_rft_config,
     default_sft_config,
 )
-from trainkit_trlx.data.ilql_types import ILQLBatch
+from trainkit_trlx.data.ilql_types import ILQLBatch, flatten_dataclass, unflatten_dataclass
 from trainkit_trlx.data.method_configs import MethodConfig, get_method, register_method
 from trainkit_trlx.data.ppo_types import PPORLElement
 from trainkit_trlx.models import modeling_ilql
@@ -43,10 +43,26 @@ from trainkit_trlx.pipeline.offline_pipeline import (
     tokenize_dialogue,
 )
 from trainkit_trlx.pipeline.ppo_pipeline import PPORolloutStorage, ppo_collate_fn
+from trainkit_trlx.trainer.accelerate_ilql_trainer import make_experience
 from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
 from trainkit_trlx.utils import significant
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
-from trainkit_trlx.utils.modeling import RunningMoments, flatten_dict, get_tensor_stats
+from trainkit_trlx.utils.modeling import (
+    RunningMoments,
+    findattr,
+    flatten_dict,
+    freeze_bottom_causal_layers,
+    freeze_bottom_seq2seq_layers,
+    gather_dict,
+    get_global_statistics,
+    get_tensor_stats,
+    hf_get_decoder,
+    hf_get_decoder_blocks,
+    hf_get_decoder_final_norm,
+    hf_get_hidden_size,
+    hf_get_lm_head,
+    hf_get_num_hidden_layers,
+)
 
 # ------------------------------------------------------------------------------------------------- configurations
 
@@ -429,7 +445,7 @@ def test_samples_of_ilql_are_padded_with_zeros() -> None:
     (batch,) = ILQLRolloutStorage(*columns).create_loader(2, shuffle=False)
     assert batch.dones.tolist() == [[1, 1, 0], [1, 1, 1]]
     with pytest.raises(ValueError, match="one list of the same length for each of input_ids"):
-        ILQLRolloutStorage(*columns[:5])
+        ILQLRolloutStorage(*columns[:5], columns[5][:1])
 
 
 def test_stores_give_padded_batches() -> None:
@@ -445,3 +461,78 @@ def test_stores_give_padded_batches() -> None:
     assert prompts["attention_mask"].sum(1).tolist() == [2, 1]
     assert prompts["goal"] == [1, 2]
     assert rows[0] == {"prompt": "abc", "goal": 1}
+
+
+def test_samples_of_ilql_have_their_reward_on_the_last_action() -> None:
+    tokenizer = character_tokenizer("abcdefgh")
+    store = make_experience([["ab", "cd", "e", "f"], ["a", "b"]], [3.0, 1.0], tokenizer, verbose=False)
+    first, second = store.history
+    assert tokenizer.decode(first.input_ids) == f"abcdef{tokenizer.eos_token}"
+    assert first.actions_ixs.tolist() == [1, 2, 4, 5]  # before c, d, f and EOS
+    assert (first.states_ixs.tolist(), first.dones.tolist()) == ([1, 2, 4, 5, 6], [1, 1, 1, 1, 0])
+    # (3 - 2) / sqrt(2 + 1e-8), by the unbiased variance of 3 and 1, which is 2
+    assert first.rewards.tolist() == pytest.approx([0, 0, 0, 2**-0.5])
+    assert second.rewards.tolist() == pytest.approx([0, -(2**-0.5)])
+    (batch,) = store.create_loader(2, shuffle=False)
+    assert (batch.rewards.shape, batch.states_ixs.shape) == ((2, 4), (2, 5))
+    given = ILQLBatch(*flatten_dataclass(ILQLBatch)(batch))
+    assert unflatten_dataclass(ILQLBatch)(flatten_dataclass(ILQLBatch)(given)).dones is batch.dones
+
+
+def test_layers_are_frozen_from_below() -> None:
+    config = GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=12)
+    for unfrozen, expected in ((-1, 3), (0, 0), (1, 1), (3, 3)):
+        model = AutoModelForCausalLM.from_config(config)
+        freeze_bottom_causal_layers(model, unfrozen)
+        blocks = hf_get_decoder_blocks(model)
+        assert [block.ln_1.weight.requires_grad for block in blocks] == [False] * (3 - expected) + [True] * expected
+    assert hf_get_decoder(model) is model.transformer
+    assert hf_get_decoder_final_norm(model) is model.transformer.ln_f
+    assert hf_get_lm_head(model) is model.lm_head
+    assert (hf_get_hidden_size(config), hf_get_num_hidden_layers(config)) == (8, 3)
+    with pytest.raises(ValueError, match="has none of absent"):
+        findattr(model, ("absent",))
+    config = T5Config(vocab_size=12, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
+    t5 = AutoModelForSeq2SeqLM.from_config(config)
+    freeze_bottom_seq2seq_layers(t5, 0)  # trlX froze no layer of the decoder then
+    assert not any(parameter.requires_grad for block in t5.decoder.block for parameter in block.parameters())
+    t5 = AutoModelForSeq2SeqLM.from_config(config)
+    freeze_bottom_seq2seq_layers(t5, 1)
+    assert [block.layer[0].layer_norm.weight.requires_grad for block in t5.decoder.block] == [False, True]
+    assert not t5.shared.weight.requires_grad
+
+
+def test_statistics_of_one_process_are_those_of_its_values() -> None:
+    mean, variance, count = get_global_statistics(torch.tensor([1.0, 3.0]))
+    assert (float(mean), float(variance), float(count)) == (2, 1, 2)
+    assert gather_dict({"a": [1]}) == {"a": [1]}
+
+
+def test_heads_of_ilql_are_saved_and_loaded(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
+    made = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_config(config)
+    made.save_pretrained(str(tmp_path))
+    loaded = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_pretrained(str(tmp_path))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+def test_methods_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(AcceleratePPOTrainer):
+        def post_backward_callback(self) -> None:
+            pass
+
+    assert "Mine.post_backward_callback is not called" in caplog.text
+    assert "trainkit.AccelerateRLTrainer.after_step" in caplog.text
+    assert issubclass(Mine, AcceleratePPOTrainer)
+
+
+def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) -> None:
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    config = default_ppo_config().evolve(
+        train={"tracker": None, "seq_length": 16, "total_steps": 1, "checkpoint_dir": str(tmp_path / "run")},
+        model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": str(tmp_path / "letters")},
+        method={"gen_kwargs": {"max_new_tokens": 4}},
+    )
+    trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [0.0] * len(samples), sharding="fsdp2")
+    assert trainer.config.train.sharding == "fsdp2"

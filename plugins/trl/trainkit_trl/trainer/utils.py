@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainkit import metrics
+from trainkit.migrating import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,3 +60,6 @@ class RunningMoments(metrics.RunningMoments):
         alone = metrics.RunningMoments()
         alone.update(xs, reduce)
         return alone.mean, alone.std
+
+
+__getattr__ = refusing(__name__)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,3 +58,14 @@ class ILQLSeq2SeqBatch:
     states_ixs: Tensor
     actions_ixs: Tensor
     dones: Tensor
+
+
+def flatten_dataclass(cls: type[Any]) -> Callable[[Any], list[Any]]:
+    """Return a function that gives the values of the fields of a dataclass, in their order."""
+    names = [about.name for about in fields(cls)]
+    return lambda given: [getattr(given, name) for name in names]
+
+
+def unflatten_dataclass(cls: type[Any]) -> Callable[[Iterable[Any]], Any]:
+    """Return a function that makes a dataclass of the values of its fields, in their order."""
+    return lambda values: cls(*values)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
-from trainkit.models import PreTrainedModelWrapper, ValueBranch, ValueHead, create_reference_model, state_width
+from trainkit.models import ValueBranch, ValueHead, create_reference_model, state_width
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ class OfTrlx:
     """
 
     output_class: type[CausalLMOutputWithValue] = CausalLMOutputWithValue
-    supported_args: tuple[str, ...] = ("num_value_layers_unfrozen",)
+    supported_args: ClassVar[tuple[str, ...]] = ("num_value_layers_unfrozen",)
     if TYPE_CHECKING:
         pretrained_model: Any
         transformers_parent_class: Any
@@ -141,7 +141,11 @@ class OfTrlx:
         return self.output_class(loss=loss, logits=logits, value=value) if return_dict else (logits, value)
 
 
-class Hydra(OfTrlx):
+class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
+    """Base class of the models with a value head."""
+
+
+class Hydra(PreTrainedModelWrapper):
     """A model with a frozen branch: a copy of its upper layers, above those that neither of the two trains.
 
     Args:
@@ -151,7 +155,7 @@ class Hydra(OfTrlx):
         **kwargs: those of the model with a value head.
     """
 
-    supported_args: tuple[str, ...] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
+    supported_args: ClassVar[tuple[str, ...]] = ("num_layers_unfrozen", "num_value_layers_unfrozen")
 
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
@@ -173,7 +177,7 @@ class Hydra(OfTrlx):
         return CausalLMOutputWithValue(logits=logits) if return_dict else logits
 
 
-class AutoModelForCausalLMWithValueHead(OfTrlx, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
+class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]
     """A causal language model with a value head."""
 
 
@@ -181,7 +185,7 @@ class AutoModelForCausalLMWithHydraValueHead(Hydra, models.AutoModelForCausalLMW
     """A causal language model with a value head and a frozen branch."""
 
 
-class AutoModelForSeq2SeqLMWithValueHead(OfTrlx, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
+class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForSeq2SeqLMWithValueHead):  # type: ignore[misc]
     """An encoder-decoder with a value head."""
 
     output_class = Seq2SeqLMOutputWithValue

@@ -17,7 +17,7 @@ from trainkit import functional as F
 from trainkit.models import make_peft_config
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import BASE, checkpoint, under
-from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats
+from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +38,6 @@ def batched_index_select(x: Tensor, idxs: Tensor, dim: int) -> Tensor:
     view = [1] * x.dim()
     view[0], view[dim] = idxs.shape[0], idxs.shape[1]
     return x.gather(dim, idxs.view(view).expand(shape))
-
-
-def make_head(n_embd: int, out: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return Linear(n, 2n), ReLU, Linear(2n, out)."""
-    return nn.Sequential(nn.Linear(n_embd, n_embd * 2, dtype=dtype), nn.ReLU(), nn.Linear(n_embd * 2, out, dtype=dtype))
 
 
 class ILQLHeads(nn.Module):
@@ -219,6 +214,11 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
     def sync_target_q_heads(self) -> None:
         """Move the targets towards Q."""
         self.ilql_heads.sync_target_q_heads()
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the configuration and all weights, which `from_pretrained` reads."""
+        self.config.save_pretrained(save_directory)
+        torch.save(self.state_dict(), Path(save_directory) / "pytorch_model.bin")
 
     @torch.no_grad()
     def generate(

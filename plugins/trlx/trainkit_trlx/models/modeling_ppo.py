@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit import functional as F
+from trainkit.migrating import refusing
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithHydraValueHead,
@@ -151,3 +152,6 @@ class PPOConfig(MethodConfig):
 
 def _stats(x: Tensor, mask: Tensor) -> dict[str, float]:
     return {name: float(value) for name, value in get_tensor_stats(x, mask, mask.sum()).items()}
+
+
+__getattr__ = refusing(__name__)

@@ -78,7 +78,7 @@ class DialogStore(BaseRolloutStore):
             self.history.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
 
     def create_loader(  # type: ignore[override]
-        self, batch_size: int, shuffle: bool = False, **_: Any
+        self, batch_size: int, shuffle: bool = False
     ) -> DataLoader[Any]:
         """Return a loader of padded batches; labels of padding are -100."""
 
@@ -152,6 +152,29 @@ class PromptPipeline(BasePipeline):
         )
 
 
+def ilql_collate_fn(elems: Iterable[ILQLElement]) -> ILQLBatch:
+    """Return samples as a batch, padded with 0."""
+    return ILQLBatch(*_padded(ILQLElement, elems))
+
+
+def ilql_seq2seq_collate_fn(elems: Iterable[ILQLSeq2SeqElement]) -> ILQLSeq2SeqBatch:
+    """Return samples of an encoder-decoder as a batch, padded with 0."""
+    return ILQLSeq2SeqBatch(*_padded(ILQLSeq2SeqElement, elems))
+
+
+def _padded(cls: type[Any], rows: Iterable[Any]) -> list[torch.Tensor]:
+    rows = list(rows)
+    columns = ([getattr(row, about.name) for row in rows] for about in fields(cls))
+    return [pad_sequence(column, batch_first=True) for column in columns]
+
+
+def _elements(cls: type[Any], columns: dict[str, list[torch.Tensor]]) -> list[Any]:
+    """Return an element for each row of the columns."""
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError(f"give one list of the same length for each of {', '.join(columns)}")
+    return [cls(*row) for row in zip(*columns.values(), strict=True)]
+
+
 class ILQLRolloutStorage(BaseRolloutStore):
     """Samples with rewards, for loops of one's own; trainkit's trainers keep theirs themselves.
 
@@ -164,32 +187,37 @@ class ILQLRolloutStorage(BaseRolloutStore):
         dones: 0 at the last state, else 1 [A + 1].
     """
 
-    element: type[Any] = ILQLElement
-    batch: type[Any] = ILQLBatch
-
-    def __init__(self, *columns: list[torch.Tensor], **named: list[torch.Tensor]) -> None:
+    def __init__(
+        self, input_ids: Any, attention_mask: Any, rewards: Any, states_ixs: Any, actions_ixs: Any, dones: Any
+    ) -> None:
         super().__init__()
-        names = [about.name for about in fields(self.element)]
-        given = {**dict(zip(names, columns, strict=False)), **named}
-        if set(given) != set(names) or len({len(column) for column in given.values()}) > 1:
-            raise ValueError(f"{type(self).__name__} takes one list of the same length for each of {', '.join(names)}")
-        self.history = [self.element(*row) for row in zip(*(given[name] for name in names), strict=True)]
+        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "rewards": rewards}
+        columns |= {"states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
+        self.history = _elements(ILQLElement, columns)
 
-    def create_loader(  # type: ignore[override]
-        self, batch_size: int, shuffle: bool = True, **_: Any
-    ) -> DataLoader[Any]:
+    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
         """Return a loader of batches, padded with 0."""
-
-        def collate(rows: list[Any]) -> Any:
-            names = [about.name for about in fields(self.element)]
-            columns = ([getattr(row, name) for row in rows] for name in names)
-            return self.batch(*(pad_sequence(column, batch_first=True) for column in columns))
-
-        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=collate)
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_collate_fn)
 
 
-class ILQLSeq2SeqRolloutStorage(ILQLRolloutStorage):
+class ILQLSeq2SeqRolloutStorage(BaseRolloutStore):
     """The same for encoder-decoders, with ``decoder_input_ids`` after ``attention_mask``."""
 
-    element = ILQLSeq2SeqElement
-    batch = ILQLSeq2SeqBatch
+    def __init__(
+        self,
+        input_ids: Any,
+        attention_mask: Any,
+        decoder_input_ids: Any,
+        rewards: Any,
+        states_ixs: Any,
+        actions_ixs: Any,
+        dones: Any,
+    ) -> None:
+        super().__init__()
+        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        columns |= {"rewards": rewards, "states_ixs": states_ixs, "actions_ixs": actions_ixs, "dones": dones}
+        self.history = _elements(ILQLSeq2SeqElement, columns)
+
+    def create_loader(self, batch_size: int, shuffle: bool = True) -> DataLoader[Any]:  # type: ignore[override]
+        """Return a loader of batches, padded with 0."""
+        return DataLoader(self, batch_size, shuffle=shuffle, collate_fn=ilql_seq2seq_collate_fn)

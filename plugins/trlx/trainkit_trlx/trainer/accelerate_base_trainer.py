@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import trainkit
 from trainkit import hookimpl
 from trainkit.errors import ConfigError
-from trainkit.migrating import translate_sampling
+from trainkit.migrating import framework, translate_sampling
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithValueHead,
@@ -103,6 +103,7 @@ class OfTrlx:
         logit_mask: bool [V, V] (row: the previous token), True = forbidden, unlike in trainkit.
         stop_sequences: strings that end a response.
         train_mode: without effect.
+        sharding: how the model is divided among processes, ``train.sharding`` of trainkit; trlX left it to accelerate.
         **kwargs: arguments of trainkit's trainer, such as ``tokenizer``.
     """
 
@@ -118,9 +119,12 @@ class OfTrlx:
         logit_mask: Tensor | None = None,
         stop_sequences: list[str] | None = None,
         train_mode: bool = False,
+        sharding: Any = None,
         **kwargs: Any,
     ) -> None:
         translated, model = config.translated(), config.model.model_path
+        if sharding is not None:
+            translated = translated.evolve(train={"sharding": sharding})
         if hasattr(model, "model_type") and hasattr(model, "to_dict"):  # a transformers config: random weights
             translated = translated.evolve(
                 model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}
@@ -145,6 +149,15 @@ class OfTrlx:
             callbacks=callbacks,
             **kwargs,
         )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Say which methods of a trainer of one's own trlX calls and trainkit does not, with those that it calls."""
+        super().__init_subclass__(**kwargs)
+        for path, name in framework("trlx").names.items():
+            owner, _, method = path.rpartition(".")
+            bases = {base.__name__ for base in cls.__mro__[1:]}
+            if name.kind == "equivalent" and method in vars(cls) and owner.rpartition(".")[2] in bases:
+                log.warning("%s.%s is not called; its place has %s", cls.__name__, method, name.text)
 
     def add_prompt_pipeline(self, pipeline: Any) -> None:
         """Set the prompts to train on: a `PromptPipeline`, or the prompts."""
@@ -178,6 +191,10 @@ class OfTrlx:
         swept = self.config.rollout.eval_kwargs.items()
         settings = {name: value[0] if isinstance(value, list) else value for name, value in swept}
         return self.generate(input_ids, attention_mask, **{**settings, **kwargs})
+
+    def load(self, directory: str | Path | None = None) -> None:
+        """Restore a checkpoint, or the newest one under a directory, by default that of the run."""
+        cast(Any, super()).load(directory or self.config.train.run_dir)
 
     def learn(
         self,

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.migrating import refusing
+
 __all__ = [
     "Clock",
     "OptimizerName",
@@ -137,3 +139,6 @@ def print_rank_0(*message: Any) -> None:
     """Print on the first process."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(*message)
+
+
+__getattr__ = refusing(__name__)

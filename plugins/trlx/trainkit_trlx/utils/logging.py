@@ -7,6 +7,8 @@ import os
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
 from typing import Any
 
+from transformers.utils import logging as transformers_logging
+
 __all__ = [
     "CRITICAL",
     "DEBUG",
@@ -17,6 +19,10 @@ __all__ = [
     "WARN",
     "WARNING",
     "MultiProcessAdapter",
+    "disable_default_handler",
+    "disable_progress_bar",
+    "enable_default_handler",
+    "enable_progress_bar",
     "get_logger",
     "get_verbosity",
     "set_verbosity",
@@ -29,6 +35,9 @@ __all__ = [
 ROOT = "trainkit_trlx"
 NAMES = logging.getLevelNamesMapping()
 logging.getLogger(ROOT).setLevel(NAMES.get(os.environ.get("TRLX_VERBOSITY", "info").upper(), INFO))
+
+
+_handler = logging.StreamHandler()
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -75,3 +84,23 @@ def set_verbosity_debug() -> None:
 def set_verbosity_error() -> None:
     """Show errors."""
     set_verbosity(ERROR)
+
+
+def enable_default_handler() -> None:
+    """Write what the package logs to standard error."""
+    logging.getLogger(ROOT).addHandler(_handler)
+
+
+def disable_default_handler() -> None:
+    """Leave what the package logs to other handlers."""
+    logging.getLogger(ROOT).removeHandler(_handler)
+
+
+def enable_progress_bar() -> None:
+    """Show the progress bars of transformers, while models are loaded."""
+    transformers_logging.enable_progress_bar()
+
+
+def disable_progress_bar() -> None:
+    """Remove the progress bars of transformers."""
+    transformers_logging.disable_progress_bar()

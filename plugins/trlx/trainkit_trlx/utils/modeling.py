@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainkit import functional as F
 from trainkit import metrics
+from trainkit.migrating import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,3 +59,122 @@ def whiten(xs: Tensor, shift_mean: bool = True, distributed: bool = True) -> Ten
 def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the log-probabilities of labels. [B, T, V], [B, T] -> [B, T]."""
     return F.token_logprobs(logits.flatten(0, 1), labels.flatten()).view_as(labels)
+
+
+def get_global_statistics(xs: Tensor, group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, variance and number of the values on all processes. [*] -> three []."""
+    processes = torch.distributed.is_initialized()
+
+    def total(x: Tensor) -> Tensor:
+        if processes:
+            torch.distributed.all_reduce(x, group=group)
+        return x
+
+    count = total(torch.tensor(float(xs.numel()), device=xs.device))
+    mean = total(xs.sum()) / count
+    return mean, total(((xs - mean) ** 2).sum()) / count, count
+
+
+def gather_dict(obj: dict[str, list[Any]], grad_state: Any = None) -> dict[str, list[Any]]:
+    """Return a dictionary of lists joined over all processes.
+
+    Args:
+        obj: the lists of this process.
+        grad_state: of accelerate; at the end of its loader, the rows that fill up the last batch are removed.
+    """
+    if not torch.distributed.is_initialized():
+        return obj
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, obj)
+    joined = {key: [value for each in found for value in each[key]] for key in obj}
+    if grad_state is not None and grad_state.end_of_dataloader and grad_state.remainder > 0:
+        return {key: values[: grad_state.remainder] for key, values in joined.items()}
+    return joined
+
+
+# ------------------------------------------------------------------------------------------- parts of models
+
+
+def make_head(n_embd: int, out: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return Linear(n, 2n), ReLU, Linear(2n, out)."""
+    return nn.Sequential(nn.Linear(n_embd, n_embd * 2, dtype=dtype), nn.ReLU(), nn.Linear(n_embd * 2, out, dtype=dtype))
+
+
+def rhasattr(obj: Any, attr: str) -> bool:
+    """Return whether an object has an attribute, given by a dotted path."""
+    return rgetattr(obj, attr, None) is not None
+
+
+def rgetattr(obj: Any, attr: str, *args: Any) -> Any:
+    """Return an attribute, given by a dotted path; a further argument is returned if there is none."""
+    return reduce(lambda found, name: getattr(found, name, *args), attr.split("."), obj)
+
+
+def findattr(obj: Any, attrs: Iterable[str]) -> Any:
+    """Return the first of several attributes that an object has.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    names = list(attrs)
+    for name in names:
+        if rhasattr(obj, name):
+            return rgetattr(obj, name)
+    raise ValueError(f"{type(obj).__name__} has none of {', '.join(names)}")
+
+
+def hf_get_decoder(model: nn.Module) -> nn.Module:
+    """Return the decoder of a language model, without its head."""
+    found: nn.Module = findattr(model, ("transformer", "model.decoder", "gpt_neox", "decoder", "model"))
+    return found
+
+
+def hf_get_decoder_final_norm(model: nn.Module) -> nn.Module:
+    """Return the norm after the last layer of the decoder."""
+    names = ("transformer.ln_f", "model.decoder.final_layer_norm", "model.norm", "decoder.final_layer_norm")
+    found: nn.Module = findattr(model, (*names, "gpt_neox.final_layer_norm"))
+    return found
+
+
+def hf_get_decoder_blocks(model: nn.Module) -> Any:
+    """Return the layers of the decoder."""
+    names = ("h", "layers", "model.layers", "decoder.layers", "transformer.h", "model.decoder.layers")
+    return findattr(model, (*names, "gpt_neox.layers", "decoder.block"))
+
+
+def hf_get_lm_head(model: Any) -> nn.Module:
+    """Return the head of a language model."""
+    found: nn.Module = model.get_output_embeddings()
+    return found
+
+
+def hf_get_hidden_size(config: Any) -> int:
+    """Return the width of the hidden states."""
+    return int(findattr(config, ("hidden_size", "n_embd", "d_model")))
+
+
+def hf_get_num_hidden_layers(config: Any) -> int:
+    """Return the number of layers."""
+    return int(findattr(config, ("num_hidden_layers", "n_layer")))
+
+
+def freeze_bottom_causal_layers(model: nn.Module, num_layers_unfrozen: int = 0) -> None:
+    """Freeze all layers but the last ``num_layers_unfrozen``; -1 freezes none. Embeddings stay as they are."""
+    layers = list(hf_get_decoder_blocks(model))
+    if num_layers_unfrozen >= 0:
+        for layer in layers[: len(layers) - num_layers_unfrozen]:
+            layer.requires_grad_(False)
+
+
+def freeze_bottom_seq2seq_layers(model: Any, num_layers_unfrozen: int = 0) -> None:
+    """Freeze encoder, embeddings, norms, and all layers of the decoder but the last ones; -1 freezes nothing."""
+    if num_layers_unfrozen < 0:
+        return
+    layers = list(model.decoder.block)
+    frozen = layers[: len(layers) - num_layers_unfrozen]
+    ends = (model.shared, model.decoder.embed_tokens, model.encoder.final_layer_norm, model.decoder.final_layer_norm)
+    for part in (*model.encoder.block, *frozen, *ends):
+        part.requires_grad_(False)
+
+
+__getattr__ = refusing(__name__)

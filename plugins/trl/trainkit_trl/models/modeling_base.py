@@ -1,0 +1,5 @@
+"""The base class of models with a value head, and references."""
+
+from trainkit.models import PreTrainedModelWrapper, create_reference_model
+
+__all__ = ["PreTrainedModelWrapper", "create_reference_model"]
