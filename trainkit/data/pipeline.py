@@ -312,9 +312,7 @@ def encode_pair_apart(
         DataError: a text has no tokens, or both sides have the same tokens.
     """
     _check_text_row(row, "chosen", what)
-    chosen, rejected = (
-        encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in SIDES
-    )
+    chosen, rejected = (encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in SIDES)
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
         error = EqualSidesError if chosen[2] or rejected[2] else DataError
@@ -412,8 +410,8 @@ def encode_sample(
     """Encode a sample row; return the token ids and a mask of the response tokens.
 
     Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
-    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35). A row that is tokenised
-    already is returned as it is, up to ``limit``.
+    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35). A row that is
+    tokenised already is returned as it is, up to ``limit``.
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.
