@@ -18,7 +18,9 @@ def implied(_config: Settings, context: Context) -> Settings:
         if trainer in context.given:  # only DPO switches dropout off, and has a setting for it
             dropout = {} if trainer == "DPOTrainer" else {"model.disable_dropout": False}
             own_loop = {"train.eval_interval": 0, "train.save_interval": 0} if trainer == "IterativeSFTTrainer" else {}
-            return {"method.name": method, **dropout, **own_loop}
+            limited = _argument(context, "save_total_limit") is not None
+            kept = {} if limited else {"train.keep_checkpoints": 1_000_000}  # practically all
+            return {"method.name": method, **kept, **dropout, **own_loop}
     if "PPOConfig" not in context.given:
         return {}
     # its loop has no end, evaluates and saves nothing by itself, and steps with Adam
@@ -158,11 +160,6 @@ def saving(value: Any, context: Context) -> Settings:
     if value == "best":
         raise RefusedError("checkpoints are saved at steps or epochs; write 'steps'")
     return {"train.save_interval": _interval(value, _argument(context, "save_steps", 500), context)}
-
-
-def kept(value: Any, _context: Context) -> Settings:
-    """Return how many checkpoints are kept; without a limit practically all."""
-    return {"train.keep_checkpoints": value or 1_000_000}
 
 
 def repository(value: Any, context: Context) -> Settings:

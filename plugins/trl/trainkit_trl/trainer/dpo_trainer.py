@@ -140,7 +140,7 @@ class DPOTrainer(OfflineTrainer):
     @staticmethod
     def concatenated_inputs(
         batch: dict[str, Any],
-        is_encoder_decoder: bool = False,
+        is_encoder_decoder: bool = False,  # noqa: ARG004  (of TRL's signature)
         label_pad_token_id: int = -100,
         padding_value: int = 0,
         device: torch.device | None = None,
@@ -189,6 +189,7 @@ class DPOTrainer(OfflineTrainer):
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides: two and two."""
+        self.trainer.policy  # noqa: B018  (it switches dropout off, and makes the reference before training)
         both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
         logits = model(both["concatenated_input_ids"], attention_mask=both["concatenated_attention_mask"]).logits
         average = self.loss_type == "ipo" and self.trainer.method.ipo_length_normalize
@@ -256,7 +257,6 @@ class DPOTrainer(OfflineTrainer):
         both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
         mask = both["concatenated_labels"] != self.label_pad_token_id
         real = both["concatenated_attention_mask"].bool()
-        self.trainer.policy  # noqa: B018  (the reference is the model as it is before training)
         outputs = self.trainer.reference(Sequences(both["concatenated_input_ids"], real, mask))
         chosen, rejected = self.trainer.logps(outputs.logprobs, mask).chunk(2)
         return chosen, rejected

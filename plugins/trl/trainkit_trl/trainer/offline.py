@@ -305,7 +305,7 @@ def selected(dataset: Any, names: Iterable[str]) -> Any:
 
 
 def longest(model: Any, tokenizer: Any, most: int) -> int:
-    """Return the length that TRL takes where none is given: ``most``, or what tokenizer or model allow if it is less."""
+    """Return the length that TRL takes if none is given: ``most``, or less if tokenizer or model allow less."""
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     context = getattr(config, "max_position_embeddings", None) or most
     return int(min(most, context, getattr(tokenizer, "model_max_length", None) or most))

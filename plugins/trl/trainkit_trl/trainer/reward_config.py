@@ -34,4 +34,6 @@ class RewardConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.evaluation_strategy is not None:
             self.eval_strategy, self.evaluation_strategy = self.evaluation_strategy, None
+        if getattr(self, "activation_checkpointing", False) is None:  # its new name, which also sets the old one
+            self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()

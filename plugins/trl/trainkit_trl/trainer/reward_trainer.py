@@ -19,7 +19,7 @@ class RewardTrainer(OfflineTrainer):
         model: an `AutoModelForSequenceClassification` with one label, or its name or directory.
         args: the arguments of training, a `RewardConfig`.
         data_collator: a `RewardDataCollatorWithPadding`, without effect.
-        train_dataset: rows with ``input_ids_chosen``, ``input_ids_rejected``, their attention masks, perhaps ``margin``.
+        train_dataset: rows with ``input_ids_chosen``, ``input_ids_rejected``, their masks, perhaps ``margin``.
         eval_dataset: held-out rows.
         tokenizer: the tokenizer; None: that of the model.
         model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
