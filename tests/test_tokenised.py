@@ -107,7 +107,7 @@ def test_texts_become_turns_and_ids_become_labels() -> None:
     ids = tokenizer.encode("a#:b")
     by_ids = Completions(tokenizer.encode("#:"), tokenizer=tokenizer)
     assert by_ids({"input_ids": ids}) == {"input_ids": ids, "labels": [-100] * 3 + ids[3:]}
-    assert by_ids("a#:b")["labels"][3:] == [-100, ids[3], tokenizer.eos_token_id]  # BOS and EOS come with the text
+    assert by_ids("a#:b")["labels"][3:] == [ids[3], tokenizer.eos_token_id]  # EOS comes with the text
     with pytest.raises(DataError, match="nothing follows the response_template '#:'"):
         Completions("#:")("abc")
     for wrong in (("", None), ("#:", ""), ([1], None)):
