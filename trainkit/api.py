@@ -325,7 +325,8 @@ def usual_method(present: list[str], samples: Any, config: Any) -> str:
 
     ignored = _as_dict(_config_sections(config).get("data")).get("ignore_columns")
     form = first_format(samples, ignored if isinstance(ignored, list | tuple) else ())  # it is validated later
-    return {"preference": "dpo", "implicit preference": "dpo", "unpaired preference": "kto"}.get(form or "", "sft")
+    pairs = dict.fromkeys(("preference", "implicit preference", "tokenised preference"), "dpo")
+    return {**pairs, "unpaired preference": "kto"}.get(form or "", "sft")
 
 
 def _config_sections(config: Any) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from trainkit.data.formats import (
 )
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
 from trainkit.data.store import RolloutStore, shuffled
+from trainkit.data.tokenised import Completions, output_spans
 from trainkit.data.unpaired import check_labels, mismatched
 
 __all__ = [
     "PLAIN_TEMPLATE",
     "Batch",
     "Chat",
+    "Completions",
     "Pipeline",
     "Preferences",
     "PromptEncoder",
@@ -42,6 +44,7 @@ __all__ = [
     "is_stream",
     "labelled",
     "mismatched",
+    "output_spans",
     "preference_rows",
     "prompt_rows",
     "recognise",

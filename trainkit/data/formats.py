@@ -13,6 +13,10 @@ unpaired preference       these and ``label``, true or false         a sample wi
 preference                ``prompt``, ``chosen``, ``rejected``       a pair
 ... with implicit prompt  ``chosen``, ``rejected`` with a common     a pair
                           beginning
+tokenised                 ``input_ids``, and mostly                  a sample
+                          ``attention_mask``, ``labels``
+tokenised preference      ``input_ids_chosen``,                      a pair
+                          ``input_ids_rejected``
 prompt-only               ``prompt``                                 a prompt
 ========================  =========================================  =========================================
 
@@ -33,7 +37,10 @@ from torch import Tensor
 from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, with_roles
 from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, row_without
-from trainkit.data.pipeline import check_text, is_stream
+from trainkit.data.pipeline import IDS, SIDES, check_text, is_stream
+from trainkit.data.tokenised import COLUMNS as TOKENISED
+from trainkit.data.tokenised import PAIR_COLUMNS as TOKENISED_PAIR
+from trainkit.data.tokenised import tokenised_pair, tokenised_row
 from trainkit.errors import DataError, describe
 from trainkit.seeding import SEEDED, check_seed
 
@@ -44,7 +51,14 @@ Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Prompts = Iterable[Prompt]
 """The prompts of `trainkit.train`: strings, lists of messages, or dicts with one of these under ``prompt``."""
 Format = Literal[
-    "language modelling", "prompt-completion", "unpaired preference", "preference", "implicit preference", "prompt-only"
+    "language modelling",
+    "prompt-completion",
+    "unpaired preference",
+    "preference",
+    "implicit preference",
+    "tokenised",
+    "tokenised preference",
+    "prompt-only",
 ]
 
 OUTPUTS = ("completion", "output")
@@ -52,9 +66,12 @@ OUTPUTS = ("completion", "output")
 EXPECTED = {
     "sample": (
         "text | messages | conversations (language modelling), prompt and completion or output | instruction, input, "
-        "output (prompt-completion)"
+        "output (prompt-completion) | input_ids (tokenised)"
     ),
-    "pair": "prompt, chosen, rejected (preference) | chosen, rejected with a common beginning (implicit prompt)",
+    "pair": (
+        "prompt, chosen, rejected (preference) | chosen, rejected with a common beginning (implicit prompt) | "
+        "input_ids_chosen, input_ids_rejected (tokenised)"
+    ),
     "prompt": "prompt (prompt-only)",
 }
 """The expected columns, by what the row is read as."""
@@ -95,6 +112,10 @@ def recognise(row: Mapping[str, Any]) -> Format | None:
         return "unpaired preference" if _is_label(row.get("label")) else "prompt-completion"
     if read:
         return "language modelling"
+    if row.keys() >= {f"{IDS}_{side}" for side in SIDES}:
+        return "tokenised preference"
+    if IDS in row and "prompt" not in row:
+        return "tokenised"
     return "prompt-only" if "prompt" in row and not row.keys() >= STEPWISE else None
 
 
@@ -179,6 +200,8 @@ def sample_rows(
 ) -> list[Row]:
     """Return samples as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
+    Those that are tokenised become ``{"input_ids": [int, ...], "outputs": [bool, ...]}``.
+
     A sample is text (all of it is an output), alternating turns ``(prompt, output)`` or ``[prompt, output, prompt,
     output ...]``, a conversation, or a dict of a format that is read as a sample, whose other keys are kept.
 
@@ -220,6 +243,11 @@ def labelled(rows: list[Row], *, first: int = 0) -> list[Row]:
         DataError: a reward is neither 1 nor 0; names its index.
     """
     for index, row in enumerate(rows, first):
+        if "turns" not in row:
+            raise DataError(
+                f"sample {index} has token ids; outputs are compared with those of other prompts here: give prompt and "
+                "completion as text"
+            )
         if not _is_label(row["reward"]):
             raise DataError(f"sample {index}: label should be true or false, or 1 or 0; given {row['reward']:g}")
     return [{**{k: v for k, v in row.items() if k != "reward"}, "label": bool(row["reward"])} for row in rows]
@@ -251,6 +279,10 @@ def sample_row(
     if not isinstance(sample, Mapping):
         return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
     form, names = recognise(sample), columns_read(sample)
+    if form == "tokenised":
+        check_columns(sample, (*TOKENISED, *columns), what)
+        row = tokenised_row(sample, what, tokenizer)
+        return _rated(row, labelled=False, what=what) if rated else row
     if form not in ("language modelling", "prompt-completion", "unpaired preference"):
         raise _wrong(sample, "sample", what)
     if form == "unpaired preference" and not rated:
@@ -337,7 +369,7 @@ def preference_rows(
     first: int = 0,
     columns: Collection[str] = (),
 ) -> list[Row]:
-    """Return pairs as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``.
+    """Return pairs as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``, or with token ids.
 
     Without a column ``prompt``, the prompt is the common beginning of both sides: messages, or text up to a word's end.
     ``columns`` are further columns that the caller reads.
@@ -361,6 +393,9 @@ def preference_row(
 ) -> Row:
     """Return one pair as a row of `preference_rows`."""
     form = recognise(sample) if isinstance(sample, Mapping) else None
+    if form == "tokenised preference":
+        check_columns(sample, (*TOKENISED_PAIR, *columns), what)
+        return tokenised_pair(sample, what, tokenizer)
     if form not in ("preference", "implicit preference"):
         raise _wrong(sample, "pair", what)
     prompt, sides = sample.get("prompt"), [sample["chosen"], sample["rejected"]]

@@ -32,13 +32,17 @@ from trainkit.data.formats import (
     written_prompts,
 )
 from trainkit.data.pipeline import (
+    IDS,
+    SIDES,
     EncodedSide,
     EqualSidesError,
     PromptEncoder,
     encode_pair_within,
     encode_within,
     lost_by_truncation,
+    pair_sides,
 )
+from trainkit.data.tokenised import COLUMNS, PAIR_COLUMNS
 from trainkit.data.unpaired import check_both
 from trainkit.errors import DataError
 from trainkit.seeding import SEEDED
@@ -65,6 +69,8 @@ DIFFERENT = 100
 """Different faults whose messages are kept."""
 BARS = 12
 """Bars of a histogram."""
+TOKENISED = (*COLUMNS, *PAIR_COLUMNS)
+"""Columns of rows that are tokenised already."""
 
 
 def kind_of(inputs: Collection[str]) -> Kind:
@@ -77,6 +83,7 @@ def usual_kind(rows: Sequence[Any], ignored: Collection[str] = ()) -> Kind:
     kinds: dict[str, Kind] = {
         "preference": "pairs",
         "implicit preference": "pairs",
+        "tokenised preference": "pairs",
         "unpaired preference": "labels",
         "prompt-only": "prompts",
     }
@@ -355,6 +362,8 @@ class _Inspector:
         """Return the texts that are encoded of a row."""
         if self.reading.kind == "prompts":
             return [] if row.get("prompt") is None else [row["prompt"]]
+        if _is_tokenised(row):
+            return []
         if self.reading.kind != "pairs":
             return list(row["turns"])
         sides = [row["chosen"], row["rejected"]]
@@ -364,6 +373,8 @@ class _Inspector:
         """Encode the row, and count what is found in it."""
         kind = self.reading.kind
         measure = {"prompts": self._measure_prompt, "pairs": self._measure_pair}.get(kind, self._measure_sample)
+        if kind != "prompts" and _is_tokenised(row) and self.ahead is None:
+            measure = self._measure_ids
         try:
             measure(index, row)
         except DataError as error:
@@ -389,8 +400,19 @@ class _Inspector:
             self.found.example_row = index
         return wanted
 
+    def _measure_ids(self, index: int, row: Row) -> None:
+        """Note the lengths of a tokenised row, without a tokenizer."""
+        self.found.unit = "tokens"
+        if self.reading.kind == "pairs":
+            (ids, mask), (_, others) = pair_sides(row)
+            prompt, chosen, rejected = len(ids) - sum(mask), sum(mask), sum(others)
+            _note(self.lengths, prompt=prompt, chosen=chosen, rejected=rejected, whole=prompt + max(chosen, rejected))
+        else:
+            trained = sum(row["outputs"])
+            _note_sides(self.lengths, len(row[IDS]) - trained, trained, asked=True)
+
     def _measure_sample(self, index: int, row: Row) -> None:
-        turns, outputs = row["turns"], row["outputs"]
+        turns, outputs = row.get("turns", []), row["outputs"] if "turns" in row else []
         parts = list(zip(turns, outputs, strict=True))
         if self.ahead is None:
             for lengths, size in self.scales:
@@ -399,7 +421,7 @@ class _Inspector:
         else:
             whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
             trained = sum(mask)
-            _note_sides(self.lengths, len(mask) - trained, trained, asked=not all(outputs))
+            _note_sides(self.lengths, len(mask) - trained, trained, asked=not outputs or not all(outputs))
             ids, chosen = self._within(index, row, whole, mask)
             self._note_cut(index, len(whole) - len(ids))
             parts = self._pieces(ids, chosen) if self._wants(index) else []
@@ -420,7 +442,7 @@ class _Inspector:
             raise
 
     def _measure_pair(self, index: int, row: Row) -> None:
-        prompt, chosen, rejected = (row[name] for name in ("prompt", "chosen", "rejected"))
+        prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
         if self.ahead is None:
             for lengths, size in self.scales:
                 asked, good, bad = map(size, (prompt, chosen, rejected))
@@ -442,7 +464,7 @@ class _Inspector:
             parts = {name: self._pieces(*side) for name, side in wanted}
         if self._shows(index):
             self.found.example = parts
-        if not (self._says(chosen) and self._says(rejected)):
+        if not (_is_tokenised(row) or (self._says(chosen) and self._says(rejected))):
             self._find("empty", index)
 
     def _pair_within(self, index: int, row: Row, whole: list[EncodedSide]) -> list[EncodedSide]:
@@ -517,13 +539,22 @@ class _Inspector:
 
     def _learnt(self, row: Row) -> tuple[Any, tuple[Any, ...], Any]:
         """Return prompt, outputs and label of a row; of a prompt, its other columns in the place of outputs."""
+        if self.reading.kind == "pairs" and _is_tokenised(row):
+            (ids, mask), (others, _) = pair_sides(row)
+            start = mask.index(True)
+            return tuple(ids[:start]), (tuple(ids[start:]), tuple(others[start:])), None
         if self.reading.kind == "pairs":
             return row["prompt"], (row["chosen"], row["rejected"]), None
         if self.reading.kind == "prompts":
             return row.get("prompt"), tuple((name, repr(row[name])) for name in sorted(row) if name != "prompt"), None
         start = row["outputs"].index(True)
         rating = row.get("label", row.get("reward")) if self.reading.kind in ("labels", "rewards") else None
-        return tuple(row["turns"][:start]), tuple(row["turns"][start:]), rating
+        parts = row["turns"] if "turns" in row else row[IDS]
+        return tuple(parts[:start]), tuple(parts[start:]), rating
+
+
+def _is_tokenised(row: Row) -> bool:
+    return "turns" not in row and "chosen" not in row
 
 
 def _count_words(text: str) -> int:
@@ -589,6 +620,9 @@ def _roles(row: Mapping[str, Any], reading: Reading) -> dict[Any, str]:
     """Return the columns that the row's format has, and what they are."""
     if reading.kind == "prompts":
         return {"prompt": "prompt", **dict.fromkeys(SEEDED, "seed")}
+    if recognise(row) in ("tokenised", "tokenised preference"):
+        used = {name: "token ids" if name.startswith(IDS) else name.replace("_", " ") for name in TOKENISED}
+        return {name: use for name, use in used.items() if name.endswith(SIDES) == (reading.kind == "pairs")}
     if reading.kind == "pairs":
         return {name: name for name in ("prompt", "chosen", "rejected")}
     *asked, output = columns_read(row) or (None,)

@@ -237,6 +237,10 @@ def check_text(text: Any, what: str, expected: str = "text") -> None:
         raise DataError(f"{what} contains a character that cannot be encoded: {error}; remove it") from error
 
 
+IDS = "input_ids"
+"""The column with the token ids of a row that is tokenised already; of pairs there are two, by side."""
+SIDES = ("chosen", "rejected")
+"""The sides of a pair."""
 EncodedSide = tuple[list[int], list[bool]]
 """The token ids of a prompt with an output, and a mask of the output's tokens."""
 
@@ -258,9 +262,10 @@ def encode_pair(
         EqualSidesError: truncation has made both sides the same.
         DataError: a text has no tokens, both sides have the same tokens, or a side loses its whole output.
     """
-    chosen, rejected = (
-        encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}") for side in ("chosen", "rejected")
-    )
+    if "chosen" in row:
+        chosen, rejected = (encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}") for side in SIDES)
+    else:
+        chosen, rejected = pair_sides(row)
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
         first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # at least one prompt token stays
@@ -274,6 +279,18 @@ def encode_pair(
             f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
         )
     return chosen, rejected, room > 0
+
+
+def pair_sides(row: Row) -> tuple[EncodedSide, EncodedSide]:
+    """Return both sides of a tokenised pair; what follows their common beginning is output.
+
+    At least one token is common, since nothing precedes the first one, and at least one of each side is output.
+    """
+    sides = [row[f"{IDS}_{side}"] for side in SIDES]
+    most = min(map(len, sides)) - 1
+    at = next((i for i in range(most) if sides[0][i] != sides[1][i]), most)
+    chosen, rejected = ((ids, [i >= max(at, 1) for i in range(len(ids))]) for ids in sides)
+    return chosen, rejected
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool], limit: int | None) -> EncodedSide:
@@ -294,9 +311,8 @@ def encode_pair_apart(
         EqualSidesError: truncation has made both sides the same.
         DataError: a text has no tokens, or both sides have the same tokens.
     """
-    chosen, rejected = (
-        encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in ("chosen", "rejected")
-    )
+    _check_text_row(row, "chosen", what)
+    chosen, rejected = (encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in SIDES)
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
         error = EqualSidesError if chosen[2] or rejected[2] else DataError
@@ -358,6 +374,7 @@ def one_output(row: Row, what: str = "the sample") -> tuple[str, str]:
     Raises:
         DataError: the row has no prompt, or several outputs.
     """
+    _check_text_row(row, "turns", what)
     if row["outputs"] != [False, True]:
         raise DataError(
             f"{what} has {len(row['turns'])} turns, and an encoder-decoder reads one prompt and writes one output; "
@@ -365,6 +382,14 @@ def one_output(row: Row, what: str = "the sample") -> tuple[str, str]:
         )
     prompt, output = row["turns"]
     return prompt, output
+
+
+def _check_text_row(row: Row, text: str, what: str) -> None:
+    """Raise a `DataError` if a row for an encoder-decoder is tokenised, so that it lacks the column ``text``."""
+    if text not in row:
+        raise DataError(
+            f"{what} has token ids, and an encoder-decoder reads prompt and output apart; give both as text"
+        )
 
 
 def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str) -> int:
@@ -385,11 +410,14 @@ def encode_sample(
     """Encode a sample row; return the token ids and a mask of the response tokens.
 
     Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
-    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35).
+    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35). A row that is
+    tokenised already is returned as it is, up to ``limit``.
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.
     """
+    if "turns" not in row:  # it is tokenised, and used as it is
+        return cut_sample(tokenizer, row[IDS], row["outputs"], limit, what)
     encoder = PromptEncoder(tokenizer, None)
     ids: list[int] = []
     chosen: list[bool] = []

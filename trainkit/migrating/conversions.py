@@ -22,6 +22,8 @@ class Context:
     """The whole configuration."""
     processes: int
     """How many processes train."""
+    rows: int | None = None
+    """How many rows the dataset has, if that is known."""
     remarks: list[str] = field(default_factory=list)
     """What conversions have to say about their values."""
 

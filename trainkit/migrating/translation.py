@@ -46,19 +46,20 @@ class Translation:
         here[name] = value
 
 
-def translate(name: str, given: Mapping[str, Any], *, processes: int = 1) -> Translation:
+def translate(name: str, given: Mapping[str, Any], *, processes: int = 1, rows: int | None = None) -> Translation:
     """Translate the configuration of another framework.
 
     Args:
         name: the framework, of `FRAMEWORKS`.
         given: the sections of its configuration as plain data.
         processes: how many processes train, by which sizes per process are multiplied.
+        rows: how many rows the dataset has, from which lengths in epochs follow.
 
     Raises:
         ConfigError: there is no table of that framework.
     """
     about, found = framework(name), Translation()
-    context = Context(given, processes)
+    context = Context(given, processes, rows)
     _walk(about, given, "", context, found)
     for path, value in about.functions.implied(found.config, context).items():
         found.set(path, value)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainkit.runs.checkpoint import find_fault, newest_whole, read_state, write_state
     from trainkit.runs.lock import RunLock
     from trainkit.runs.provenance import Maker
-    from trainkit.runs.record import Record, find_runs
+    from trainkit.runs.record import Record, find_runs, free_directory
     from trainkit.runs.trackers import default_trackers
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "default_trackers",
     "find_fault",
     "find_runs",
+    "free_directory",
     "newest_whole",
     "read_state",
     "write_state",

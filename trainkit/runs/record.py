@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from trainkit.errors import DataError
 from trainkit.plain import read_yaml
 from trainkit.runs.lock import NAME, is_held
+
+log = logging.getLogger(__name__)
 
 RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
 STARTS = "starts.jsonl"
@@ -196,3 +200,12 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"cannot read {path}: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}, line {at}: not a JSON object ({error})") from error
+
+
+def free_directory(given: str) -> str:
+    """Return a directory for a new run: ``given``, or with a number if that holds a run, and tell of it."""
+    names = (given if number == 1 else f"{given}-{number}" for number in count(1))
+    found = next(name for name in names if not (Path(name) / "config.yaml").exists())
+    if found != given:
+        log.warning("%s holds a run; this one is written to %s", given, found)
+    return found

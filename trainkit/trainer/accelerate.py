@@ -542,21 +542,13 @@ class AccelerateRLTrainer(TextTrainer[M]):
         checked = generation.given_scores(scores, rollouts)
         run.begin(self)
         self.store.clear()
-        self._collection = collecting.Collection(rollouts=[rollouts])
-        self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
+        self._begin_own_collection(rollouts=[rollouts])
         self.progress.prompts = len(rollouts) // self.samples_per_prompt
         with self.inference():
             self._record_scored(rollouts, checked)
             self.store.push(self._experience(rollouts, checked))
             self._prepare_store()
-        self.progress.samples += len(self.store) * self.accelerator.num_processes
-        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
-        for _ in range(self.passes or 1):
-            for batch in self._one_pass():
-                self.record(self.update(batch))
-                self.hooks.hook.on_step(trainer=self, step=self.progress.step)
-        self._next_collection()
-        return self._log()
+        return self._learn_from_store(self.passes or 1)
 
     # ------------------------------------------------------------------------------------- evaluating and exporting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, RolloutStore, shuffled
-from trainkit.errors import DataError, NonFiniteError, PluginError, RewardError
+from trainkit.errors import ConfigError, DataError, NonFiniteError, PluginError, RewardError
 from trainkit.functional import exact
 from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
@@ -359,6 +359,56 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _prepare_store(self) -> None:
         prepared = self.prepare_experience(self.store.experience)
         self.store.experience = checked_batch(self, "prepare_experience", prepared)
+
+    def learn_from(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> dict[str, float]:
+        """Learn from further samples in a loop of your own: one collection, and one pass over it.
+
+        The run has `train.total_steps` steps, by which the learning rate is scheduled. Each process gives samples of
+        its own, equally many.
+
+        Args:
+            samples: as for `trainkit.train`.
+            rewards: one number per sample, for algorithms that learn from them.
+
+        Returns:
+            The metrics of this call, averaged over its optimizer steps.
+
+        Raises:
+            DataError: samples cannot be used.
+            ConfigError: the algorithm learns from what it samples itself; call `step`.
+        """
+        if self.online:
+            raise ConfigError(
+                f"learn_from() takes samples, and {self.config.method.name!r} learns from responses to prompts; call "
+                "step(queries, responses, scores)"
+            )
+        rows = self.arrange(self.read_samples(samples, rewards))
+        run.begin(self)
+        self.store.clear()
+        self._begin_own_collection()
+        size = self.config.rollout.batch_size
+        with self.inference():
+            for start in range(0, len(rows), size):
+                made = self.make_experience(rows[start : start + size])
+                self.store.push(checked_batch(self, "make_experience", made))
+            self._prepare_store()
+        return self._learn_from_store(passes=1)
+
+    def _begin_own_collection(self, **fields: Any) -> None:
+        """Begin a collection that the caller of `step` or `learn_from` gives."""
+        self._collection = Collection(**fields)
+        self.progress.epoch, self.progress.position, self.progress.stopped = 0, 0, False
+
+    def _learn_from_store(self, passes: int) -> dict[str, float]:
+        """Make the steps of ``passes`` over the collection in the store, and return their metrics."""
+        self.progress.samples += len(self.store) * self.accelerator.num_processes
+        self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
+        for _ in range(passes):
+            for batch in self._one_pass():
+                self.record(self.update(batch))
+                self.hooks.hook.on_step(trainer=self, step=self.progress.step)
+        self._next_collection()
+        return self._log()
 
     def _train_on(self, batch: Batch) -> None:
         started = time.perf_counter()

@@ -41,6 +41,7 @@ from trainkit.data.pipeline import (
     encode_within,
     lost_by_truncation,
 )
+from trainkit.data.tokenised import IDS, PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
 from trainkit.models import load_tokenizer
@@ -263,7 +264,9 @@ class TextTrainer(AcceleratedLoop[M]):
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
         self.check_samples(rows, first=first)
-        own = ("prompt", "chosen", "rejected") if "pairs" in self.inputs else ("turns", "outputs")
+        own = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
+        if not any("turns" in row or "chosen" in row for row in rows):
+            own |= {IDS, *PAIR_COLUMNS}
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
         self._tell_unread(rows, {*own, *rated}, "samples")
         if cut and self.accelerator.is_main_process:

@@ -12,18 +12,37 @@ from trainkit_trl.models import (
     PreTrainedModelWrapper,
     create_reference_model,
 )
-from trainkit_trl.trainer import AdaptiveKLController, FixedKLController, PPOConfig, PPOTrainer
+from trainkit_trl.trainer import (
+    AdaptiveKLController,
+    ConstantLengthDataset,
+    DataCollatorForCompletionOnlyLM,
+    DPOTrainer,
+    FixedKLController,
+    IterativeSFTTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTTrainer,
+)
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "ConstantLengthDataset",
+    "DPOTrainer",
+    "DataCollatorForCompletionOnlyLM",
     "FixedKLController",
+    "IterativeSFTTrainer",
     "LengthSampler",
     "PPOConfig",
     "PPOTrainer",
     "PreTrainedModelWrapper",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTTrainer",
     "create_reference_model",
     "set_seed",
 ]

@@ -1,10 +1,38 @@
 """Trainers and their configurations."""
 
 from trainkit.migrating import refusing
+from trainkit_trl.trainer.dpo_trainer import DPOTrainer
+from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
 from trainkit_trl.trainer.ppo_config import PPOConfig
 from trainkit_trl.trainer.ppo_trainer import PPOTrainer
-from trainkit_trl.trainer.utils import AdaptiveKLController, FixedKLController, RunningMoments
+from trainkit_trl.trainer.reward_config import RewardConfig
+from trainkit_trl.trainer.reward_trainer import RewardTrainer
+from trainkit_trl.trainer.sft_trainer import SFTTrainer
+from trainkit_trl.trainer.utils import (
+    AdaptiveKLController,
+    ConstantLengthDataset,
+    DataCollatorForCompletionOnlyLM,
+    FixedKLController,
+    RunningMoments,
+    compute_accuracy,
+    disable_dropout_in_model,
+)
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "PPOConfig", "PPOTrainer", "RunningMoments"]
+__all__ = [
+    "AdaptiveKLController",
+    "ConstantLengthDataset",
+    "DPOTrainer",
+    "DataCollatorForCompletionOnlyLM",
+    "FixedKLController",
+    "IterativeSFTTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "RunningMoments",
+    "SFTTrainer",
+    "compute_accuracy",
+    "disable_dropout_in_model",
+]
 
 __getattr__ = refusing(__name__)

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +14,7 @@ import trainkit
 from trainkit import hookimpl
 from trainkit.errors import ConfigError
 from trainkit.migrating import framework, translate_sampling
+from trainkit.runs import free_directory
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithValueHead,
@@ -82,15 +82,6 @@ class Observer:
         """Call ``eval_fn`` with the metrics of the evaluation."""
         if self.eval_fn is not None:
             self.eval_fn(metrics)
-
-
-def free_directory(given: str) -> str:
-    """Return a directory for a new run: ``given``, or with a number if that holds a run, which trlX would overwrite."""
-    names = (given if number == 1 else f"{given}-{number}" for number in count(1))
-    found = next(name for name in names if not (Path(name) / "config.yaml").exists())
-    if found != given:
-        log.warning("%s holds a run; this one is written to %s", given, found)
-    return found
 
 
 class OfTrlx:

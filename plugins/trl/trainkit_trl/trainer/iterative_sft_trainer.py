@@ -1,0 +1,104 @@
+"""Supervised fine-tuning in a loop of one's own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from trainkit.errors import ConfigError
+from trainkit_trl.trainer.offline import OfflineTrainer, longest
+
+
+class IterativeSFTTrainer(OfflineTrainer):
+    """Supervised fine-tuning on samples that are given to `step`, one call after another.
+
+    Args:
+        model: a model.
+        args: the arguments of training; ``max_steps`` is needed for the schedule.
+        tokenizer: the tokenizer.
+        optimizers: refused.
+        data_collator: refused.
+        eval_dataset: held-out texts, or rows of token ids.
+        max_length: the largest number of tokens; None: 512, or less if tokenizer or model allow less.
+        truncation_mode: ``"keep_end"`` or ``"keep_start"``.
+        preprocess_logits_for_metrics: refused.
+        compute_metrics: refused.
+        optimize_device_cache: without effect.
+
+    Raises:
+        ConfigError: a setting has no counterpart in trainkit, or ``max_steps`` is not set.
+    """
+
+    method: ClassVar[str] = "sft"
+    section: ClassVar[str] = "IterativeSFTTrainer"
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        max_length: int | None = None,
+        truncation_mode: str | None = "keep_end",
+        preprocess_logits_for_metrics: Any = None,
+        compute_metrics: Any = None,
+        optimize_device_cache: bool | None = False,
+    ) -> None:
+        given = dict(locals())
+        if args is None or args.max_steps <= 0:
+            raise ConfigError("the learning rate is scheduled over args.max_steps, which is not set; set it")
+        if truncation_mode not in ("keep_end", "keep_start"):
+            raise ValueError(f"truncation_mode should be 'keep_end' or 'keep_start'; given {truncation_mode!r}")
+        given["max_length"] = max_length or longest(model, tokenizer, 512)
+        held_out = None if eval_dataset is None else self.samples(eval_dataset)
+        self._begin(given, None, held_out)
+        self.tokenizer.truncation_side = "left" if truncation_mode == "keep_end" else "right"
+
+    def samples(self, dataset: Any) -> Any:
+        """Return the rows as they are."""
+        return list(dataset)
+
+    def step(
+        self,
+        input_ids: list[Tensor] | None = None,
+        attention_mask: list[Tensor] | None = None,
+        labels: list[Tensor] | None = None,
+        texts: list[str] | None = None,
+        texts_labels: list[str] | None = None,
+    ) -> dict[str, float]:
+        """Train on samples, one pass over them. Return the metrics.
+
+        Args:
+            input_ids: token ids, a tensor [T] for each sample.
+            attention_mask: which of the ids are real.
+            labels: the ids again, or -100 where they are not trained on; None: all are trained on.
+            texts: texts in the place of token ids; of an encoder-decoder, what the encoder reads.
+            texts_labels: of an encoder-decoder, what the decoder writes.
+
+        Raises:
+            ValueError: neither or both of ids and texts are given, or lists are not of one length.
+        """
+        if (input_ids is None) == (texts is None):
+            raise ValueError("give either input_ids or texts")
+        if texts_labels is not None and not self.trainer.apart:
+            raise ValueError("texts_labels are for encoder-decoders; give input_ids and labels")
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        given = {name: value for name, value in named.items() if value is not None}
+        lists = {**given, "texts": texts, "texts_labels": texts_labels}
+        for name, value in lists.items():
+            if value is not None and not isinstance(value, list):
+                raise ValueError(f"{name} should be a list; given {type(value).__name__}")
+        if len({len(value) for value in lists.values() if value is not None}) > 1:
+            raise ValueError("input_ids, attention_mask, labels, texts and texts_labels should have one length")
+        self._choose_directory()
+        samples: list[Any]
+        if texts is None:
+            samples = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+        else:
+            samples = texts if texts_labels is None else list(zip(texts, texts_labels, strict=True))
+        metrics: dict[str, float] = self.trainer.learn_from(samples)
+        return metrics

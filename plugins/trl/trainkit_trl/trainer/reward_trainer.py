@@ -1,0 +1,87 @@
+"""Reward modelling."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
+from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding
+
+COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected", "margin")
+
+
+class RewardTrainer(OfflineTrainer):
+    """Training of a sequence classifier with one label on pairs of token ids.
+
+    Args:
+        model: an `AutoModelForSequenceClassification` with one label, or its name or directory.
+        args: the arguments of training, a `RewardConfig`.
+        data_collator: a `RewardDataCollatorWithPadding`, without effect.
+        train_dataset: rows with ``input_ids_chosen``, ``input_ids_rejected``, their masks, perhaps ``margin``.
+        eval_dataset: held-out rows.
+        tokenizer: the tokenizer; None: that of the model.
+        model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
+        compute_metrics: refused.
+        callbacks: refused.
+        optimizers: refused.
+        preprocess_logits_for_metrics: refused.
+        max_length: the largest number of tokens of a side; None: that of ``args``, or 512.
+        peft_config: the adapter that is trained.
+
+    Raises:
+        ValueError: two lengths are given.
+        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+    """
+
+    method: ClassVar[str] = "reward"
+    section: ClassVar[str] = "RewardTrainer"
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        model_init: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        max_length: int | None = None,
+        peft_config: Any = None,
+    ) -> None:
+        given = dict(locals())
+        of_args = getattr(args, "max_length", None)
+        if max_length is not None and of_args is not None:
+            raise ValueError("max_length is given here and in args; give it in args alone")
+        if isinstance(data_collator, RewardDataCollatorWithPadding):
+            given["data_collator"] = None
+        given["max_length"] = max_length or of_args or longest(model, tokenizer, 512)
+        rows = None if train_dataset is None else count(train_dataset)
+        train, held_out = (None if each is None else self.samples(each) for each in (train_dataset, eval_dataset))
+        self._begin(given, train, held_out, rows=rows)
+
+    def samples(self, dataset: Any) -> Any:
+        """Return pairs of token ids with their margins."""
+        return selected(dataset, COLUMNS)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """Return the loss of a batch of pairs [], with ``return_outputs`` also the rewards [B] of both sides.
+
+        Args:
+            model: without effect: the loss is that of ``self.model``.
+            inputs: ids and attention masks [B, T] of both sides, perhaps ``margin`` [B].
+            return_outputs: whether the rewards are returned.
+        """
+        names = [name for name in COLUMNS if name in inputs]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*(inputs[name] for name in names), strict=True)]
+        batch = self.trainer.make_experience(self.trainer.read_samples(rows))
+        loss = self.trainer.loss(batch)[0]
+        if not return_outputs:
+            return loss
+        chosen, rejected = self.trainer.policy(batch.both).chunk(2)
+        return loss, {"rewards_chosen": chosen, "rewards_rejected": rejected}

@@ -1,0 +1,172 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, ClassVar
+
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
+
+from trainkit.data import Completions, formatted, is_stream
+from trainkit.errors import DataError
+from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected
+from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM
+
+log = logging.getLogger(__name__)
+TOKENS = ("input_ids", "attention_mask", "labels")
+COMPLETION = ("prompt", "completion")
+
+
+class SFTTrainer(OfflineTrainer):
+    """Supervised fine-tuning on texts, on what `formatting_func` makes of rows, or on token ids.
+
+    Args:
+        model: a model, or its name or directory.
+        args: the arguments of training.
+        data_collator: `DataCollatorForCompletionOnlyLM`, to train on what follows a template alone.
+        train_dataset: rows with ``dataset_text_field``, with ``messages``, or with ``input_ids`` and perhaps
+            ``labels``; a `ConstantLengthDataset`.
+        eval_dataset: held-out rows.
+        tokenizer: the tokenizer; None: that of the model.
+        model_init: refused, as are ``compute_metrics``, ``optimizers`` and ``preprocess_logits_for_metrics``.
+        compute_metrics: refused.
+        callbacks: refused.
+        optimizers: refused.
+        preprocess_logits_for_metrics: refused.
+        peft_config: the adapter that is trained.
+        dataset_text_field: the column with the text.
+        packing: whether several samples make a row.
+        formatting_func: returns the texts of a batch of rows, or the text of a row with ``packing``.
+        max_seq_length: the largest number of tokens; None: 1024, or less if tokenizer or model allow less.
+        infinite: without effect.
+        num_of_sequences: without effect.
+        chars_per_token: without effect.
+        dataset_num_proc: without effect.
+        dataset_batch_size: rows of a call of ``formatting_func``.
+        neftune_noise_alpha: α of NEFTune.
+        model_init_kwargs: arguments of `from_pretrained`.
+        dataset_kwargs: refused.
+        eval_packing: without effect.
+
+    Raises:
+        ValueError: nothing says where the text of a row is, or ``formatting_func`` returns no list.
+        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+    """
+
+    method: ClassVar[str] = "sft"
+    section: ClassVar[str] = "SFTTrainer"
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        model_init: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        dataset_text_field: str | None = None,
+        packing: bool | None = False,
+        formatting_func: Callable[[Any], Any] | None = None,
+        max_seq_length: int | None = None,
+        infinite: bool | None = None,
+        num_of_sequences: int | None = 1024,
+        chars_per_token: float | None = 3.6,
+        dataset_num_proc: int | None = None,
+        dataset_batch_size: int = 1000,
+        neftune_noise_alpha: float | None = None,
+        model_init_kwargs: dict[str, Any] | None = None,
+        dataset_kwargs: dict[str, Any] | None = None,
+        eval_packing: bool | None = None,
+    ) -> None:
+        given = dict(locals())
+        if packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+            raise ValueError("a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False")
+        self.data_collator, self.packing = data_collator, bool(packing)
+        self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
+        self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
+        known = isinstance(data_collator, DataCollatorForCompletionOnlyLM) or (
+            isinstance(data_collator, DataCollatorForLanguageModeling) and not data_collator.mlm
+        )
+        given["data_collator"] = None if known else data_collator
+        given["max_seq_length"] = max_seq_length or longest(model, tokenizer, 1024)
+        given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
+        given.setdefault("packing", False)
+        rows = None if packing or train_dataset is None else count(train_dataset)
+        train, held_out = (None if each is None else self.samples(each) for each in (train_dataset, eval_dataset))
+        self._begin(given, train, held_out, rows=rows)
+
+    def samples(self, dataset: Any) -> Any:
+        """Return texts, samples of which only completions are trained on, or rows of token ids."""
+        collator = self.data_collator
+        found = self._texts(dataset)
+        if not isinstance(collator, DataCollatorForCompletionOnlyLM):
+            return found
+        made = Completions(collator.response_template, collator.instruction_template, tokenizer=collator.tokenizer)
+        return formatted(found, made) if is_stream(found) else list(_with_completions(found, made))
+
+    def _texts(self, dataset: Any) -> Any:
+        field, function = self.dataset_text_field, self.formatting_func
+        if isinstance(dataset, ConstantLengthDataset):
+            return dataset.tokenised if dataset.infinite else list(dataset.tokenised)
+        named = columns(dataset)
+        if field is None and function is None:
+            if "input_ids" in named:
+                return selected(dataset, TOKENS)
+            if "messages" in named or {*COMPLETION} <= {*named}:
+                return formatted(dataset, self._chat)
+            raise ValueError("give dataset_text_field, the column with the text, or a formatting_func")
+        if field is not None:
+            return formatted(dataset, lambda row: row[field])
+        assert function is not None
+        if self.packing:
+            return formatted(dataset, function)
+        if is_stream(dataset):
+            return formatted(dataset, lambda row: _listed(function({name: [row[name]] for name in row}))[0])
+        return list(
+            chain.from_iterable(_listed(function(batch)) for batch in _batches(dataset, self.dataset_batch_size))
+        )
+
+    def _chat(self, row: Any) -> str:
+        """Return a conversation as the text that the chat template makes of it, all of which is trained on."""
+        assert self.tokenizer is not None, "a tokenizer with a chat template is needed for conversations"
+        roles = zip(("user", "assistant"), COMPLETION, strict=True)
+        messages = row.get("messages") or [{"role": role, "content": row[name]} for role, name in roles]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def _listed(texts: Any) -> list[str]:
+    if not isinstance(texts, list):
+        raise ValueError("formatting_func gets a batch of rows, and should return the list of their texts")
+    return texts
+
+
+def _batches(dataset: Any, size: int) -> Iterator[dict[str, list[Any]]]:
+    for start in range(0, len(dataset), size):
+        rows = [dataset[index] for index in range(start, min(start + size, len(dataset)))]
+        yield {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
+    """Yield the samples in which something follows the template; tell how many are left out."""
+    without = []
+    for index, row in enumerate(rows):
+        try:
+            yield made(row)
+        except DataError:
+            without.append(index)
+    if without:
+        log.warning(
+            "%d samples are left out, since nothing follows the response_template %r in them: %s%s",
+            len(without),
+            made.response_template,
+            ", ".join(map(str, without[:20])),
+            ", ..." if len(without) > 20 else "",
+        )
