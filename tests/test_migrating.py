@@ -298,7 +298,7 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
         f"method.{field}" for method in trainkit.available_trainers() for field in get_method_class(method).model_fields
     }
     for path, setting in framework(name).settings.items():
-        if setting.to and not setting.to.startswith("eval."):
+        if setting.to and not setting.to.startswith(("eval.", "--")):
             to = setting.to.removesuffix(".*")
             kwargs = re.fullmatch(r"((?:optimizer|scheduler|model|tokenizer)\.kwargs)(\.\w+)?", to)
             assert (kwargs[1] if kwargs else to) in known | sampling | methods, path
@@ -306,7 +306,8 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
             assert callable(getattr(framework(name).functions, setting.convert)), path
         if setting.part_of:
             assert setting.part_of in framework(name).settings, path
-        assert setting.to or setting.convert or setting.part_of or setting.unused or setting.refused, path
+        about = (setting.convert, setting.part_of, setting.unused, setting.refused, setting.override)
+        assert setting.to or any(about), path
 
 
 @pytest.mark.parametrize(
@@ -482,7 +483,7 @@ def test_a_file_of_accelerate_with_what_is_not_there_is_refused(tmp_path: Path) 
         ("grpo", "method", "reward_weights", "weigh the rewards there"),
         ("rloo", "train", "total_episodes", ""),
         ("rloo", "method", "penalty_reward_value", ""),
-        ("sft", "train", "dataset_num_proc", "rows are encoded as they are needed"),
+        ("sft", "train", "dataset_num_proc", "tokenizers have threads of their own"),
         ("sft", "train", "deepspeed", "did you mean train.sharding?"),
         ("sft", "train", "fsdp", "did you mean train.sharding?"),
         ("sft", "train", "fsdp_config", "did you mean train.sharding?"),
@@ -492,7 +493,7 @@ def test_a_file_of_accelerate_with_what_is_not_there_is_refused(tmp_path: Path) 
         ("sft", "train", "distributed_type", "did you mean train.sharding?"),
         ("sft", "train", "load_best_model_at_end", "did you mean train.save_best?"),
         ("dpo", "train", "precompute_ref_log_probs", "are always computed once"),
-        ("dpo", "model", "ref_adapter_name", "model.reference_path"),
+        ("dpo", "model", "ref_adapter_name", "for another one give ref_model"),
     ],
 )
 def test_names_of_other_frameworks_are_known_to_messages(method: str, section: str, name: str, hint: str) -> None:

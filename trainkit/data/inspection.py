@@ -442,7 +442,8 @@ class _Inspector:
             raise
 
     def _measure_pair(self, index: int, row: Row) -> None:
-        prompt, chosen, rejected = (row.get(name) for name in ("prompt", "chosen", "rejected"))
+        given: Any = [row.get(name) for name in ("prompt", "chosen", "rejected")]
+        prompt, chosen, rejected = given
         if self.ahead is None:
             for lengths, size in self.scales:
                 asked, good, bad = map(size, (prompt, chosen, rejected))

@@ -203,7 +203,7 @@ def notes() -> dict[str, str]:
     own = {*known_names(), *(to.rpartition(".")[2] for to in known_names().values())}
     for about in (*map(framework, FRAMEWORKS), generation()):
         for path, setting in about.settings.items():
-            name, said = path.rpartition(".")[2], setting.refused or setting.unused
+            name, said = path.rpartition(".")[2], setting.refused or setting.unused or setting.override
             if said and name not in own:
                 found.setdefault(name, said)
     return found

@@ -35,13 +35,14 @@ from trainkit.data import (
 from trainkit.data.chat import SETTINGS
 from trainkit.data.columns import is_given, without
 from trainkit.data.pipeline import (
+    IDS,
     EncodedSide,
     EqualSidesError,
     encode_pair_within,
     encode_within,
     lost_by_truncation,
 )
-from trainkit.data.tokenised import IDS, PAIR_COLUMNS
+from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
 from trainkit.models import load_tokenizer

@@ -98,7 +98,7 @@ def test_only_completions_are_trained_on(tmp_path: Path, caplog: pytest.LogCaptu
         model, arguments(tmp_path), data_collator=DataCollatorForCompletionOnlyLM("\n:", tokenizer=tokenizer),
         train_dataset=data, tokenizer=tokenizer, formatting_func=formatting_prompts_func, max_seq_length=16,
     )  # fmt: skip
-    assert "1 samples are left out" in caplog.text
+    assert "1 samples are skipped" in caplog.text
     assert [row["turns"] for row in trainer.trainer.pipeline.rows] == [["# a\n:", " d"], ["# b\n:", " e"]]
     with pytest.raises(ValueError, match="set packing=False"):
         SFTTrainer(model, data_collator=trainer.data_collator, packing=True)
@@ -133,6 +133,14 @@ def test_dpo_learns_which_side_is_chosen(tmp_path: Path) -> None:
     found = trainer.evaluate()
     assert found["eval_rewards/accuracies"] == 1.0
     assert found["eval_loss"] < 0.5
+    loop = trainer.evaluation_loop(trainer.get_train_dataloader(), "evaluation")
+    assert loop.num_samples == len(PAIRS)
+    assert loop.metrics["eval_loss"] == pytest.approx(found["eval_loss"], abs=1e-5)
+    own, others = trainer.get_batch_samples(model, batch)
+    assert len(own) == len(others) == len(batch["chosen_input_ids"])
+    assert all(text.startswith(tuple(PAIRS["prompt"])) for text in [*own, *others])
+    trainer.log({"own": 2.0})
+    assert trainer.state.log_history[-1]["own"] == 2.0
     loss, mine = trainer.get_batch_metrics(model, batch, "eval")
     assert mine["eval_rewards/margins"].item() == pytest.approx(found["eval_rewards/margins"], abs=1e-5)
     assert loss.item() == pytest.approx(found["eval_loss"], abs=1e-5)

@@ -5,6 +5,14 @@ Everything that computes is trainkit's.
 
 from trainkit.migrating import refusing
 from trainkit_trl.core import LengthSampler, set_seed
+from trainkit_trl.import_utils import (
+    is_bitsandbytes_available,
+    is_diffusers_available,
+    is_npu_available,
+    is_peft_available,
+    is_wandb_available,
+    is_xpu_available,
+)
 from trainkit_trl.models import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
@@ -44,6 +52,12 @@ __all__ = [
     "RewardTrainer",
     "SFTTrainer",
     "create_reference_model",
+    "is_bitsandbytes_available",
+    "is_diffusers_available",
+    "is_npu_available",
+    "is_peft_available",
+    "is_wandb_available",
+    "is_xpu_available",
     "set_seed",
 ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit import Sequences
 from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
@@ -260,3 +261,50 @@ class DPOTrainer(OfflineTrainer):
         outputs = self.trainer.reference(Sequences(both["concatenated_input_ids"], real, mask))
         chosen, rejected = self.trainer.logps(outputs.logprobs, mask).chunk(2)
         return chosen, rejected
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def get_batch_samples(self, model: Any, batch: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Sample a response to each prompt of a batch from the policy and from the reference; texts with the prompt.
+
+        Args:
+            model: without effect: the policy is ``self.model``.
+            batch: ids, attention masks and labels of both sides; the prompt is what has no labels.
+        """
+        prompt = (batch["chosen_labels"] == self.label_pad_token_id) & batch["chosen_attention_mask"].bool()
+        prompts = [ids[mask].tolist() for ids, mask in zip(batch["chosen_input_ids"], prompt, strict=True)]
+        limit = self.trainer.limit or self.trainer.config.rollout.max_new_tokens
+        room = max(limit - max(map(len, prompts)), 1)
+        own, others = (
+            self.trainer.generate(prompts, reference=reference and self.trainer.needs_reference, max_new_tokens=room)
+            for reference in (False, True)
+        )
+        return own.samples, others.samples
+
+    def evaluation_loop(
+        self,
+        dataloader: Iterable[dict[str, Tensor]],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the metrics of `get_batch_loss_metrics` over batches, as means over their pairs.
+
+        Args:
+            dataloader: batches as those of `get_train_dataloader`.
+            description: without effect.
+            prediction_loss_only: without effect: only metrics are returned.
+            ignore_keys: without effect.
+            metric_key_prefix: what the names of metrics begin with.
+        """
+        sums, pairs = dict[str, float](), 0
+        for batch in dataloader:
+            with torch.no_grad():
+                loss, metrics = self.get_batch_loss_metrics(self.model, batch)
+            rows = len(batch["chosen_input_ids"])
+            pairs += rows
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + rows * float(value)
+        means = {f"{metric_key_prefix}_{name}": total / pairs for name, total in sums.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=pairs)  # type: ignore[arg-type]

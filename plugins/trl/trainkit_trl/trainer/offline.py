@@ -209,6 +209,12 @@ class OfflineTrainer:
         self._choose_directory()
         return self.trainer.push_to_hub(self.args.hub_model_id, **kwargs)
 
+    def log(self, logs: Mapping[str, float]) -> None:
+        """Log further metrics at the present step."""
+        hook, step = self.trainer.hooks.hook, self.trainer.progress.step
+        if self.is_world_process_zero():
+            hook.log_metrics(trainer=self.trainer, step=step, metrics=dict(logs))
+
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Log metrics of a split."""
         if self.is_world_process_zero():

@@ -21,7 +21,7 @@ class RewardConfig(TrainingArguments):
     """
 
     max_length: int | None = None
-    gradient_checkpointing: bool | None = True  # type: ignore[assignment]
+    gradient_checkpointing: bool | None = True
     adafactor: bool = False
     evaluation_strategy: str | None = None
     group_by_length: bool = False
@@ -36,4 +36,4 @@ class RewardConfig(TrainingArguments):
             self.eval_strategy, self.evaluation_strategy = self.evaluation_strategy, None
         if getattr(self, "activation_checkpointing", False) is None:  # its new name, which also sets the old one
             self.activation_checkpointing = self.gradient_checkpointing
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
@@ -85,3 +87,27 @@ class RewardTrainer(OfflineTrainer):
             return loss
         chosen, rejected = self.trainer.policy(batch.both).chunk(2)
         return loss, {"rewards_chosen": chosen, "rewards_rejected": rejected}
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the loss of a batch of pairs [], the shares of both sides [B, 2], and the side that is chosen [B], 0.
+
+        The shares are the softmax of the two rewards. With ``prediction_loss_only`` both are None.
+
+        Args:
+            model: without effect, as in `compute_loss`.
+            inputs: those of `compute_loss`.
+            prediction_loss_only: whether only the loss is returned.
+            ignore_keys: without effect.
+        """
+        with torch.no_grad():
+            loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss, None, None
+        shares = torch.stack(list(rewards.values()), dim=1).softmax(1)
+        return loss, shares, torch.zeros(len(shares))

@@ -155,7 +155,7 @@ def _batches(dataset: Any, size: int) -> Iterator[dict[str, list[Any]]]:
 
 
 def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
-    """Yield the samples in which something follows the template; tell how many are left out."""
+    """Yield the samples in which something follows the template; tell how many are skipped."""
     without = []
     for index, row in enumerate(rows):
         try:
@@ -164,7 +164,7 @@ def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
             without.append(index)
     if without:
         log.warning(
-            "%d samples are left out, since nothing follows the response_template %r in them: %s%s",
+            "%d samples are skipped, since nothing follows the response_template %r in them: %s%s",
             len(without),
             made.response_template,
             ", ".join(map(str, without[:20])),

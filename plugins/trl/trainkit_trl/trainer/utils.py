@@ -98,7 +98,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, mlm=mlm, **kwargs)
+        super().__init__(*args, mlm=mlm, **kwargs)  # type: ignore[misc]
         self.response_template, self.instruction_template = response_template, instruction_template
         self.ignore_index = ignore_index
         self._completions = Completions(response_template, instruction_template, tokenizer=self.tokenizer)
@@ -121,7 +121,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
 
 
 class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
-    """Texts, joined by EOS and cut into rows of ``seq_length`` token ids. The last, shorter row is left out.
+    """Texts, joined by EOS and cut into rows of ``seq_length`` token ids. The last, shorter row is omitted.
 
     Args:
         tokenizer: the tokenizer.
