@@ -21,7 +21,8 @@ def implied(_config: Settings, context: Context) -> Settings:
             own_loop = {"train.eval_interval": 0, "train.save_interval": 0} if trainer == "IterativeSFTTrainer" else {}
             limited = _argument(context, "save_total_limit") is not None
             kept = {} if limited else {"train.keep_checkpoints": 1_000_000}  # practically all
-            return {"method.name": method, **kept, **dropout, **own_loop}
+            sampled = {} if trainer == "RewardTrainer" else {"rollout.max_new_tokens": 1}  # each call gives its own
+            return {"method.name": method, **kept, **dropout, **own_loop, **sampled}
     if "PPOConfig" not in context.given:
         return {}
     # its loop has no end, evaluates and saves nothing by itself, and steps with Adam
