@@ -87,7 +87,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config(engine: Any, **sections: Any) -> TRLConfig[Any]:
-    given = {"method": {"name": "rloo"}, "model": {"model_path": "none"}, "rollout": {"engine": engine}}
+    given = {"method": {"name": "rloo"}, "model": {"model_path": "gpt2"}, "rollout": {"engine": engine}}
     return TRLConfig.from_dict({**given, **sections})
 
 

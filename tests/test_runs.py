@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_said_and_the_others_are_listed(runs: Path) -> No
     table = CliRunner().invoke(app, ["runs", str(runs)]).stdout
     assert "cut cannot be read: " in table
     assert "None" not in table
-    assert re.search(r"^foreign +- +- .* 0\.0 kB ", table, re.MULTILINE)
+    assert re.search(r"^foreign cannot be read: .*no run of trainkit", table, re.MULTILINE)
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: not a JSON object"):
         assert Record(runs / "garbage").metrics
 

@@ -5,6 +5,8 @@ Everything that computes is trainkit's.
 
 from trainkit.migrating import refusing
 from trainkit_trl.core import LengthSampler, set_seed
+from trainkit_trl.environment import TextEnvironment, TextHistory
+from trainkit_trl.extras import BestOfNSampler
 from trainkit_trl.import_utils import (
     is_bitsandbytes_available,
     is_diffusers_available,
@@ -39,6 +41,7 @@ __all__ = [
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "BestOfNSampler",
     "ConstantLengthDataset",
     "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
@@ -51,6 +54,8 @@ __all__ = [
     "RewardConfig",
     "RewardTrainer",
     "SFTTrainer",
+    "TextEnvironment",
+    "TextHistory",
     "create_reference_model",
     "is_bitsandbytes_available",
     "is_diffusers_available",
