@@ -34,7 +34,7 @@ from trainkit.models import CausalPolicy
 from trainkit.runs import checkpoint, find_fault, newest_whole, read_state, saving, write_state
 from trainkit.runs.checkpoint import MANIFEST, Packer, unpack
 from trainkit.testing import tiny_gpt2
-from trainkit.testing.trainers import Letters, count_first_letters, tiny_trainer
+from trainkit.testing.trainers import SAMPLES, Letters, count_first_letters, tiny_trainer
 
 # ------------------------------------------------------------------------------------------- state there and back
 
@@ -1304,6 +1304,64 @@ def test_best_is_judged_at_the_first_value_of_a_sweep(tmp_path: Path) -> None:
     trainer.learn()
     expected = {k.removeprefix("model."): v for k, v in seen.at[1].items() if k.startswith("model.")}
     assert_same_weights(best(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("mode", "winner"), [("max", 1), ("min", 2)])
+def test_best_may_be_judged_by_any_metric(mode: str, winner: int, tmp_path: Path) -> None:
+    """By a number of the metric function, while the reward says another one."""
+    seen, values = Remember(), [0.0, 3.0, -1.0, 2.0]
+    trainer = tiny_trainer(
+        "ppo", tmp_path, callbacks=[seen], train__eval_interval=1, train__total_steps=3,
+        train__save_best={"metric": "eval/quality", "mode": mode},
+    )  # fmt: skip
+    trainer.metric_fn = lambda **_: {"quality": values[trainer.progress.step]}
+    trainer.reward_fn = lambda outputs, **_: [float(trainer.progress.step)] * len(outputs)
+    trainer.learn()
+    expected = {k.removeprefix("model."): v for k, v in seen.at[winner].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path), expected)
+
+
+def test_best_of_offline_training_is_that_of_its_loss_or_of_the_metric_functions_reward(tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Losses:
+        @trainkit.hookimpl
+        def on_evaluate(self, metrics: dict[str, float]) -> None:
+            losses.append(metrics["eval/loss/total"])
+
+    seen, settings = Remember(), {"train__eval_interval": 1, "train__total_steps": 4, "optimizer__lr": 0.3}
+    lowest = {"metric": "eval/loss/total", "mode": "min"}
+    trainer = tiny_trainer("sft", tmp_path / "loss", callbacks=[seen, Losses()], train__save_best=lowest, **settings)
+    trainer.add_eval_samples(SAMPLES[:4])
+    trainer.learn()
+    winner = losses.index(min(losses))
+    expected = {k.removeprefix("model."): v for k, v in seen.at[winner].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path / "loss"), expected)
+
+    seen, values = Remember(), [0.0, 1.0, 4.0, 2.0, 2.0]
+    usual = tiny_trainer("sft", tmp_path / "reward", **settings)
+    config = usual.config.evolve(train={"save_best": True})
+    trainer = type(usual)(config, tokenizer=usual.tokenizer, callbacks=[seen], metric_fn=lambda outputs, **_: {
+        "reward": [values[trainer.progress.step]] * len(outputs)
+    })  # fmt: skip
+    trainer.add_samples(SAMPLES)
+    trainer.add_eval_pipeline(["a", "b"])
+    trainer.learn()
+    assert '"eval/reward": 4.0' in (tmp_path / "reward" / "metrics.jsonl").read_text(encoding="utf-8")
+    expected = {k.removeprefix("model."): v for k, v in seen.at[2].items() if k.startswith("model.")}
+    assert_same_weights(best(tmp_path / "reward"), expected)
+
+
+def test_a_metric_of_the_best_that_evaluations_do_not_have_is_told(tmp_path: Path) -> None:
+    lacking = {"metric": "eval/los/total", "mode": "min"}
+    trainer = tiny_trainer("sft", tmp_path / "run", train__eval_interval=1, train__save_best=lacking)
+    trainer.add_eval_samples(SAMPLES[:4])
+    with pytest.raises(ConfigError, match=r"did you mean 'eval/loss/total'\?; they have eval/"):
+        trainer.learn()
+    with pytest.raises(ConfigError, match=r"or name a metric: \{metric: eval/loss/total, mode: min\}"):
+        tiny_trainer("sft", tmp_path / "other", train__save_best=True)
+    with pytest.raises(ConfigError, match=r"train\.save_best.*mode"):
+        tiny_trainer("sft", tmp_path / "other", train__save_best={"metric": "eval/loss/total"})
 
 
 def test_without_save_best_there_is_none(tmp_path: Path) -> None:

@@ -311,6 +311,15 @@ class RewardFunctionConfig(Section):
         return self
 
 
+class Best(Section):
+    """What the best evaluation is."""
+
+    metric: str = Field(pattern=r"^eval/.")
+    """The metric of evaluations, as it is logged, such as `eval/loss/total`."""
+    mode: Literal["max", "min"]
+    """Whether higher (`max`) or lower (`min`) values are better."""
+
+
 class TrainConfig(Section):
     """The training loop: its length, batch sizes, evaluation, checkpoints and logging."""
 
@@ -352,8 +361,9 @@ class TrainConfig(Section):
     in any case if it was asked to save by a signal and to end."""
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest checkpoints are kept on disk."""
-    save_best: bool = False
-    """Export the model to `best/` whenever the evaluation's mean reward is the highest so far."""
+    save_best: bool | Best = False
+    """Export the model to `best/` whenever an evaluation is the best so far: `true` compares mean rewards. Another
+    metric is given with its mode: `{metric: eval/loss/total, mode: min}`."""
     push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
     """The id of a repository on the hub, `owner/name`, where the exported model is published when the run ends, with
     its card, configuration and metrics. A new repository is private. Needs a token: `hf auth login` or `HF_TOKEN`."""

@@ -211,12 +211,13 @@ def measure(
     """Return ``metric_fn``'s numbers about all responses, and a record of each: ``known`` and its own numbers.
 
     Raises:
-        RewardError: as `metrics`; or ``metric_fn`` returned one of the `RESERVED` names.
+        RewardError: as `metrics`; or ``metric_fn`` returned one of the `RESERVED` names. ``"reward"`` is the reward of
+            responses that have no other.
     """
     whole: dict[str, float] = {}
     columns: dict[str, Sequence[Any]] = {**known}
     for name, value in (metrics(metric_fn, rollouts) if metric_fn else {}).items():
-        if name in RESERVED:
+        if name in RESERVED and (name != "reward" or name in known):
             raise RewardError(f"metric_fn returned {name!r}, a name that evaluations use themselves; choose another")
         if isinstance(value, list):
             columns[name] = value

@@ -10,7 +10,7 @@
               trackers.json         what identifies the run to wandb, trackio or mlflow, if one is on
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
-              best/                 export with the highest evaluation reward, with train.save_best
+              best/                 export of the best evaluation, with train.save_best
               model/                export at the end
 """
 
@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from trainkit.config import PluginConfig, TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable
+from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable, suggest
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
@@ -562,10 +562,23 @@ def exported_step(directory: Path) -> int | None:
 
 
 def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:
-    """Export to ``best/`` if the mean reward (at the first value of a sweep) is the highest so far."""
-    reward = next((value for name, value in found.items() if name.startswith("eval/reward")), None)
-    if reward is None or not trainer.config.train.save_best or reward <= trainer.progress.best:
+    """Export to ``best/`` if the metric of `train.save_best` (at the first value of a sweep) is the best so far.
+
+    Raises:
+        ConfigError: evaluations have no such metric.
+    """
+    wanted = trainer.config.train.save_best
+    if not wanted:
         return
-    trainer.progress.best = reward
+    name, sign = ("eval/reward", 1) if wanted is True else (wanted.metric, -1 if wanted.mode == "min" else 1)
+    values = [value for key, value in found.items() if key == name or key.startswith(f"{name}@")]
+    if not values and not (wanted is True and trainer.rewarded):
+        raise ConfigError(
+            f"train.save_best compares {name!r}, which is no metric of this run's evaluations{suggest(name, found)}; "
+            f"they have {', '.join(sorted(found))}"
+        )
+    if not values or not sign * values[0] > trainer.progress.best:  # not if it is NaN
+        return
+    trainer.progress.best = sign * values[0]
     assert trainer.run_dir is not None
     export(trainer, trainer.run_dir / "best")

@@ -123,9 +123,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.sharding.check(config)
         self._check_split()
         self._check_collecting()
-        if config.train.save_best and not self.rewarded:
+        if config.train.save_best is True and not self.rewarded and self.metric_fn is None:
             raise ConfigError(
-                f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to false"
+                f"train.save_best compares rewards of evaluations, and {config.method.name!r} has none; set it to "
+                "false, or name a metric: {metric: eval/loss/total, mode: min}"
             )
         optim.check(config)
         self.given_optimizer, self.given_scheduler = optimizer, scheduler
