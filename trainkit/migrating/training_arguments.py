@@ -9,7 +9,11 @@ from typing import Any
 from trainkit.migrating.conversions import Context, RefusedError, Settings
 
 LAUNCH = "start the processes with torchrun or accelerate launch (docs/scale.md)"
-SCHEDULES = ("constant", "linear", "cosine", "polynomial", "inverse_sqrt", "cosine_with_min_lr")
+SCHEDULES = (
+    "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "cosine_with_min_lr",
+    "warmup_stable_decay",
+)  # fmt: skip
+OPTIMIZERS = ("sgd", "adafactor", "adagrad", "rmsprop")
 PLAIN = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
 
 
@@ -58,9 +62,12 @@ def betas(_value: Any, context: Context) -> Settings:
 def optimizer(value: Any, _context: Context) -> Settings:
     """Return the name of the optimizer."""
     name = str(getattr(value, "value", value))
-    if name not in (*PLAIN, "sgd"):
-        raise RefusedError(f"given {name!r}; write optimizer.name, which has adamw, adam and sgd")
-    return {"optimizer.name": "sgd" if name == "sgd" else "adamw"}
+    if name not in (*PLAIN, *OPTIMIZERS):
+        raise RefusedError(
+            f"given {name!r}; write optimizer.name, which has the optimizers of torch, or give trainkit.train one of "
+            "another library as an object"
+        )
+    return {"optimizer.name": name if name in OPTIMIZERS else "adamw"}
 
 
 def schedule(value: Any, _context: Context) -> Settings:

@@ -123,8 +123,8 @@ def length(value: Any, context: Context) -> Settings:
 
 
 def adam(value: Any, context: Context) -> Settings:
-    """Return the further arguments of AdamW; SGD has none."""
-    if _argument(context, "optim", "adamw_torch") == "sgd":
+    """Return the further arguments of AdamW, which other optimizers do not have."""
+    if not str(_argument(context, "optim", "adamw_torch")).startswith("adam"):
         return {}
     betas = [value, _argument(context, "adam_beta2", 0.999)]
     return {"optimizer.kwargs": {"betas": betas, "eps": _argument(context, "adam_epsilon", 1e-8)}}

@@ -238,11 +238,11 @@ def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tf32": False, "optim": "adafactor"}, "no Adafactor"),
+        ({"tf32": False, "optim": "adamw_8bit"}, "an optimizer of bitsandbytes"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
         ({"dataloader_drop_last": True}, "the last, smaller batch"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "the last one"),
-        ({"lr_scheduler_type": "cosine_with_restarts"}, "no restarts"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "trainkit knows linear"),
         ({"data_seed": 3}, "data_seed"),
     ],
 )
@@ -262,7 +262,7 @@ def test_divided_models_lead_to_sharding(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("optimizers", (object(), None), "lr_scheduler_type"),
+        ("optimizers", (object(), None), "should be one of torch"),
         ("callbacks", [object()], "hookimpl"),
         ("compute_metrics", print, "metrics of the method"),
         ("data_collator", print, "trainkit makes the batches"),
@@ -309,3 +309,27 @@ def test_a_run_resumes_where_it_was_saved(tmp_path: Path) -> None:
     again.trainer.allow_drift = True
     assert again.train(resume_from_checkpoint=True).global_step == 6
     assert len([each for each in again.state.log_history if "loss" in each]) == 2
+
+
+def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    trainer = SFTTrainer(
+        model, arguments(tmp_path, max_steps=2), train_dataset=Dataset.from_dict({"text": ["ab", "cd"]}),
+        tokenizer=tokenizer, dataset_text_field="text", optimizers=(optimizer, schedule),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.optimizer is optimizer or trainer.optimizer.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("optim", "name"), [("adafactor", "adafactor"), ("sgd", "sgd"), ("adamw_torch", "adamw")])
+def test_optimizers_are_named(optim: str, name: str, tmp_path: Path) -> None:
+    model, tokenizer = made()
+    args = arguments(tmp_path, max_steps=2, optim=optim, lr_scheduler_type="cosine_with_restarts")
+    data = Dataset.from_dict({"text": ["ab", "cd"]})
+    trainer = SFTTrainer(model, args, train_dataset=data, tokenizer=tokenizer, dataset_text_field="text")
+    assert trainer.trainer.config.optimizer.name == name
+    assert trainer.trainer.config.scheduler.name == "cosine_with_restarts"
+    trainer.train()

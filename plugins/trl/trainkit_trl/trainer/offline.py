@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 OBJECTS = (
     "self", "__class__", "model", "ref_model", "args", "train_dataset", "eval_dataset", "tokenizer", "formatting_func",
-    "dataset_text_field", "dataset_batch_size", "ref_model_init_kwargs",
+    "dataset_text_field", "dataset_batch_size", "ref_model_init_kwargs", "optimizers",
 )  # fmt: skip
 """Arguments of trainers that are read as they are; the others are settings."""
 NAMES = {"loss/total": "loss", "train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
@@ -87,7 +87,11 @@ class OfflineTrainer:
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
         self.tokenizer, self._log = tokenizer, Log()
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
-        config = settled(self.section, self.args, settings, type(self).__init__, rows).evolve(**(changes or {}))
+        optimizer, scheduler = given.get("optimizers") or (None, None)
+        live = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
+        live = {name: value for name, value in live.items() if value is not None}
+        config = settled(self.section, self.args, settings, type(self).__init__, rows, live)
+        config = config.evolve(**(changes or {}))
         if isinstance(model, str):
             config = config.evolve(model={"model_path": model})
         elif tokenizer is None:
@@ -97,7 +101,7 @@ class OfflineTrainer:
             model=None if isinstance(model, str) else model,
             tokenizer=tokenizer,
             callbacks=[self._log],
-            **({} if reference is None else {"reference": reference}),
+            **live,
         )
         self.tokenizer = self.trainer.tokenizer
         if train is not None:
@@ -239,7 +243,12 @@ class OfflineTrainer:
 
 
 def settled(
-    section: str, args: TrainingArguments, given: Mapping[str, Any], function: Any, rows: int | None
+    section: str,
+    args: TrainingArguments,
+    given: Mapping[str, Any],
+    function: Any,
+    rows: int | None,
+    live: Iterable[str] = (),
 ) -> trainkit.TRLConfig[Any]:
     """Return the configuration of trainkit for the arguments of a trainer.
 
@@ -249,6 +258,7 @@ def settled(
         given: the arguments of the trainer that are settings.
         function: the constructor, whose defaults are not told of.
         rows: how many rows the dataset has, if that is known.
+        live: what is given as an object; sections of that name are left at their defaults.
 
     Raises:
         ConfigError: a setting has no counterpart in trainkit; says what to write instead.
@@ -268,6 +278,8 @@ def settled(
         raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:
         log.warning("%s", remark)
+    for name in live:
+        found.config.pop(name, None)
     method = found.config["method"]["name"]
     return trainkit.default_config(method).evolve(**found.config)
 
