@@ -242,7 +242,7 @@ def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
         ({"dataloader_drop_last": True}, "the last, smaller batch"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "the last one"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "trainkit knows linear"),
+        ({"lr_scheduler_type": "cosine_warmup_with_min_lr"}, "trainkit knows linear"),
         ({"data_seed": 3}, "data_seed"),
     ],
 )
