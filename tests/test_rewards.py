@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "str inside": ([1.0, 2.0, "3"], r"'3' \(str\) for sample 2"),
     "array of str": (np.array(["1", "2", "3"]), r"\(str\) for sample 0"),
     "complex": (torch.tensor([1j, 2j, 3j]), r"\(complex\) for sample 0"),
-    "dict inside": ([{"score": 1.0}] * 3, r"\(dict\) for sample 0"),
+    "dict inside": ([1.0, {"score": 1.0}, 1.0], r"\(dict\) for sample 1"),
     "a list among numbers": ([1.0, [2.0], 3.0], r"\[2.0\] \(list\) for sample 1"),
     "lists in lists": ([[[1.0]], [[2.0]], [[3.0], [4.0]]], r"\[1.0\] \(list\) for sample 0"),
     "2-D tensors in a list": ([torch.zeros(1, 1)] * 3, r"\(Tensor\) for sample 0"),

@@ -72,6 +72,7 @@ def score(
     *,
     step: int | None = None,
     alone: bool = True,
+    told: dict[str, list[Any]] | None = None,
 ) -> Tensor:
     """Call ``reward_fn(samples=, prompts=, outputs=, tokenizer=, **columns)`` and check what it returns.
 
@@ -82,6 +83,7 @@ def score(
         config: its time limit and repetitions, and whether scores may be infinite or NaN; by default none of them.
         step: the step to name in errors.
         alone: as in `answer`.
+        told: gets what the function returns besides scores, by name, a value for each sample.
 
     Returns:
         Scores [B] in float32, or dense rewards [B, T] at the positions of their response tokens.
@@ -90,8 +92,52 @@ def score(
         RewardError: the function raised an exception, took too long or returned something else; names it and the row.
     """
     with at_step(step):
-        found = answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer)
+        found, further = _parted(
+            answer(reward_fn, rollouts, config, alone=alone, tokenizer=tokenizer), len(rollouts), name_of(reward_fn)
+        )
+        (told if told is not None else {}).update(further)
         return check_scores(found, rollouts, name_of(reward_fn), on_nonfinite=config.on_nonfinite)
+
+
+def _parted(found: Any, count: int, source: str) -> tuple[Any, dict[str, list[Any]]]:
+    """Return the scores among what a reward function returned, and what else it returned, by name."""
+    columns = found
+    if isinstance(found, list | tuple) and found and all(isinstance(each, Mapping) for each in found):
+        if odd := next((each for each in found if each.keys() != found[0].keys()), None):
+            raise RewardError(
+                f"{source} returned a mapping with {', '.join(odd)} for one sample and one with {', '.join(found[0])} "
+                "for another; give the same names for all"
+            )
+        columns = {name: [each[name] for each in found] for name in found[0]}
+    if not isinstance(columns, Mapping):
+        return found, {}
+    if "score" not in columns:
+        raise RewardError(f"{source} returned {describe(found)} without 'score', the name of the scores; {CONTRACT}")
+    further = {name: _listed(values) for name, values in columns.items() if name != "score"}
+    for name, values in further.items():
+        if not isinstance(name, str) or name in RESERVED:
+            raise RewardError(f"{source} returned {name!r}, a name that trainkit uses itself; choose another")
+        if not isinstance(values, list) or len(values) != count:
+            raise RewardError(
+                f"{source} returned {describe(values)} as {name!r}; give a list of {count}, one per sample"
+            )
+    return columns["score"], further
+
+
+def _listed(values: Any) -> Any:
+    """Return a list of plain values for a list of them or a vector; anything else unchanged."""
+    if isinstance(values, Tensor | np.ndarray) and values.ndim == 1:
+        return values.tolist()
+    return [plain(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def numbers_of(told: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """Return the columns that are finite numbers, as tensors [B] in float64."""
+    return {
+        name: torch.tensor([float(value) for value in values], dtype=torch.float64)
+        for name, values in told.items()
+        if all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+    }
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error") -> Tensor:

@@ -61,6 +61,8 @@ class Collection:
     """Counts of its responses by the position of their row."""
     seconds: list[float] = field(default_factory=list)
     """How long each call of the reward function took in this process."""
+    told: dict[str, list[Any]] = field(default_factory=dict)
+    """What the last call of the reward function returned besides scores, by name."""
     playing: float = 0.0
     """How long its environments took in this process."""
     dropped: int = 0

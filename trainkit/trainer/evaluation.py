@@ -131,6 +131,7 @@ def _measure(trainer: Trainer, rollouts: Rollouts, asked: list[Row]) -> tuple[di
     known["length"] = [float(len(response)) for response in rollouts.responses]
     if trainer.scores_samples:
         known["reward"] = per_response(trainer.score(rollouts)).tolist()
+        known |= trainer._sampling.told
     if rollouts.turns is not None and rollouts.failed is not None:
         known["turns"] = [float(len(turns)) for turns in rollouts.turns]
         known["failed"] = rollouts.failed.float().tolist()

@@ -68,6 +68,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
+from trainkit.rollouts.rewards import numbers_of
 from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
@@ -518,7 +519,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 name = self.config.method.name
                 raise DataError(f"{name!r} learns from {' and '.join(self.inputs)}; give {self.missing_rewards[0]}")
             return torch.zeros(len(rollouts), device=device)
-        weights, started = self._sampling.weights, time.perf_counter()
+        weights, started, told = self._sampling.weights, time.perf_counter(), dict[str, list[Any]]()
         scores = score(
             self.reward_fn,
             replace(rollouts, rows=[self._numbered(row) for row in rollouts.rows]),
@@ -526,7 +527,10 @@ class TextTrainer(AcceleratedLoop[M]):
             self.config.reward,
             step=self.progress.step if weights is None else weights.version,
             alone=weights is None,
+            told=told,
         ).to(device)
+        self._sampling.told = told
+        self.record({f"reward_fn/{name}": m.Mean.of(values) for name, values in numbers_of(told).items()})
         self._sampling.seconds.append(time.perf_counter() - started)
         if rollouts.rewards is None:
             return scores
