@@ -387,7 +387,8 @@ def _ppo_advantages(m: Tensor, a: float, b: float, *x: Tensor) -> Tensor:
     kl = SimpleNamespace(coef=0.3, update=lambda *_: None)
     method = {"gamma": a, "lam": b, "scale_reward": "none", "cliprange_reward": None}
     trainer = trainer_of("ppo", method=method, kl=kl, moments=RunningMoments())
-    rollouts = PPORollouts(sequences(m), lp, ref, v, v, weights, F.place_scores(scores[:, 0], m), bootstrap[:, 0])
+    placed, penalty = F.place_scores(scores[:, 0], m), F.kl_k1(lp, ref)
+    rollouts = PPORollouts(sequences(m), lp, ref, penalty, v, v, weights, placed, bootstrap[:, 0])
     batch = trainer.prepare_experience(rollouts)
     return torch.stack([batch.advantages, batch.returns])
 

@@ -84,7 +84,8 @@ trainer = tiny_trainer("ppo", out / "run", method__scale_reward="running", optim
 rank, said = trainer.accelerator.process_index, {}
 
 def scaled(*shards):
-    return trainer.scaled(torch.tensor(shards[rank]).unsqueeze(1)).squeeze(1).tolist()
+    scores = torch.tensor(shards[rank]).unsqueeze(1)
+    return trainer.scaled(scores, torch.ones_like(scores, dtype=torch.bool)).squeeze(1).tolist()
 
 said["first"], said["second"] = scaled([1.0, 2.0], [3.0]), scaled([10.0], [20.0])
 

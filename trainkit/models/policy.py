@@ -148,8 +148,9 @@ class Policy(nn.Module, ABC):
         self.model = model
         self.temperature = temperature
         self.critic = make_critic(model, critic) if value_head else None
-        made = ValueHead(state_width(model.config)) if self.critic is None else self.critic.head()
-        self.value_head = made if value_head else None
+        self.value_head: ValueHead | None = None
+        if value_head:
+            self.value_head = ValueHead(state_width(model.config)) if self.critic is None else self.critic.head()
         self.head = head
         for added in (self.value_head, self.head):
             if added is not None:
