@@ -1026,7 +1026,7 @@ def test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written(
     assert trainer.progress.step == 6
     saved = set(saved_steps(tmp_path))
     assert saved <= {f"step_{step:08d}" for step in (1, 4, 5, 6)}
-    assert {"step_00000001", "step_00000006"} <= saved
+    assert {"step_00000006", *([] if asynchronous else ["step_00000001"])} <= saved  # a thread may still write it at 2
     told = [message for message in caplog.messages if "No space left on device" in message]
     assert told
     assert all("The run goes on (train.on_save_error)" in message for message in told)

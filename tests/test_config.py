@@ -30,6 +30,7 @@ from trainkit.config import (
     TRLConfig,
     default_config,
 )
+from trainkit.config.sections import Best
 from trainkit.errors import ConfigError
 from trainkit.plain import parse_yaml, read_yaml
 from trainkit.plugins import available_trainers, get_trainer, register_trainer, registry
@@ -588,6 +589,7 @@ def test_every_field_says_what_it_is_for(section):
 def test_the_sections_tested_here_are_all_there_are():
     defined = {cls for cls in Section.__subclasses__() if cls.__module__.startswith("trainkit.config")}
     assert defined == {MethodConfig, PluginConfig, ModelConfig, TokenizerConfig, OptimizerConfig, SchedulerConfig} | {
+        Best,
         DataConfig,
         EnvironmentConfig,
         RewardFunctionConfig,
