@@ -104,6 +104,25 @@ said["moved"] = not all(torch.equal(a, b) for a, b in zip(before, trainer.unwrap
 torch.distributed.destroy_process_group()
 """
 
+FURTHER = """
+import sys
+from pathlib import Path
+import torch
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+
+def told(outputs, **_):
+    rank = trainer.accelerator.process_index
+    own = {"first": [3.0] * len(outputs)} if rank == 0 else {"second": ["a word"] * len(outputs)}
+    return {"score": [1.0] * len(outputs), "both": [rank or None] * len(outputs), **own}
+
+settings = {"train__total_steps": 2, "train__timeout": 30, "arguments": {"reward_fn": told}}
+trainer = tiny_trainer("ppo", Path(sys.argv[1]) / "run", **settings)
+trainer.learn()
+torch.distributed.destroy_process_group()
+"""
+
 FAIL = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -477,6 +496,17 @@ def test_two_processes_scale_scores_as_one_does(guarded: list[dict[str, Any]]) -
     """S-16, golden 10.7: the std of [1, 2, 3] is 1, with [10, 20] it is 7.981228, whoever holds which of them."""
     assert [said["first"] for said in guarded] == [[1.0, 2.0], [3.0]]
     assert [said["second"] for said in guarded] == [[pytest.approx(10 / 7.981228)], [pytest.approx(20 / 7.981228)]]
+
+
+@pytest.mark.slow
+def test_processes_may_have_different_numbers_besides_scores(tmp_path: Path) -> None:
+    """Metrics are summed in the order of their names, so both processes need the same names."""
+    succeed(FURTHER, 2, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    collected = next(line for line in lines if "reward/mean" in line)
+    assert {name: collected.get(f"reward_fn/{name}") for name in ("first", "second", "both")} == {
+        "first": 3.0, "second": None, "both": 1.0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,30 @@ def test_numbers_are_logged_and_all_of_it_is_in_the_samples(reward_fn: Any, tmp_
         assert torch.equal(tensor, trainer.unwrapped.state_dict()[name]), name
 
 
+def mixed(outputs: list[str], **_: Any) -> list[dict[str, Any]]:
+    """Of four samples: two numbers, nothing, and a number that is not finite; and numbers among words."""
+    values = [1.0, None, float("nan"), 3.0]
+    return [{"score": 0.0, "known": values[i % 4], "odd": [1, "one"][i % 2]} for i in range(len(outputs))]
+
+
+def test_what_is_missing_or_not_finite_counts_in_no_mean(tmp_path: Path) -> None:
+    metrics, _, _ = run(tmp_path, mixed)
+    collected, evaluated = (next(line for line in metrics if name in line) for name in ("reward/mean", "eval/reward"))
+    assert (collected["reward_fn/known"], evaluated["eval/known"]) == (2.0, 2.0)
+    assert not {"reward_fn/odd", "eval/odd"} & {*collected, *evaluated}
+
+
+def test_a_metric_may_not_take_the_name_of_what_the_reward_function_returned(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path, arguments={"reward_fn": by_sample})
+    trainer.metric_fn = lambda **_: {"letters": 1.0}
+    with pytest.raises(RewardError, match="'letters', a name that evaluations use themselves"):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
+        (lambda outputs: [{"score": 1.0}] * 7 + [{}], "give the same names for all"),
         (lambda outputs: [{"value": 1.0} for _ in outputs], "without 'score', the name of the scores"),
         (lambda outputs: {"value": [1.0] * len(outputs)}, "without 'score', the name of the scores"),
         (lambda outputs: {"score": [1.0] * len(outputs), "extra": [1]}, "as 'extra'; give a list of 8, one per sample"),

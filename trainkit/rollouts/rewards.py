@@ -103,7 +103,7 @@ def _parted(found: Any, count: int, source: str) -> tuple[Any, dict[str, list[An
     """Return the scores among what a reward function returned, and what else it returned, by name."""
     columns = found
     if isinstance(found, list | tuple) and found and all(isinstance(each, Mapping) for each in found):
-        if odd := next((each for each in found if each.keys() != found[0].keys()), None):
+        if (odd := next((each for each in found if each.keys() != found[0].keys()), None)) is not None:
             raise RewardError(
                 f"{source} returned a mapping with {', '.join(odd)} for one sample and one with {', '.join(found[0])} "
                 "for another; give the same names for all"
@@ -131,13 +131,12 @@ def _listed(values: Any) -> Any:
     return [plain(value) for value in values] if isinstance(values, list | tuple) else values
 
 
-def numbers_of(told: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-    """Return the columns that are finite numbers, as tensors [B] in float64."""
-    return {
-        name: torch.tensor([float(value) for value in values], dtype=torch.float64)
-        for name, values in told.items()
-        if all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-    }
+def numbers_of(values: Sequence[Any]) -> list[float]:
+    """Return the finite numbers of a column of numbers; none of one that has anything else besides None."""
+    given = [value for value in values if value is not None]
+    if not all(isinstance(value, int | float) for value in given):
+        return []
+    return [float(value) for value in given if math.isfinite(value)]
 
 
 def check_scores(scores: Any, rollouts: Rollouts, source: str, *, on_nonfinite: str = "error") -> Tensor:
@@ -247,6 +246,9 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
 RESERVED = ("prompt", "output", "image", "reward", "length", "time", "turns", "failed", "episode")
 """Names that evaluations use in records and metrics themselves."""
 
+FURTHER = "reward_fn/"
+"""What the names of metrics begin with that are means of what a reward function returns besides scores."""
+
 Record = dict[str, Any]
 """One response of an evaluation: its prompt, its output, and numbers about it."""
 
@@ -263,7 +265,7 @@ def measure(
     whole: dict[str, float] = {}
     columns: dict[str, Sequence[Any]] = {**known}
     for name, value in (metrics(metric_fn, rollouts) if metric_fn else {}).items():
-        if name in RESERVED and (name != "reward" or name in known):
+        if name in known or (name in RESERVED and name != "reward"):
             raise RewardError(f"metric_fn returned {name!r}, a name that evaluations use themselves; choose another")
         if isinstance(value, list):
             columns[name] = value
@@ -275,10 +277,10 @@ def measure(
 def means(records: Sequence[Record], wholes: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return means by name: of the records' numbers, and of ``wholes``, (count, numbers) of sets of responses.
 
-    A reward that is None counts in no mean.
+    What is None, or not finite, counts in no mean.
     """
-    names = [name for name, value in records[0].items() if isinstance(value, int | float) or name == "reward"]
-    numbers = {name: [record[name] for record in records if record[name] is not None] for name in names}
+    names = dict.fromkeys(name for record in records for name in record)
+    numbers = {name: numbers_of([record.get(name) for record in records]) for name in names}
     found = {name: sum(values) / len(values) for name, values in numbers.items() if values}
     total = sum(count for count, _ in wholes)
     for name in wholes[0][1]:

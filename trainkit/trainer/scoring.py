@@ -14,6 +14,7 @@ from trainkit.data import Rollouts, Row
 from trainkit.errors import RewardError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, name_of
+from trainkit.rollouts.rewards import FURTHER
 from trainkit.runs.processes import everywhere
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ def scored(trainer: Trainer, parts: list[list[Row]]) -> Iterator[Scored]:
         found = everywhere(trainer, lambda: _scored_here(trainer, rows))  # noqa: B023
         if found is not None:
             yield found
+    _agree_on_names(trainer)
+
+
+def _agree_on_names(trainer: Trainer) -> None:
+    """Let every process record the same metrics of what the reward function returns besides scores.
+
+    Which of it are numbers may differ between processes, and metrics are summed by their names.
+    """
+    if trainer.reward_fn is None or trainer.accelerator.num_processes == 1:
+        return
+    own = [name for name in trainer._recorded if name.startswith(FURTHER)]
+    nothing = torch.zeros((), dtype=torch.float64)
+    trainer.record({name: m.Mean(nothing, nothing) for name in {*trainer.gather(own)} - {*own}})
 
 
 def _scored_here(trainer: Trainer, rows: list[Row]) -> Scored | None:

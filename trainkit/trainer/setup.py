@@ -477,11 +477,17 @@ class PreparedTrainer(BaseRLTrainer[M]):
         Raises:
             PluginError: they are no dict of `Mean` and `Std` by name.
         """
-        checked, ahead = checked_metrics(self, "record", metrics), getattr(self._ahead, "collection", None)
-        if ahead is None:
-            self._pending = m.merge(self._pending, checked)
+        merged = m.merge(self._recorded, checked_metrics(self, "record", metrics))
+        if (ahead := getattr(self._ahead, "collection", None)) is None:
+            self._pending = merged
         else:
-            ahead.records = m.merge(ahead.records, checked)
+            ahead.records = merged
+
+    @property
+    def _recorded(self) -> m.Metrics:
+        """The metrics that this thread has recorded and not logged."""
+        ahead: Collection | None = getattr(self._ahead, "collection", None)
+        return self._pending if ahead is None else ahead.records
 
     @contextmanager
     def _discarding_records(self) -> Iterator[None]:

@@ -68,7 +68,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
-from trainkit.rollouts.rewards import numbers_of
+from trainkit.rollouts.rewards import FURTHER, numbers_of
 from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
@@ -530,7 +530,8 @@ class TextTrainer(AcceleratedLoop[M]):
             told=told,
         ).to(device)
         self._sampling.told = told
-        self.record({f"reward_fn/{name}": m.Mean.of(values) for name, values in numbers_of(told).items()})
+        numbers = {name: torch.tensor(numbers_of(values), dtype=torch.float64) for name, values in told.items()}
+        self.record({f"{FURTHER}{name}": m.Mean.of(values) for name, values in numbers.items() if len(values)})
         self._sampling.seconds.append(time.perf_counter() - started)
         if rollouts.rewards is None:
             return scores
