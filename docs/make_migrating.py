@@ -81,7 +81,7 @@ def described(setting: Setting, about: Framework) -> str:
     if setting.part_of:
         said = [f"read with `{setting.part_of.rpartition('.')[2]}`"]
     elif setting.convert:
-        first = (getattr(about.functions, setting.convert).__doc__ or "").partition("\n")[0].rstrip(".")
+        first = (about.function(setting.convert).__doc__ or "").partition("\n")[0].rstrip(".")
         said = [re.sub(r"^(Return|Say (that|which|how)?) ?", "", first)]
     elif setting.to:
         said = [target(setting.to)]

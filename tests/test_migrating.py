@@ -303,7 +303,7 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
             kwargs = re.fullmatch(r"((?:optimizer|scheduler|model|tokenizer)\.kwargs)(\.\w+)?", to)
             assert (kwargs[1] if kwargs else to) in known | sampling | methods, path
         if setting.convert:
-            assert callable(getattr(framework(name).functions, setting.convert)), path
+            assert callable(framework(name).function(setting.convert)), path
         if setting.part_of:
             assert setting.part_of in framework(name).settings, path
         about = (setting.convert, setting.part_of, setting.unused, setting.refused, setting.override)

@@ -6,59 +6,8 @@ import math
 from typing import Any
 
 from trainkit.migrating.conversions import Context, Settings
-from trainkit.migrating.training_arguments import (
-    adapter,
-    betas,
-    bf16,
-    checkpoints,
-    dataset,
-    deepspeed,
-    epochs,
-    evaluations,
-    fp16,
-    fsdp,
-    given,
-    largest_norm,
-    noise,
-    optimizer,
-    published,
-    remote_code,
-    resume,
-    rows_of_a_step,
-    schedule,
-    steps,
-    trackers,
-    warmup,
-)
+from trainkit.migrating.training_arguments import given, rows_of_a_step
 
-__all__ = [
-    "adapter",
-    "betas",
-    "bf16",
-    "checkpoints",
-    "collection",
-    "dataset",
-    "deepspeed",
-    "episodes",
-    "epochs",
-    "evaluations",
-    "fp16",
-    "fsdp",
-    "implied",
-    "largest_norm",
-    "noise",
-    "optimizer",
-    "published",
-    "remote_code",
-    "resume",
-    "rows_of_a_step",
-    "schedule",
-    "staleness",
-    "steps",
-    "trackers",
-    "unfinished",
-    "warmup",
-]
 METHODS = {"RLOOConfig": "rloo", "OnlineDPOConfig": "online_dpo"}
 
 

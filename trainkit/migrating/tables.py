@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from trainkit.errors import ConfigError
+from trainkit.migrating import training_arguments
 
 FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "accelerate")
 """The frameworks that have a table."""
@@ -75,13 +76,18 @@ class Framework:
     settings: Mapping[str, Setting]
     """The fields of its configuration by their dotted paths."""
     functions: ModuleType
-    """The module with the functions that convert values."""
+    """The module with the functions that convert values; those of transformers' arguments are in one of their own."""
     package: str = ""
     """The package that its scripts import; empty if it is known by its configurations alone."""
     adapter: str = ""
     """The package of trainkit that scripts import instead; empty if there is none."""
     names: Mapping[str, Name] = field(default_factory=dict)
     """Its public names by their paths."""
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function that converts a value: the framework's own, or that of transformers' arguments."""
+        found: Callable[..., Any] = getattr(self.functions, name, None) or getattr(training_arguments, name)
+        return found
 
 
 @cache

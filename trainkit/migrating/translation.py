@@ -116,7 +116,7 @@ def _converted(about: Framework, path: str, setting: Setting, value: Any, contex
     if setting.part_of:
         return {}
     if setting.convert:
-        return dict(getattr(about.functions, setting.convert)(value, context))
+        return dict(about.function(setting.convert)(value, context))
     key = (setting.to or "").replace("*", path.rpartition(".")[2])
     if not setting.values:
         return {key: value}

@@ -21,7 +21,7 @@ Inputs = Mapping[str, Any]
 
 
 class Critic(nn.Module):
-    """What computes the states that a value head reads, with layers of its own: ``critic(inputs) -> [B, T, D]``.
+    """What computes the states [B, T, D] that a value head reads, with layers of its own; `states` returns them.
 
     Args:
         body: computes the states.

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+import transformers
 from packaging.version import Version
 
 from trainkit.migrating import refusing
@@ -64,11 +65,7 @@ def is_accelerate_greater_20_0() -> bool:
 
 def is_transformers_greater_than(version: str) -> bool:
     """Return whether transformers is newer than a version."""
-    return _is_newer("transformers", version) and not _is_version("transformers", version)
-
-
-def _is_version(package: str, of: str) -> bool:
-    return Version(version(package)) == Version(of)
+    return Version(transformers.__version__) > Version(version)
 
 
 def is_torch_greater_2_0() -> bool:
