@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
-    "A configuration (.yml) of trlX, TRL, async_rlhf or accelerate, or a script (.py) of trlX, TRL or async_rlhf; "
-    "docs/migrating has the tables."
+    "A configuration (.yml) of trlX, TRL, async_rlhf, ddpo-pytorch or accelerate, or a script (.py) of trlX, TRL or "
+    "async_rlhf; docs/migrating has the tables."
 )
 
 
