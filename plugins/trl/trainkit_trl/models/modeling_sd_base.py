@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from trainkit.migrating import refusing
 
@@ -109,17 +109,17 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
         self, pretrained_model_name: str, *, pretrained_model_revision: str = "main", use_lora: bool = True
     ) -> None:
         try:
-            from diffusers import DDIMScheduler, StableDiffusionPipeline
+            import diffusers
         except ImportError as error:
             raise ImportError(
                 "Stable Diffusion needs diffusers: pip install 'trainkit-ddpo[diffusers]'; DDPOTrainer also takes a "
                 "model in pixels, trainkit_ddpo.PixelPipeline, which needs nothing more"
             ) from error
-        name, revision = pretrained_model_name, pretrained_model_revision
-        self.sd_pipeline = StableDiffusionPipeline.from_pretrained(name, revision=revision, safety_checker=None)
+        name, revision, library = pretrained_model_name, pretrained_model_revision, cast(Any, diffusers)
+        self.sd_pipeline = library.StableDiffusionPipeline.from_pretrained(name, revision=revision, safety_checker=None)
         given = self.sd_pipeline.scheduler.config
         clips = given.get("clip_sample", False)  # the default of DDIM is that of models in pixels
-        self.sd_pipeline.scheduler = DDIMScheduler.from_config(given, clip_sample=clips)
+        self.sd_pipeline.scheduler = library.DDIMScheduler.from_config(given, clip_sample=clips)
         self.pretrained_model, self.pretrained_revision, self.use_lora = name, revision, use_lora
         if _has(name, LORA_WEIGHTS, revision) and not _has(name, EXPORTED, revision):  # trainkit merges its own
             self.sd_pipeline.load_lora_weights(name, weight_name=LORA_WEIGHTS, revision=revision)

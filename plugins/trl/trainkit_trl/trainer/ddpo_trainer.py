@@ -60,7 +60,8 @@ class DDPOTrainer:
         model, adapter = _model(sd_pipeline)
         settled = _translated(config).evolve(model={"peft_config": adapter})
         scored = _named(self._scored, reward_function)
-        self.trainer: Any = get_trainer("ddpo")(settled, model=model, reward_fn=scored, callbacks=[_Shown(self)])
+        make: Any = get_trainer("ddpo")
+        self.trainer = make(settled, model=model, reward_fn=scored, callbacks=[_Shown(self)])
         declared = max(int(config.sample_num_steps * config.train_timestep_fraction), 1)
         rows = settled.train.batch_size // declared * self.trainer.steps_per_image  # without steps that add no noise
         self.trainer.config = settled.evolve(train={"batch_size": rows})
