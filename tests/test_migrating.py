@@ -442,6 +442,48 @@ def test_a_file_of_ddpo_pytorch_means_the_same(tmp_path: Path) -> None:
     assert "'jpeg_compressibility' by the option --reward-fn FILE.py:NAME" in result.stderr
 
 
+DDPO_SCRIPT = """
+import ml_collections
+import os
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.seed = 42
+    config.logdir = os.environ["HOME"]
+    config.sample = sample = ml_collections.ConfigDict()
+    sample.num_steps = 20
+    sample.batch_size = 8
+    return config
+
+def aesthetic():
+    config = get_config()
+    config.num_epochs = 4
+    config.sample.num_batches_per_epoch = 4
+    config.train.gradient_accumulation_steps = 8
+    config.reward_fn = "aesthetic_score"
+    config.per_prompt_stat_tracking = {"buffer_size": 32, "min_count": 16}
+    return config
+
+def main(name):
+    return globals()[name]()
+"""
+
+
+def test_functions_of_ddpo_pytorch_are_read(tmp_path: Path) -> None:
+    result = migrated(tmp_path, DDPO_SCRIPT, "dgx.py")
+    assert result.exit_code == 0, result.output
+    first, second = (TRLConfig.from_dict(given) for given in yaml.safe_load_all(result.stdout))
+    assert (first.method.num_steps, first.rollout.num_rollouts, first.train.total_steps) == (20, 16, 1600)
+    # 32 images of 20 steps, 8 of them in a step
+    assert (second.rollout.num_rollouts, second.train.batch_size, second.train.total_steps) == (32, 160, 16)
+    assert second.method.buffer_size == 32
+    assert "dgx.py:8: logdir is computed" in result.stderr
+    assert "'aesthetic_score' by the option --reward-fn" in result.stderr
+    other = "import trlx\ndef main():\n    config = trlx.f()\n    config.train.batch_size = 3\n"
+    assert configured(other) is None
+    assert configured("def f():\n    config.seed = 3\n") is None
+
+
 def test_what_ddpo_pytorch_does_without_a_field_is_said_too() -> None:
     found = translate("ddpo_pytorch", {"sample": {"batch_size": 4}, "per_prompt_stat_tracking": None}, processes=2)
     config = TRLConfig.from_dict(found.config)
