@@ -14,6 +14,7 @@ from torch import Tensor
 from trainkit.functional import exact, masked_sum
 
 Rewards = NDArray[np.float64]
+"""Rewards or advantages [B]."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,10 @@ def betas(value: Any, context: Context) -> Settings:
     return {"optimizer.kwargs": {"betas": [value, beta2], "eps": eps}}
 
 
-def guidance(value: Any, _context: Context) -> Settings:
+def guidance(value: Any, context: Context) -> Settings:
     """Return the scale of guidance, which is off at 1 and below."""
+    if value < 1:
+        context.remarks.append("guidance is off in sampling and training, as at 1.0")
     return {"method.guidance_scale": max(float(value), 1.0)}
 
 

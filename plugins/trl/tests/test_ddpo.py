@@ -59,7 +59,6 @@ def animal() -> tuple[str, dict[str, Any]]:
 
 
 def made(tmp_path: Path, hook: Any = None, reward: Any = brightness, model: Any = None, **changes: Any) -> DDPOTrainer:
-    random.seed(0)
     return DDPOTrainer(settings(tmp_path, **changes), reward, animal, model or pixels(), image_samples_hook=hook)
 
 
@@ -360,6 +359,7 @@ def test_settings_are_translated(tmp_path: Path) -> None:
         ({"log_with": "comet_ml"}, ConfigError, "TRL has wandb and tensorboard"),
         ({"mixed_precision": "fp8"}, ConfigError, "write bf16"),
         ({"sample_eta": 0.0}, ConfigError, r"method\.eta"),
+        ({"resume_from": "nowhere"}, ValueError, "'nowhere', where there is no checkpoint of a run of trainkit"),
         ({"train_batch_size": 3}, ValueError, "the 8 images of a collection .* should be a multiple of the 3"),
     ],
 )
@@ -370,8 +370,11 @@ def test_settings_without_counterpart_are_refused(
         made(tmp_path, **changes)
 
 
-def test_guidance_may_be_off_in_training_where_it_is_off_in_sampling(tmp_path: Path) -> None:
+def test_guidance_may_be_off_in_training_where_it_is_off_in_sampling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert made(tmp_path, train_cfg=False, sample_guidance_scale=0.5).trainer.method.guidance_scale == 1.0
+    assert "sample_guidance_scale: guidance is off in sampling and training" in caplog.text
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:

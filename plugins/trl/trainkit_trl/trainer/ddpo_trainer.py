@@ -19,6 +19,7 @@ from trainkit import get_trainer, hookimpl
 from trainkit.errors import ConfigError
 from trainkit.migrating import translate
 from trainkit.runs import free_directory
+from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
 
@@ -55,8 +56,10 @@ class DDPOTrainer:
         image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
         _check(config, reward_function, prompt_function, image_samples_hook)
-        self.config, self.sd_pipeline, self.image_samples_callback = config, sd_pipeline, image_samples_hook
-        self.reward_fn, self.prompt_fn = reward_function, prompt_function
+        self.config, self.sd_pipeline = config, sd_pipeline
+        self.reward_fn = self.reward_function = reward_function
+        self.prompt_fn = self.prompt_function = prompt_function
+        self.image_samples_callback = self.image_samples_hook = image_samples_hook
         model, adapter = _model(sd_pipeline)
         settled = _translated(config).evolve(model={"peft_config": adapter})
         scored = _named(self._scored, reward_function)
@@ -69,6 +72,7 @@ class DDPOTrainer:
             sd_pipeline._export = self.save_pretrained
         self._told: dict[int, Any] = {}
         self._global_step, self._nowhere = 0, _Nowhere(self)
+        set_seed(config.seed + self.accelerator.process_index)  # for the function of prompts
         if settled.train.resume:
             self.trainer.begin()
         self.first_epoch = int(self.trainer.progress.collection)
@@ -319,6 +323,8 @@ def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
     if config.allow_tf32 and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
     train = found.config["train"]
+    if train.get("resume") == "auto" and not [*Path(train["run_dir"]).glob("checkpoints/step_*")]:
+        raise ValueError(f"resume_from is {config.resume_from!r}, where there is no checkpoint of a run of trainkit")
     if processes == 1 and not train.get("resume"):
         train["run_dir"] = free_directory(train["run_dir"])
     return trainkit.default_config("ddpo").evolve(**found.config)
