@@ -118,7 +118,8 @@ def resumed(value: Any, _context: Context) -> Settings:
 
 def directory(value: Any, context: Context) -> Settings:
     """Return the directory of the run, that of the project or the run's name in ``logdir``, unless a run is resumed."""
-    if "train.run_dir" in resumed(outer(context, "resume_from"), context):
+    before = PurePath(outer(context, "resume_from"))
+    if before.name and not before.name.startswith(("step_", "checkpoint_")):
         return {}
     project = context.get("DDPOConfig.project_kwargs", {}).get("project_dir")
     name = outer(context, "run_name") or outer(context, "exp_name") or "ddpo"
