@@ -393,6 +393,114 @@ def test_a_configuration_of_async_rlhf_means_the_same(given: dict[str, Any], exp
     assert config == config.update(expected)
 
 
+DDPO_PYTORCH = """
+run_name: a
+seed: 7
+logdir: out
+num_epochs: 10
+save_freq: 5
+mixed_precision: bf16
+use_lora: true
+pretrained: {model: m, revision: v}
+sample: {num_steps: 20, eta: 1.0, guidance_scale: 3.0, batch_size: 8, num_batches_per_epoch: 4}
+train:
+  {batch_size: 4, learning_rate: 0.001, adam_beta1: 0.8, gradient_accumulation_steps: 2, num_inner_epochs: 2, cfg: true,
+   clip_range: 0.01, timestep_fraction: 0.5}
+prompt_fn: simple_animals
+prompt_fn_kwargs: {}
+reward_fn: jpeg_compressibility
+per_prompt_stat_tracking: {buffer_size: 32, min_count: 8}
+"""
+"""A configuration of ddpo-pytorch as YAML."""
+DDPO_FIELDS = """
+run_name seed logdir num_epochs save_freq num_checkpoint_limit mixed_precision allow_tf32 resume_from use_lora
+pretrained.model pretrained.revision sample.num_steps sample.eta sample.guidance_scale sample.batch_size
+sample.num_batches_per_epoch train.batch_size train.use_8bit_adam train.learning_rate train.adam_beta1
+train.adam_beta2 train.adam_weight_decay train.adam_epsilon train.gradient_accumulation_steps train.max_grad_norm
+train.num_inner_epochs train.cfg train.adv_clip_max train.clip_range train.timestep_fraction prompt_fn
+prompt_fn_kwargs reward_fn per_prompt_stat_tracking.buffer_size per_prompt_stat_tracking.min_count
+"""
+
+
+def test_every_field_of_ddpo_pytorch_has_a_place() -> None:
+    assert [*framework("ddpo_pytorch").settings] == DDPO_FIELDS.split()
+
+
+def test_a_file_of_ddpo_pytorch_means_the_same(tmp_path: Path) -> None:
+    result = migrated(tmp_path, DDPO_PYTORCH, "ddpo.yaml")
+    assert result.exit_code == 0, result.output
+    config = TRLConfig.from_dict(yaml.safe_load(result.stdout))
+    method, train, rollout = config.method, config.train, config.rollout
+    assert (method.name, method.num_steps, method.guidance_scale, method.cliprange) == ("ddpo", 20, 3.0, 0.01)
+    assert (method.ddpo_epochs, method.buffer_size, method.min_count) == (2, 32, 8)
+    # 32 images; a step has 8 of them, with 10 denoising steps of each; an epoch has 4 steps in each of 2 passes
+    assert (rollout.num_rollouts, rollout.batch_size, train.batch_size, train.microbatch_size) == (32, 8, 80, 4)
+    assert (train.total_steps, train.save_interval, train.run_dir) == (80, 40, "out/a")
+    assert (config.optimizer.lr, config.optimizer.kwargs["betas"]) == (1e-3, [0.8, 0.999])
+    assert (config.model.model_path, config.model.kwargs, config.model.peft_config["r"]) == ("m", {"revision": "v"}, 4)
+    assert "--prompts FILE" in result.stderr
+    assert "'jpeg_compressibility' by the option --reward-fn FILE.py:NAME" in result.stderr
+
+
+DDPO_SCRIPT = """
+import ml_collections
+import os
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.seed = 42
+    config.logdir = os.environ["HOME"]
+    config.sample = sample = ml_collections.ConfigDict()
+    sample.num_steps = 20
+    sample.batch_size = 8
+    return config
+
+def aesthetic():
+    config = get_config()
+    config.num_epochs = 4
+    config.sample.num_batches_per_epoch = 4
+    config.train.gradient_accumulation_steps = 8
+    config.reward_fn = "aesthetic_score"
+    config.per_prompt_stat_tracking = {"buffer_size": 32, "min_count": 16}
+    return config
+
+def main(name):
+    return globals()[name]()
+"""
+
+
+def test_functions_of_ddpo_pytorch_are_read(tmp_path: Path) -> None:
+    result = migrated(tmp_path, DDPO_SCRIPT, "dgx.py")
+    assert result.exit_code == 0, result.output
+    first, second = (TRLConfig.from_dict(given) for given in yaml.safe_load_all(result.stdout))
+    assert (first.method.num_steps, first.rollout.num_rollouts, first.train.total_steps) == (20, 16, 1600)
+    # 32 images of 20 steps, 8 of them in a step
+    assert (second.rollout.num_rollouts, second.train.batch_size, second.train.total_steps) == (32, 160, 16)
+    assert second.method.buffer_size == 32
+    assert "dgx.py:8: logdir is computed" in result.stderr
+    assert "'aesthetic_score' by the option --reward-fn" in result.stderr
+    other = "import trlx\ndef main():\n    config = trlx.f()\n    config.train.batch_size = 3\n"
+    assert configured(other) is None
+    assert configured("def f():\n    config.seed = 3\n") is None
+
+
+def test_what_ddpo_pytorch_does_without_a_field_is_said_too() -> None:
+    found = translate("ddpo_pytorch", {"sample": {"batch_size": 4}, "per_prompt_stat_tracking": None}, processes=2)
+    config = TRLConfig.from_dict(found.config)
+    assert (config.method.buffer_size, config.train.seed, config.train.mixed_precision) == (0, 42, "fp16")
+    assert (config.rollout.num_rollouts, config.train.batch_size, config.train.total_steps) == (16, 100, 800)
+    assert (config.train.save_interval, config.optimizer.lr) == (160, 3e-4)
+    given = {"train": {"cfg": False, "use_8bit_adam": True}, "resume_from": "logs/checkpoint_3", "sample": {}}
+    assert [remark.field for remark in translate("ddpo_pytorch", given).refused] == [
+        "resume_from", "train.use_8bit_adam", "train.cfg",
+    ]  # fmt: skip
+    off = {"train": {"cfg": False}, "sample": {"guidance_scale": 1.0}, "resume_from": "logs/old", "allow_tf32": True}
+    found = translate("ddpo_pytorch", off)
+    assert not found.refused
+    assert (found.config["train"]["resume"], found.config["train"]["run_dir"]) == ("auto", "logs/old")
+    assert [remark.field for remark in found.remarks] == ["allow_tf32"]
+
+
 # ---------------------------------------------------------------------------------------- DeepSpeed, FSDP, accelerate
 
 

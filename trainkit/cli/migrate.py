@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
-    "A configuration (.yml) of trlX, TRL, async_rlhf or accelerate, or a script (.py) of trlX, TRL or async_rlhf; "
-    "docs/migrating has the tables."
+    "A configuration (.yml) of trlX, TRL, async_rlhf, ddpo-pytorch or accelerate, or a script (.py) of trlX, TRL, "
+    "async_rlhf or ddpo-pytorch; docs/migrating has the tables."
 )
 
 
@@ -29,8 +29,8 @@ def migrate(
 ) -> None:
     """Print a configuration of another framework as one of trainkit, or what to change in a script, as a patch.
 
-    Scripts of TRL 1.x and async_rlhf have no adapter: the configurations that they make are printed. What has no effect
-    or no counterpart is said on standard error, with the reason and what to write instead.
+    Scripts of TRL 1.x, async_rlhf and ddpo-pytorch have no adapter: the configurations that they make are printed. What
+    has no effect or no counterpart is said on standard error, with the reason and what to write instead.
     """
     if file.suffix == ".py":
         _migrate_script(file, processes)

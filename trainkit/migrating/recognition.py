@@ -12,8 +12,8 @@ from trainkit.migrating.tables import FRAMEWORKS, Framework, framework
 def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any]]:
     """Return the framework of a configuration file, and its sections as `translate` takes them.
 
-    A file of trlX has sections, one of accelerate the field ``distributed_type``. The fields of TRL and async_rlhf are
-    in no section; what they have in common does not say which class they are of.
+    Files of trlX and ddpo-pytorch have sections, one of accelerate the field ``distributed_type``. The fields of TRL
+    and async_rlhf are in no section; what they have in common does not say which class they are of.
 
     Args:
         given: the content of the file.
@@ -24,6 +24,8 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
     """
     if "method" in given and {"model", "train", "tokenizer"} & given.keys():
         return "trlx", dict(given)
+    if "sample" in given or {"pretrained", "train"} <= given.keys():
+        return "ddpo_pytorch", dict(given)
     if "distributed_type" in given or "compute_environment" in given:
         return "accelerate", dict(given)
     without_adapter = [each for each in FRAMEWORKS if not framework(each).adapter]
@@ -34,9 +36,9 @@ def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, 
     if len(names) != 1:
         known = ", ".join(names or classes)
         raise ConfigError(
-            "the file should have the sections of trlX (method, model, train), distributed_type of accelerate, or the "
-            f"fields of one class of TRL or async_rlhf; given {', '.join(given)}; name the class by --config-class, "
-            f"which may be {known}"
+            "the file should have the sections of trlX (method, model, train) or ddpo-pytorch (sample, train), "
+            "distributed_type of accelerate, or the fields of one class of TRL or async_rlhf; given "
+            f"{', '.join(given)}; name the class by --config-class, which may be {known}"
         )
     about = framework(classes[names[0]])
     sections: dict[str, Any] = {names[0]: {}}

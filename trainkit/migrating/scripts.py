@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -78,7 +78,7 @@ def configured(text: str) -> Configured | None:
             found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
         _read_calls(tree, about, found)
         return found
-    return None
+    return _read_functions(tree, imported)
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -87,6 +87,60 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def _read_functions(tree: ast.Module, imported: Iterable[str]) -> Configured | None:
+    """Return the configurations that functions of ddpo-pytorch make by assignments; None if there are none."""
+    packages = {path.split(".")[0] for path in imported}
+    if packages & {framework(name).package for name in FRAMEWORKS} - {""}:
+        return None
+    found, made = Configured("ddpo_pytorch"), dict[str, dict[str, Any]]()
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and (given := _read_assignments(function, made, found)):
+            made[function.name] = given
+    known = framework("ddpo_pytorch").settings
+    found.configs = [_nested(given) for given in made.values()]
+    return found if any("." in path and path in known for given in made.values() for path in given) else None
+
+
+def _read_assignments(function: ast.FunctionDef, made: Mapping[str, Any], found: Configured) -> dict[str, Any]:
+    """Return the literals that are assigned to fields of ``config``, by their paths; say which others are.
+
+    Args:
+        function: a function.
+        made: what functions before it have assigned, by their names; this one may begin with it.
+        found: where fields that are computed are added.
+    """
+    given, names = dict[str, Any](), {"config": ""}
+    for node in (each for each in ast.walk(function) if isinstance(each, ast.Assign)):
+        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        given |= made.get(called, {})
+        heads = [ast.unparse(target).partition(".") for target in node.targets]
+        path = next((f"{names[head]}{rest}" for head, _, rest in heads if head in names and rest), "")
+        if not path:
+            continue
+        if called.endswith("ConfigDict"):  # a section, which may have a name of its own
+            names |= {head: f"{path}." for head, _, rest in heads if not rest}
+            continue
+        try:
+            given[path] = ast.literal_eval(node.value)
+        except ValueError:
+            setting = framework("ddpo_pytorch").settings.get(path)
+            to = f"; set {setting.to}" if setting and setting.to else ""
+            found.changes.append(f"{node.lineno}: {path} is computed{to}")
+    return given
+
+
+def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields by their dotted paths as sections."""
+    found: dict[str, Any] = {}
+    for path, value in given.items():
+        *sections, name = path.split(".")
+        here = found
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = value
+    return found
 
 
 def _read_calls(tree: ast.AST, about: Framework, found: Configured) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trainkit.errors import ConfigError
 from trainkit.migrating import training_arguments
 
-FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "accelerate")
+FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate")
 """The frameworks that have a table."""
 Kind = Literal["mapped", "equivalent", "without effect", "refused"]
 OTHERS: tuple[Kind, ...] = ("equivalent", "without effect", "refused")
@@ -85,7 +85,12 @@ class Framework:
     """Its public names by their paths."""
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return the function that converts a value: the framework's own, or that of transformers' arguments."""
+        """Return the function that converts a value: the framework's own, that of transformers' arguments, or one of
+        another module, whose name stands in front of it.
+        """
+        module, _, name = name.rpartition(".")
+        if module:
+            return getattr(import_module(f"trainkit.migrating.{module}"), name)  # type: ignore[no-any-return]
         found: Callable[..., Any] = getattr(self.functions, name, None) or getattr(training_arguments, name)
         return found
 

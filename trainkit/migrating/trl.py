@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.migrating.conversions import Context, RefusedError, Settings
 from trainkit.migrating.training_arguments import deepspeed, fsdp
+from trainkit.migrating.training_arguments import given as of_any_class
 
 METHODS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward", "IterativeSFTTrainer": "sft"}
 """The methods of the trainers that learn from samples."""
@@ -23,6 +24,8 @@ def implied(_config: Settings, context: Context) -> Settings:
             kept = {} if limited else {"train.keep_checkpoints": 1_000_000}  # practically all
             sampled = {} if trainer == "RewardTrainer" else {"rollout.max_new_tokens": 1}  # each call gives its own
             return {"method.name": method, **kept, **dropout, **own_loop, **sampled}
+    if "DDPOConfig" in context.given:
+        return {"method.name": "ddpo", "optimizer.name": "adamw", "train.eval_interval": 0}
     if "PPOConfig" not in context.given:
         return {}
     # its loop has no end, evaluates and saves nothing by itself, and steps with Adam
@@ -38,7 +41,10 @@ def tracker(value: Any, context: Context) -> Settings:
         return {"train.trackers": ["tensorboard"]}
     if value != "wandb":
         raise RefusedError(f"given {value!r}; TRL has wandb and tensorboard, trainkit more: see train.trackers")
-    return {"train.trackers": [{"name": "wandb", "project": context.get("PPOConfig.tracker_project_name", "trl")}]}
+    run = {"run_name": name} if (name := context.get("DDPOConfig.run_name")) else {}
+    return {
+        "train.trackers": [{"name": "wandb", "project": of_any_class(context, "tracker_project_name", "trl"), **run}]
+    }
 
 
 def accelerator(value: Any, context: Context) -> Settings:
@@ -58,6 +64,25 @@ def accelerator(value: Any, context: Context) -> Settings:
                 "train.mixed_precision and train.sharding (docs/scale.md)"
             )
     return found
+
+
+def project(value: Any, context: Context) -> Settings:
+    """Return how many checkpoints are kept; the directory is read with ``logdir``, which names that of the run."""
+    if odd := sorted(value.keys() - {"project_dir", "logging_dir", "automatic_checkpoint_naming", "total_limit"}):
+        raise RefusedError(f"given {', '.join(odd)}; checkpoints of trainkit are numbered by their steps; remove it")
+    if value.get("logging_dir"):
+        context.remarks.append("logging_dir has no effect: logs are in the directory of the run")
+    return {"train.keep_checkpoints": limit} if (limit := value.get("total_limit")) else {}
+
+
+def threads(value: Any, context: Context) -> Settings:
+    """Return the threads that call the reward function while further images are sampled; 0 if that is not asked for."""
+    return {"method.reward_workers": context.get("DDPOConfig.max_workers", 2) if value else 0}
+
+
+def negative(value: Any, _context: Context) -> Settings:
+    """Return the negative prompt, one text."""
+    return {"method.negative_prompt": value or ""}
 
 
 def target(value: Any, context: Context) -> Settings:

@@ -77,13 +77,13 @@ class AccelerateTracker:
     @hookimpl
     def log_metrics(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         """Log metrics at their step; do nothing outside a run."""
-        if self._opened(trainer) is not None:
+        if self.opened(trainer) is not None:
             self._tracker.log(metrics, step=step)
 
     @hookimpl
     def on_evaluate(self, trainer: Trainer, step: int, samples: list[Sample]) -> None:
         """Show the first samples of an evaluation as a table, and histograms of all, if the tracker has them."""
-        if samples and self._opened(trainer) is not None:
+        if samples and self.opened(trainer) is not None:
             self.show_table(table_of(samples[:ROWS], step), step)
             for name, values in drawn(samples).items():
                 self.show_histogram(f"eval/{name}/histogram", values, step)
@@ -103,7 +103,7 @@ class AccelerateTracker:
             self._close()
             self._begun_at = self._tracker = None
 
-    def _opened(self, trainer: Trainer) -> Any:
+    def opened(self, trainer: Trainer) -> Any:
         """Return the tracker, or None outside a run. The first call opens it and logs the configuration."""
         run_dir, begun_at = trainer.run_dir, self._begun_at
         if self._tracker is not None or run_dir is None or begun_at is None:

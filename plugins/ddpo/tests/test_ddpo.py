@@ -320,6 +320,28 @@ def test_it_learns_to_darken_what_was_bright(tmp_path: Path) -> None:
     assert after > before + 0.1
 
 
+def test_a_loop_of_ones_own_makes_collections_and_resumes_bit_equal(tmp_path: Path) -> None:
+    def loop(run_dir: Path, count: int, **changes: Any) -> Any:
+        trainer = tiny_trainer("ddpo", run_dir, method__ddpo_epochs=2, **changes)
+        trainer.begin()
+        for _ in range(count):
+            found = trainer.step(["a", {"prompt": "bc"}, "a", "def"])
+            assert {"reward/mean", "policy/ratio", "loss/total"} <= found.keys()
+        return trainer
+
+    straight = loop(tmp_path / "straight", 3)
+    # 4 images of two steps that add noise, in one step, in two passes
+    assert (straight.progress.step, straight.progress.collection, straight.progress.cursor) == (6, 3, 12)
+    assert len(straight.tracker.rewards["a"]) == 6
+    loop(tmp_path / "stopped", 2).save()
+    resumed = loop(tmp_path / "stopped", 1, train__resume="auto")
+    a, b = straight.unwrapped.state_dict(), resumed.unwrapped.state_dict()
+    assert [key for key in a if not torch.equal(a[key], b[key])] == []
+    assert straight.tracker.rewards == resumed.tracker.rewards
+    with pytest.raises(DataError, match="the model knows"):
+        resumed.step(["cow"])
+
+
 def test_denoising_is_learnt_from_images() -> None:
     """Of images that are all one grey, the clean one is known whatever the noise: the loss falls to near 0."""
     torch.manual_seed(0)

@@ -339,6 +339,35 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
 
     # ---------------------------------------------------------------------------------------------------- the user
 
+    def step(self, prompts: Any) -> dict[str, float]:
+        """Learn from images for these prompts, in a loop of your own: one collection with all its passes.
+
+        Args:
+            prompts: as for `trainkit.train`; each process gives prompts of its own, equally many.
+
+        Returns:
+            The metrics of this call, averaged over its optimizer steps.
+
+        Raises:
+            DataError: a prompt cannot be used.
+            RewardError: the reward function failed.
+        """
+        rows = self.read_prompts(prompts)
+        self.begin()
+        at = self.progress
+        first = at.cursor + self.accelerator.process_index * len(rows)
+        rows, size = placed(rows, first), self.config.rollout.batch_size
+        self.store.clear()
+        self._begin_own_collection()
+        self._promised, self.reward_caller.seconds = [], []
+        at.prompts = len(rows)
+        with self.inference():
+            for start in range(0, len(rows), size):
+                self.store.push(self.make_experience(rows[start : start + size]))
+            self._prepare_store()
+        at.cursor += len(rows) * self.accelerator.num_processes
+        return self._learn_from_store(self.passes)
+
     def generate(self, prompts: Any) -> ImageRollouts:
         """Generate images for one or several prompts: strings, or dicts with a ``prompt``. Training is not affected.
 

@@ -6,6 +6,12 @@ from trainkit.models import (
     PreTrainedModelWrapper,
     create_reference_model,
 )
+from trainkit_trl.models.modeling_sd_base import (
+    DDPOPipelineOutput,
+    DDPOSchedulerOutput,
+    DDPOStableDiffusionPipeline,
+    DefaultDDPOStableDiffusionPipeline,
+)
 
 SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
 
@@ -13,6 +19,10 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "DDPOPipelineOutput",
+    "DDPOSchedulerOutput",
+    "DDPOStableDiffusionPipeline",
+    "DefaultDDPOStableDiffusionPipeline",
     "PreTrainedModelWrapper",
     "create_reference_model",
 ]

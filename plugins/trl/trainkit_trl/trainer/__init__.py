@@ -1,6 +1,8 @@
 """Trainers and their configurations."""
 
 from trainkit.migrating import refusing
+from trainkit_trl.trainer.ddpo_config import DDPOConfig
+from trainkit_trl.trainer.ddpo_trainer import DDPOTrainer
 from trainkit_trl.trainer.dpo_trainer import DPOTrainer
 from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
 from trainkit_trl.trainer.ppo_config import PPOConfig
@@ -21,6 +23,8 @@ from trainkit_trl.trainer.utils import (
 __all__ = [
     "AdaptiveKLController",
     "ConstantLengthDataset",
+    "DDPOConfig",
+    "DDPOTrainer",
     "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "FixedKLController",

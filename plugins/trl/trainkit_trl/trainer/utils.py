@@ -15,6 +15,7 @@ from transformers import DataCollatorForLanguageModeling
 from trainkit import metrics
 from trainkit.data import Completions
 from trainkit.functional import preference_accuracy
+from trainkit.metrics import PerPromptStatTracker as PerPromptStatTracker
 from trainkit.migrating import refusing
 from trainkit.models import disable_dropout
 
