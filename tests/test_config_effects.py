@@ -45,6 +45,8 @@ SECTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.min_p": (0.9, {}),
     "rollout.repetition_penalty": (3.0, {}),
     "rollout.stop_sequences": (["a"], {}),
+    "rollout.stop_token_ids": ([0, 1, 2], {}),
+    "rollout.min_new_tokens": (4, {}),
     "rollout.num_rollouts": (8, {}),
     "rollout.batch_size": (4, {}),
     "rollout.overlong_prompts": ("truncate", {"train.seq_length": 8}),

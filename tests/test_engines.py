@@ -326,6 +326,11 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
     assert told in asked(tmp_path, spoil)
 
 
+def test_ending_before_the_shortest_length_is_refused(tmp_path: Path) -> None:
+    spoil = changed(ids=[[0, 8]] * 4, reasons=["stop"] * 4, logprobs=None, entropy=None)
+    assert "ended response 0 after 1 tokens; min_new_tokens is 2" in asked(tmp_path, spoil, min_new_tokens=2)
+
+
 def test_going_on_after_a_stop_string_is_refused(tmp_path: Path) -> None:
     spoil = changed(ids=[[0, 1, 2, 3]] * 4, reasons=["length"] * 4, logprobs=None, entropy=None)
     assert "went on after the EOS or stop string of response 0" in asked(tmp_path, spoil, stop_sequences=["bc"])

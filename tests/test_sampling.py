@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import trainkit
+from trainkit import default_config
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.errors import ConfigError, DataError, PluginError
@@ -24,6 +26,7 @@ from trainkit.rollouts import CausalSampler, assemble, cut_at_stop
 from trainkit.seeding import PLACE, Place, philox, placed, response_seeds, turn_seed, uniforms
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
+from trainkit.trainer.generation import given_rollouts
 
 TOKENS = [*LETTERS, EOS, PAD]
 """The vocabulary, in the order of ids."""
@@ -391,6 +394,71 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings
     assert chi_square(tokens, probs) < critical(probs)
     if settings:
         assert chi_square(tokens, plain) > 2 * critical(plain), "and it would notice if the settings were ignored"
+
+
+@pytest.mark.parametrize("stop", [EOS, "h"], ids=["EOS", "a stop token"])
+def test_a_response_does_not_end_before_its_shortest_length(stop: str) -> None:
+    """The next token is drawn from the other tokens; log-probabilities are those of the whole distribution (F-02)."""
+    model, query, end = make_model(spread=0.12), ids_of(*"abc"), TOKENS.index(stop)
+    settings: dict[str, Any] = {"stop_token_ids": [TOKENS.index("h")]} if stop == "h" else {}
+    ends = {end, TOKENS.index(EOS)}
+    found = sample(
+        CausalSampler(model, tokenizer()), [query] * DRAWS, max_new_tokens=3, min_new_tokens=1, top_p=0.9, **settings
+    )
+    whole = softmax(first_logits(model, query))
+    left = [0.0 if token in ends else p for token, p in enumerate(whole)]
+    firsts = [int(response[0]) for response in found.responses]
+    probs = truncated([p / sum(left) for p in left], top_p=0.9)
+    assert chi_square(firsts, probs) < critical(probs)
+    assert truncated(whole, top_p=0.9)[end] * DRAWS > 20, "it would notice if the setting were ignored"
+    logprobs = found.logprobs[found.sequences.response_mask]  # type: ignore[index]
+    starts = torch.tensor([0, *itertools.accumulate(len(response) for response in found.responses)][:-1])
+    assert logprobs[starts].tolist() == pytest.approx([math.log(whole[token]) for token in firsts], abs=1e-5)
+    short = [response.tolist() for response in found.responses if len(response) < 3]
+    assert short, "some end at the second token"
+    assert all(response[-1] in ends and ends.isdisjoint(response[:-1]) for response in short)
+    assert all(found.terminated[row] == (int(r[-1]) in ends) for row, r in enumerate(found.responses))
+
+
+def test_a_response_of_a_fixed_length_has_no_eos_unless_nothing_else_is_allowed() -> None:
+    sampler = CausalSampler(make_model(), tokenizer())
+    found = sample(sampler, RAGGED * 8, max_new_tokens=6, min_new_tokens=6)
+    assert [len(response) for response in found.responses] == [6] * len(found)
+    assert not bool(found.terminated.any())
+    forced = sample(on_rails("abc"), [ids_of("a")], max_new_tokens=6, min_new_tokens=6)
+    assert forced.responses[0].tolist() == ids_of("b", "c", EOS)
+    assert bool(forced.terminated.all())
+
+
+def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path: Path) -> None:
+    """As EOS: it is the last token of the response, which is terminated, also among given responses and in episodes."""
+    found = sample(on_rails("abcdef"), [ids_of("a")], max_new_tokens=8, stop_token_ids=ids_of("d"))
+    assert (found.responses[0].tolist(), found.terminated.tolist()) == (ids_of(*"bcd"), [True])
+    trainer = tiny_trainer("ppo", tmp_path, rollout__stop_token_ids=[3])
+    given = given_rollouts(trainer, [[1], [1]], [[2, 3], [2, 2]])
+    assert given.terminated.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens is 9 and max_new_tokens 4"),
+        ({"stop_token_ids": [-1]}, "greater than or equal to 0"),
+        ({"stop_token_ids": [100_000]}, r"stop_token_ids holds 100000, and the model has \d+ tokens"),
+    ],
+)
+def test_lengths_and_stop_tokens_that_cannot_be_are_refused(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("ppo", tmp_path).generate("a", **settings)
+
+
+def test_the_shortest_length_of_evaluations_is_compared_with_their_longest() -> None:
+    rollout = {"max_new_tokens": 60, "eval_kwargs": {"min_new_tokens": 50}}
+    assert default_config("ppo").evolve(rollout=rollout).rollout.eval_kwargs == {"min_new_tokens": 50}
+    with pytest.raises(ConfigError, match="min_new_tokens is 50 and max_new_tokens 20"):
+        default_config("ppo").evolve(rollout={**rollout, "max_new_tokens": 20})
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -78,6 +79,9 @@ class SamplingConfig(Section):
 
     max_new_tokens: int = Field(40, ge=1)
     """Maximum length of a response in tokens, EOS included."""
+    min_new_tokens: int = Field(0, ge=0)
+    """Tokens of a response before EOS or one of ``stop_token_ids`` may be sampled; 0: off. Stop strings may end it
+    earlier. Log-probabilities remain those of the whole distribution."""
     temperature: float = Field(1.0, ge=0)
     """The logits are divided by this in sampling and in the log-probabilities that training uses. 0 (greedy) is
     allowed in evaluation only."""
@@ -95,6 +99,18 @@ class SamplingConfig(Section):
     repetition less likely. Log-probabilities remain those without the penalty."""
     stop_sequences: list[str] = []
     """Strings that end a response; the text passed to the reward function ends before them."""
+    stop_token_ids: list[NonNegativeInt] = []
+    """Token ids that end a response, besides the EOS ids of the tokenizer and of the model's generation config. Like
+    EOS, the token belongs to the response and is trained."""
+
+    @model_validator(mode="after")
+    def _shortest_fits(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}; "
+                "the shortest response should not be longer than the longest"
+            )
+        return self
 
     @field_validator("stop_sequences")
     @classmethod

@@ -248,7 +248,8 @@ class RolloutConfig(SamplingConfig):
         sampling: type[SamplingConfig] | None = (info.context or {}).get("sampling")
         for _, settings in sweep(value):
             known = {name: v for name, v in settings.items() if sampling or name in SamplingConfig.model_fields}
-            (sampling or SamplingConfig).model_validate(known)  # `TRLConfig` checks those of the method
+            lengths = {name: info.data[name] for name in ("max_new_tokens", "min_new_tokens") if name in info.data}
+            (sampling or SamplingConfig).model_validate(lengths | known)  # `TRLConfig` checks those of the method
         if swept and not value[swept[0]]:
             raise ValueError(f"the list of values for {swept[0]} is empty; give at least one")
         return value
@@ -262,7 +263,7 @@ def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
 
 
 def _swept(settings: Plain) -> list[str]:
-    return [name for name, value in settings.items() if isinstance(value, list) and name != "stop_sequences"]
+    return [name for name, value in settings.items() if isinstance(value, list) and not name.startswith("stop_")]
 
 
 class EnvironmentConfig(Section):

@@ -145,7 +145,8 @@ class TRLConfig(Frozen, Generic[M]):
     @model_validator(mode="after")
     def _method_knows_sampling(self) -> Self:
         for _, settings in sweep(self.rollout.eval_kwargs):  # for a section that was built without the method
-            self.method.sampling.model_validate(settings)
+            lengths = {name: getattr(self.rollout, name) for name in ("max_new_tokens", "min_new_tokens")}
+            self.method.sampling.model_validate(lengths | settings)
         return self
 
     @classmethod

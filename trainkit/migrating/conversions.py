@@ -33,3 +33,15 @@ class Context:
         for part in path.split("."):
             here = here.get(part) if isinstance(here, Mapping) else None
         return default if here is None else here
+
+
+def stop_tokens(value: Any, context: Context) -> dict[str, Any]:
+    """Return the tokens that end a response besides EOS; none for an id that no token has, which meant no end."""
+    ids = [int(token) for token in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
+    if any(token < 0 for token in ids):
+        context.remarks.append(
+            "no token has a negative id; responses still end at EOS. For responses of a fixed length, set "
+            "min_new_tokens to max_new_tokens"
+        )
+    found = [token for token in ids if token >= 0]
+    return {"rollout.stop_token_ids": found} if found else {}

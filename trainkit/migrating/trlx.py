@@ -121,7 +121,7 @@ def sampled(config: Settings, context: Context) -> Settings:
         greedy = _method(context) == "sft" and context.get("method.gen_kwargs.do_sample") is None
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
-    differ = {name: value for name, value in given.items() if isinstance(value, list) and name != "stop_sequences"}
+    differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}
     if context.get("method.gen_experience_kwargs"):
         return {"top_k": 50, **rollout, "eval_kwargs": given}
     if given.get("temperature") == 0:  # of evaluations alone, as beta, which the section does not have

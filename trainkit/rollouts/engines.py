@@ -283,18 +283,23 @@ class EngineSampler:
     def _stop_fault(self, request: Request, answer: Generated) -> str:
         """Return which response does not end by EOS or at a stop string as its reason says; empty if none is wrong."""
         served, stops = self.engine.served, request.settings.stop_sequences
+        ends = {*served.eos, *request.settings.stop_token_ids}
 
         def stopped(responses: list[list[int]]) -> list[bool]:
-            ended = [any(token in served.eos for token in ids) for ids in responses]
+            ended = [not ends.isdisjoint(ids) for ids in responses]
             if not stops:
                 return ended
             texts = decode(served.tokenizer, responses, self.skip_special_tokens)
             return [end or any(stop in text for stop in stops) for end, text in zip(ended, texts, strict=True)]
 
+        masked = served.options.get("logit_mask") is not None  # it may leave EOS alone
+        least = 0 if masked else request.settings.min_new_tokens
         whole, before = stopped(answer.ids), stopped([ids[:-1] for ids in answer.ids])
         for index, (reason, now, earlier) in enumerate(zip(answer.reasons, whole, before, strict=True)):
             if earlier:
                 return f"went on after the EOS or stop string of response {index}"
+            if (at := next((at for at, token in enumerate(answer.ids[index]) if token in ends), least)) < least:
+                return f"ended response {index} after {at} tokens; min_new_tokens is {least}"
             if now != (reason == "stop"):
                 found = "ends by EOS or a stop string" if now else "ends neither by EOS nor by a stop string"
                 return f"gave the reason {reason!r} for response {index}, which {found}"

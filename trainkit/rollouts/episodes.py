@@ -201,7 +201,11 @@ class Player:
             if self.max_tokens is not None:
                 room = min(room, self.max_tokens - len(scripts[at].context))
             groups.setdefault(room, []).append(at)
-        return [(some, settings.model_copy(update={"max_new_tokens": room})) for room, some in groups.items()]
+        least = settings.min_new_tokens
+        return [
+            (some, settings.model_copy(update={"max_new_tokens": room, "min_new_tokens": min(least, room)}))
+            for room, some in groups.items()
+        ]
 
     @staticmethod
     def _sample_outputs(

@@ -93,8 +93,8 @@ class TokenSampler:
     the batch. The random numbers of a row follow from its seed alone.
 
     The log-probabilities and entropies that it returns are those of the distribution that training uses: at the
-    sampling temperature and under the logit mask, before ``repetition_penalty``, ``steer``, ``top_k``, ``top_p`` and
-    ``min_p`` are applied (F-02).
+    sampling temperature and under the logit mask, before ``min_new_tokens``, ``repetition_penalty``, ``steer``,
+    ``top_k``, ``top_p`` and ``min_p`` are applied (F-02).
 
     At construction a few tokens are run through the model. If cached steps differ from full forward passes, for
     example because recurrent states cannot be padded, the model is run by its own ``generate`` instead, and the sampler
@@ -248,7 +248,7 @@ class _Responses:
     ) -> None:
         (count, self.room), device, self.watch = draws.shape, draws.device, watch
         self.sampler, self.settings, self.draws = sampler, settings, draws
-        self.eos = torch.tensor(eos_ids(sampler.model, sampler.tokenizer), device=device)
+        self.eos = torch.tensor([*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids], device=device)
         self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
         self.logprobs = torch.zeros((count, self.room), device=device)
         self.entropy = torch.zeros((count, self.room), device=device)
@@ -278,7 +278,7 @@ class _Responses:
             The chosen tokens [b].
         """
         plain = _Odds(self._scale(logits, previous))
-        odds = self._restrict(plain, rows, previous, logits, hidden)
+        odds = self._restrict(plain, step, rows, previous, logits, hidden)
         tokens = odds.draw(self.draws[rows, step], self.settings.temperature)
         self.tokens[rows, step] = tokens
         self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
@@ -299,7 +299,9 @@ class _Responses:
         scaled = logits if self.settings.temperature in (0, 1) else logits / self.settings.temperature
         return allow_logits(scaled, previous, self.sampler.logit_mask)
 
-    def _restrict(self, plain: _Odds, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> _Odds:
+    def _restrict(
+        self, plain: _Odds, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None
+    ) -> _Odds:
         """Return the distribution to sample from: ``plain``, changed and truncated by the settings."""
         scores, settings = plain.scores, self.settings
         if self.seen is not None:
@@ -308,11 +310,14 @@ class _Responses:
         if self.sampler.steer is not None:
             assert hidden is not None, "hidden states are requested if there is something to steer"
             scores = self.sampler.steer(scores, hidden, settings)
+        if step < settings.min_new_tokens:
+            going_on = scores.index_fill(-1, self.eos[self.eos < scores.size(-1)], -torch.inf)
+            scores = torch.where(going_on.isfinite().any(-1, keepdim=True), going_on, scores)  # a mask may force EOS
         scores = truncate_logits(scores, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
         return plain if scores is plain.scores else _Odds(scores)
 
     def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Return bool [b]: the rows whose last token is EOS or completes a stop string."""
+        """Return bool [b]: the rows whose last token is EOS or a stop token, or completes a stop string."""
         ended, stops = torch.isin(tokens, self.eos), self.settings.stop_sequences
         if stops:
             so_far = self.tokens[rows, : step + 1]

@@ -214,7 +214,8 @@ def given_rollouts(
     check_ids(trainer, prompts, ids)
     sampled = None if masks is None else [_mask(mask, row, index) for index, (mask, row) in _paired(masks, ids)]
     stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
-    eos, texts = eos_ids(trainer.unwrapped.model, trainer.tokenizer), decode(trainer.tokenizer, ids, skip)
+    eos = {*eos_ids(trainer.unwrapped.model, trainer.tokenizer), *trainer.config.rollout.stop_token_ids}
+    texts = decode(trainer.tokenizer, ids, skip)
     ended = [row[-1] in eos or any(stop in text for stop in stops) for row, text in zip(ids, texts, strict=True)]
     return assemble(
         trainer.tokenizer,

@@ -572,7 +572,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
         own = episode_seeds(self.config.train.seed, purpose, rows, self._queries(rows))
         rows = [{**self._numbered(row), "episode_seed": seed} for row, seed in zip(rows, own, strict=True)]
-        eos = eos_ids(self.unwrapped.model, self.tokenizer)
+        eos = [*eos_ids(self.unwrapped.model, self.tokenizer), *settings.stop_token_ids]
         return self.player(rows, settings, seeds, sample, eos).to(self.accelerator.device)
 
     def _numbered(self, row: Row) -> Row:
@@ -685,7 +685,14 @@ class TextTrainer(AcceleratedLoop[M]):
         Raises:
             ConfigError: a setting does not exist, or its value is not allowed.
         """
-        return generation.settings(self.config, overrides)
+        found = generation.settings(self.config, overrides)
+        vocabulary = self.model_config.get_text_config().vocab_size
+        if outside := [token for token in found.stop_token_ids if token >= vocabulary]:
+            raise ConfigError(
+                f"sampling settings: stop_token_ids holds {outside[0]}, and the model has {vocabulary} tokens; remove "
+                "it. For responses of a fixed length, set min_new_tokens to max_new_tokens"
+            )
+        return found
 
     def generate(
         self,

@@ -47,6 +47,25 @@ def settings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
     return PPOConfig(**{"batch_size": 16, "mini_batch_size": 8, "learning_rate": 3e-3, "init_kl_coef": 0.0, **changes})
 
 
+def test_arguments_that_end_responses_have_their_counterparts(
+    made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other tokens end responses besides EOS; an id that no token has does not, and a remark says so once."""
+    model, tokenizer, _ = made
+    trainer = PPOTrainer(settings(tmp_path, monkeypatch), model, None, tokenizer)
+    queries = [torch.tensor(tokenizer.encode("ab"))] * 8
+    for _ in range(2):
+        fixed = trainer.generate(queries, return_prompt=False, min_new_tokens=6, max_new_tokens=6, eos_token_id=-1)
+    assert [len(response) for response in fixed] == [6] * 8
+    assert caplog.text.count("no token has a negative id") == 1
+    ends = [tokenizer.eos_token_id, *tokenizer.encode("ab")]
+    ended = trainer.generate(queries, return_prompt=False, max_new_tokens=16, eos_token_id=ends)
+    assert all(int(response[-1]) in ends and not set(response[:-1].tolist()) & set(ends) for response in ended)
+    for name, value in {"bad_words_ids": [[1]], "num_return_sequences": 4, "min_length": 5}.items():
+        with pytest.raises(ConfigError, match=name):
+            trainer.generate(queries, **{name: value})
+
+
 def test_the_loop_of_ppo_learns(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, dataset = made
     config = settings(tmp_path, monkeypatch, adap_kl_ctrl=False)

@@ -64,12 +64,13 @@ def test_without_vllm_a_run_that_names_it_is_told_what_to_install(
     ("settings", "told"),
     [
         ({"min_p": 0.1, "top_p": 0.9}, "applies min_p before top_p, and trainkit after it"),
+        ({"min_new_tokens": 2, "stop_sequences": ["a"]}, "looks for stop_sequences only after min_new_tokens"),
         ({"temperature": 0.001}, "samples at temperature 0 or from 0.01; temperature is 0.001"),
     ],
 )
-def test_settings_that_vllm_understands_otherwise_are_refused(settings: dict[str, float], told: str) -> None:
+def test_settings_that_vllm_understands_otherwise_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_settings(SamplingConfig(**settings))  # type: ignore[arg-type]
+        check_settings(SamplingConfig(**settings))
     check_settings(SamplingConfig(min_p=0.1, top_k=3, temperature=0))
 
 

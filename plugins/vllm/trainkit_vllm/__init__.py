@@ -393,6 +393,7 @@ class VLLMEngine(Engine):
         return {
             "n": 1,
             "max_tokens": settings.max_new_tokens,
+            "min_tokens": settings.min_new_tokens,
             "temperature": settings.temperature,
             "top_k": settings.top_k,  # 0 is off, as here
             "top_p": settings.top_p,
@@ -402,7 +403,7 @@ class VLLMEngine(Engine):
             "detokenize": bool(settings.stop_sequences),
             "skip_special_tokens": self.served.options.get("skip_special_tokens", True),
             "ignore_eos": True,  # the run's own, not those of the model's files
-            "stop_token_ids": self.served.eos,
+            "stop_token_ids": [*self.served.eos, *settings.stop_token_ids],
             "logprobs": 0,
         }
 
@@ -421,7 +422,7 @@ def check_settings(settings: SamplingConfig) -> None:
     """Raise a `ConfigError` if vLLM samples from another distribution than trainkit under ``settings``.
 
     vLLM applies min-p before top-p, trainkit after it; with both, the remaining sets of tokens differ. It raises
-    temperatures below 0.01 to 0.01.
+    temperatures below 0.01 to 0.01, and looks for stop strings only after the shortest response.
     """
     if 0 < settings.temperature < COLDEST:
         raise ConfigError(
@@ -431,6 +432,11 @@ def check_settings(settings: SamplingConfig) -> None:
         raise ConfigError(
             f"the engine 'vllm' applies min_p before top_p, and trainkit after it: with min_p {settings.min_p:g} and "
             f"top_p {settings.top_p:g} it would sample from other tokens; set one of the two, or use engine 'local'"
+        )
+    if settings.min_new_tokens and settings.stop_sequences:
+        raise ConfigError(
+            "the engine 'vllm' looks for stop_sequences only after min_new_tokens, and trainkit from the first token; "
+            "set one of the two, or use engine 'local'"
         )
 
 

@@ -61,7 +61,7 @@ def engine_answers(bench: Bench) -> None:
 
 @check(kind="engine")
 def engine_stops(bench: Bench) -> None:
-    """Check that a stop string of one token or of several ends a response, and stays among its tokens.
+    """Check that a stop string of one token or of several, and a stop token, end a response and stay among its tokens.
 
     A response that goes on after its stop string is scored by text that the policy was told not to write.
     """
@@ -72,6 +72,10 @@ def engine_stops(bench: Bench) -> None:
         eos = serving.served.eos
         found = sum(reason == "stop" and ids[-1] not in eos for ids, reason in zip(made.ids, made.reasons, strict=True))
         require(found, f"none of 64 responses ends at the stop strings {stops}, so stopping cannot be checked")
+    request = serving.request(prompts(64), max_new_tokens=8, temperature=2.0, stop_token_ids=[0, 1], min_new_tokens=2)
+    made = serving.answer(request, serving.engine.submit(request))
+    found = sum(ids[-1] in (0, 1) for ids in made.ids)
+    require(found, "none of 64 responses ends at the stop tokens [0, 1], so stopping cannot be checked")
 
 
 @check(kind="engine")
@@ -112,7 +116,14 @@ def engine_logprobs(bench: Bench) -> None:
     (S-08, F-02). An engine that cannot compute them returns None.
     """
     serving = bench.subject.serving
-    cut: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"repetition_penalty": 1.5}]
+    cut: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 3},
+    ]
     for settings in ({"temperature": 1.0}, *({"temperature": TEMPERATURE, **each} for each in cut)):
         request = serving.request(prompts(16), **settings)
         made = serving.answer(request, serving.engine.submit(request))

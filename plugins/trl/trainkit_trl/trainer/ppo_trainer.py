@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +296,15 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     found = translate_sampling({"do_sample": True, **given})
     if found.refused:
         raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
+    for remark in found.remarks:
+        _say_once(str(remark))
     usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning("generate(): %s", text)
 
 
 def _translated(config: PPOConfig, model: Any, shared: int | None, *, own_optimizer: bool) -> trainkit.TRLConfig[Any]:
