@@ -1,0 +1,94 @@
+"""Longer scripts written for trlX run to their end and learn; `rewritten` changes the first word of their imports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from trainkit.migrating.scripts import rewritten
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
+
+SCRIPTS = Path(__file__).with_name("scripts")
+LETTERS = "abcdefghHA\n"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, str]:
+    """Return the directories of a GPT-2 and a T5 of random weights, with their tokenizer.
+
+    The embeddings of the GPT-2, which some scripts freeze, are those of a trained model in size.
+    """
+    tokenizer = character_tokenizer(LETTERS)
+    torch.manual_seed(0)
+    for name, fields in {
+        "gpt2": tiny_gpt2(len(tokenizer), initializer_range=0.2),
+        "t5": tiny_t5(len(tokenizer)),
+    }.items():
+        config = AutoConfig.for_model(**fields)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        kind.from_config(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return {name: str(tmp_path / name) for name in ("gpt2", "t5")}
+
+
+def run(name: str, hparams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a script with its settings as the first argument of the command; return its names."""
+    found = rewritten((SCRIPTS / name).read_text(encoding="utf-8"))
+    assert not found.refused
+    monkeypatch.setattr(sys, "argv", [name, json.dumps(hparams)])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(found.text, name, "exec"), names)
+    return names
+
+
+def small(path: str, tmp_path: Path) -> dict[str, Any]:
+    """Return the settings that such a script takes from its command."""
+    return {
+        "model.model_path": path,
+        "tokenizer.tokenizer_path": path,
+        "train.checkpoint_dir": str(tmp_path / "ckpts"),
+        "train.seed": 1,
+    }
+
+
+def rewards(names: dict[str, Any], metric: str = "eval/reward") -> list[float]:
+    """Return the mean reward of each evaluation."""
+    return [*names["trainer"].history[metric].values()]
+
+
+def test_ppo_trains_a_t5(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rewards(run("ppo_sentiments_t5.py", small(models["t5"], tmp_path), monkeypatch))
+    assert found[-1] > found[0] + 2
+
+
+def test_ppo_on_dialogues(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are relative to those of the answers in the dataset, which reach the reward function as a column."""
+    hparams = {**small(models["gpt2"], tmp_path), "train.total_steps": 90, "train.epochs": 400}
+    names = run("ppo_hh.py", hparams, monkeypatch)
+    found = rewards(names)
+    assert found[-1] > found[0] + 3
+    assert rewards(names, "eval/metrics/longer")[-1] > 0
+
+
+def test_ilql_on_dialogues_of_several_turns(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rewards(run("ilql_hh.py", small(models["gpt2"], tmp_path), monkeypatch), "eval/metrics/reward")
+    assert found[-1] > 0.8 > 0.5 > found[0]
+
+
+def test_summaries_are_learnt_from_comparisons(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning, a reward model, and PPO with rewards relative to the person's summary, of which 0 is the best."""
+    names = run("trlx_gptj_text_summarization.py", {"model_path": models["gpt2"], "out": str(tmp_path)}, monkeypatch)
+    found = rewards(names)
+    assert names["accuracy"] > 0.95
+    assert found[-1] > 0.5 * found[0]
+    assert found[0] < 0
