@@ -21,6 +21,7 @@ from trainkit_trl import (
     set_seed,
 )
 from trainkit_trl.core import convert_to_scalar, flatten_dict, masked_mean, masked_var, masked_whiten, stats_to_np
+from trainkit_trl.trainer.ppo_trainer import _say_once
 
 LETTERS = "abcdefgh"
 
@@ -52,6 +53,7 @@ def test_arguments_that_end_responses_have_their_counterparts(
 ) -> None:
     """Other tokens end responses besides EOS; an id that no token has does not, and a remark says so once."""
     model, tokenizer, _ = made
+    _say_once.cache_clear()  # another test of this process may have caused the remark
     trainer = PPOTrainer(settings(tmp_path, monkeypatch), model, None, tokenizer)
     queries = [torch.tensor(tokenizer.encode("ab"))] * 8
     for _ in range(2):
