@@ -290,7 +290,9 @@ BUGS: dict[str, tuple[type[Engine], str, str]] = {
     "no seeds": (planted(no_seeds), "engine_seeds", "two calls with the same seeds"),
     "seeds that lose bits": (planted(few_seeds), "engine_distribution", "χ² test"),
     "other versions": (planted(old_versions), "engine_answers", "with the weights of step"),
-    "no stop strings": (with_settings(stop_sequences=lambda _: []), "engine_stops", "went on after the EOS or stop"),
+    "no stop strings": (with_settings(stop_sequences=lambda _: []), "engine_stops", "went on after the EOS, stop"),
+    "no stop tokens": (with_settings(stop_token_ids=lambda _: []), "engine_stops", "went on after the EOS, stop"),
+    "no shortest length": (with_settings(min_new_tokens=lambda _: 0), "engine_stops", "min_new_tokens is 2"),
     "one token too many": (with_settings(max_new_tokens=lambda s: s.max_new_tokens + 1), "engine_answers", "tokens as"),
     "one token too few": (
         with_settings(max_new_tokens=lambda s: max(s.max_new_tokens - 1, 1)), "engine_answers", "for its length after"
@@ -298,7 +300,7 @@ BUGS: dict[str, tuple[type[Engine], str, str]] = {
     "rows in another order": (planted(swapped), "engine_logprobs", "differ by up to"),
     "greedy rows in another order": (planted(swapped), "engine_greedy", "by trainkit's sampler"),
     "states of other rows": (planted(states_of_other_rows), "engine_logprobs", "hidden with"),
-    "without EOS": (planted(without_eos), "engine_answers", "ends neither by EOS nor by a stop string"),
+    "without EOS": (planted(without_eos), "engine_answers", "does not end by EOS"),
     "answers of another request": (LastAnswer, "engine_queues", "requests"),
     "draws of the global generator": (planted(global_draws), "engine_leaves_the_process", "global generator of torch"),
     "environment": (planted(other_environment), "engine_leaves_the_process", "environment variables"),

@@ -302,14 +302,17 @@ def changed(**columns: Any) -> Callable[[Generated], Generated]:
             changed(reasons=["length"] * 4, ids=[[0] * 4, [0, 0, 0, 10], [0] * 4, [0] * 4]),
             "returned ids outside the model's vocabulary of 10 in response 1",
         ),
-        (changed(reasons=["stop"] * 4, ids=[[0, 8], [8, 0, 8], [8], [8]]), "went on after the EOS or stop string of"),
+        (
+            changed(reasons=["stop"] * 4, ids=[[0, 8], [8, 0, 8], [8], [8]]),
+            "went on after the EOS, stop token or stop string of",
+        ),
         (
             changed(reasons=["stop"] * 4, ids=[[0, 0]] * 4),
-            "gave the reason 'stop' for response 0, which ends neither by EOS nor by a stop string",
+            "gave the reason 'stop' for response 0, which does not end by EOS, a stop token or a stop string",
         ),
         (
             changed(reasons=["length"] * 4, ids=[[0, 0, 0, 8]] * 4),
-            "gave the reason 'length' for response 0, which ends by EOS or a stop string",
+            "gave the reason 'length' for response 0, which ends by EOS, a stop token or a stop string",
         ),
         (changed(logprobs=lambda made: made.logprobs.log()), "returned logprobs that are not finite"),
         (changed(entropy=lambda made: made.entropy / 0), "returned entropy that are not finite"),
@@ -328,15 +331,17 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
 
 def test_ending_before_the_shortest_length_is_refused(tmp_path: Path) -> None:
     spoil = changed(ids=[[0, 8]] * 4, reasons=["stop"] * 4, logprobs=None, entropy=None)
-    assert "ended response 0 after 1 tokens; min_new_tokens is 2" in asked(tmp_path, spoil, min_new_tokens=2)
+    assert "ended response 0 by token 2; min_new_tokens is 2" in asked(tmp_path, spoil, min_new_tokens=2)
 
 
 def test_going_on_after_a_stop_string_is_refused(tmp_path: Path) -> None:
     spoil = changed(ids=[[0, 1, 2, 3]] * 4, reasons=["length"] * 4, logprobs=None, entropy=None)
-    assert "went on after the EOS or stop string of response 0" in asked(tmp_path, spoil, stop_sequences=["bc"])
+    assert "went on after the EOS, stop token or stop string of response 0" in asked(
+        tmp_path, spoil, stop_sequences=["bc"]
+    )
     ended = changed(ids=[[0, 1, 2]] * 4, reasons=["length"] * 4)
     told = asked(tmp_path, ended, stop_sequences=["bc"], max_new_tokens=3)
-    assert "gave the reason 'length' for response 0, which ends by EOS or a stop string" in told
+    assert "gave the reason 'length' for response 0, which ends by EOS, a stop token or a stop string" in told
 
 
 def test_numbers_about_tokens_may_be_unknown(tmp_path: Path) -> None:

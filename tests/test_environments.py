@@ -373,6 +373,24 @@ def test_a_conversation_has_the_templates_text_between_turns_and_the_sampled_ids
         assert text.count(EOS) in (2, 3), "one for each turn: sampled, or the template's own after a truncated one"
 
 
+def test_a_stop_token_that_the_template_writes_too_is_in_the_episode_once(tmp_path: Path) -> None:
+    template = PLAIN_TEMPLATE.replace("{{ eos_token }}", "")
+    assert template != PLAIN_TEMPLATE
+    newline, other = character_tokenizer("abcdefghijklmnopqrstuvwxyz #\n!<>/")("\na")["input_ids"]
+    mask = torch.zeros(35, dtype=torch.bool)
+    mask[[newline, other]] = True
+    changes = {"rollout__stop_token_ids": [newline], "rollout__max_new_tokens": 16, "arguments": {"logit_mask": mask}}
+    trainer = chatty(tmp_path, fixed(Turn("go on"), Turn(done=True)), template, **changes)
+    found = trainer.play(trainer.pipeline.rows)
+    for row, turns in enumerate(found.turns):
+        first = turns[0]["output"]
+        assert first.endswith("\n")
+        ids = found.sequences.input_ids[row][found.sequences.attention_mask[row]]
+        assert trainer.tokenizer.decode(ids).startswith(
+            f"{found.prompts[row]}{first}\n### user\ngo on\n\n### assistant\n"
+        )
+
+
 def test_an_output_may_continue_a_message_of_the_assistant(tmp_path: Path) -> None:
     trainer = chatty(tmp_path, fixed(Turn("go on"), Turn(done=True)))
     rows = [{"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]}]

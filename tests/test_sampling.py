@@ -431,7 +431,7 @@ def test_a_response_of_a_fixed_length_has_no_eos_unless_nothing_else_is_allowed(
 
 
 def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path: Path) -> None:
-    """As EOS: it is the last token of the response, which is terminated, also among given responses and in episodes."""
+    """As EOS: it is the last token of the response, which is terminated, also among given responses."""
     found = sample(on_rails("abcdef"), [ids_of("a")], max_new_tokens=8, stop_token_ids=ids_of("d"))
     assert (found.responses[0].tolist(), found.terminated.tolist()) == (ids_of(*"bcd"), [True])
     trainer = tiny_trainer("ppo", tmp_path, rollout__stop_token_ids=[3])

@@ -356,7 +356,8 @@ class Rollouts:
     """Log-probabilities [B, T] with which the response tokens were sampled (at the sampling temperature), else 0.
     None if unknown."""
     terminated: Tensor
-    """bool [B]: the response ended by EOS or a stop string, or the episode by its environment; not by a limit."""
+    """bool [B]: the response ended by EOS, a stop token or a stop string, or the episode by its environment, not by a
+    limit."""
     prompts: list[str]
     """Prompt text."""
     outputs: list[str]

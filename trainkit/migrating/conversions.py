@@ -40,7 +40,7 @@ def stop_tokens(value: Any, context: Context) -> dict[str, Any]:
     ids = [int(token) for token in (value if isinstance(value, list | tuple) else [] if value is None else [value])]
     if any(token < 0 for token in ids):
         context.remarks.append(
-            "no token has a negative id; responses still end at EOS. For responses of a fixed length, set "
+            "no token has this id; responses still end at EOS. For responses of a fixed length, set "
             "min_new_tokens to max_new_tokens"
         )
     found = [token for token in ids if token >= 0]

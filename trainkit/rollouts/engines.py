@@ -297,11 +297,12 @@ class EngineSampler:
         whole, before = stopped(answer.ids), stopped([ids[:-1] for ids in answer.ids])
         for index, (reason, now, earlier) in enumerate(zip(answer.reasons, whole, before, strict=True)):
             if earlier:
-                return f"went on after the EOS or stop string of response {index}"
-            if (at := next((at for at, token in enumerate(answer.ids[index]) if token in ends), least)) < least:
-                return f"ended response {index} after {at} tokens; min_new_tokens is {least}"
+                return f"went on after the EOS, stop token or stop string of response {index}"
+            if not ends.isdisjoint(answer.ids[index][:least]):
+                return f"ended response {index} by token {len(answer.ids[index])}; min_new_tokens is {least}"
             if now != (reason == "stop"):
-                found = "ends by EOS or a stop string" if now else "ends neither by EOS nor by a stop string"
+                by = "by EOS, a stop token or a stop string"
+                found = f"ends {by}" if now else f"does not end {by}"
                 return f"gave the reason {reason!r} for response {index}, which {found}"
         return ""
 

@@ -64,7 +64,7 @@ by the sampling temperature and masked by the logit mask; they are computed from
 
 
 Reason = Literal["stop", "length"]
-"""Why a response ends: by EOS or a stop string, or because it has ``max_new_tokens``."""
+"""Why a response ends: by EOS, a stop token or a stop string, or because it has ``max_new_tokens``."""
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,7 @@ class _Chooser(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """Tells ``generate`` which responses have ended, by EOS or a stop string."""
+    """Tells ``generate`` which responses have ended, by EOS, a stop token or a stop string."""
 
     def __init__(self, responses: _Responses, rows: Tensor) -> None:
         self.responses, self.rows = responses, rows

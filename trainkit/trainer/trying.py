@@ -242,7 +242,7 @@ def _room(config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt, and why it ended: ``stop`` (EOS or a stop string) or ``length``."""
+    """A response to a prompt, and why it ended: ``stop`` (EOS, a stop token or a stop string) or ``length``."""
 
     row: Row
     output: str

@@ -59,7 +59,10 @@ def test_arguments_that_end_responses_have_their_counterparts(
     for _ in range(2):
         fixed = trainer.generate(queries, return_prompt=False, min_new_tokens=6, max_new_tokens=6, eos_token_id=-1)
     assert [len(response) for response in fixed] == [6] * 8
-    assert caplog.text.count("no token has a negative id") == 1
+    assert caplog.text.count("no token has this id") == 1
+    for _ in range(2):
+        fixed = trainer.generate(queries, return_prompt=False, min_new_tokens=3, max_new_tokens=3, eos_token_id=100_000)
+    assert [len(response) for response in fixed] == [3] * 8
     ends = [tokenizer.eos_token_id, *tokenizer.encode("ab")]
     ended = trainer.generate(queries, return_prompt=False, max_new_tokens=16, eos_token_id=ends)
     assert all(int(response[-1]) in ends and not set(response[:-1].tolist()) & set(ends) for response in ended)

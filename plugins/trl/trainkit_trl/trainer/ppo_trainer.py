@@ -170,7 +170,7 @@ class PPOTrainer(Parts):
         if single and query_tensor.dim() != 1:  # type: ignore[union-attr]
             raise ValueError(f"a query is a tensor [P]; given {tuple(query_tensor.shape)}")  # type: ignore[union-attr]
         queries: list[Tensor] = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
-        settings = _sampling(generation_kwargs)
+        settings = _sampling(generation_kwargs, self.trainer.model_config.get_text_config().vocab_size)
         made = list(self._batches(queries, batch_size, length_sampler, settings, return_prompt))
         found = made[0].unsqueeze(0) if single else made
         if not generate_ref_response:
@@ -291,8 +291,10 @@ def _lists(rows: list[Any]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling settings of trainkit."""
+def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Return the sampling settings of trainkit. An EOS outside the vocabulary, as -1, meant responses without end."""
+    if isinstance(given.get("eos_token_id"), int) and given["eos_token_id"] >= vocabulary:
+        given = {**given, "eos_token_id": -1}
     found = translate_sampling({"do_sample": True, **given})
     if found.refused:
         raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))

@@ -196,7 +196,7 @@ class TRLConfig:
         if found.refused:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
-            _say_once(str(remark))
+            say_once(str(remark))
         method = found.config.get("method", {}).get("name", "ppo")
         return trainkit.default_config(method).evolve(**found.config)
 
@@ -211,7 +211,8 @@ class TRLConfig:
 _said: set[str] = set()
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Log a warning, once per process."""
     if text not in _said:
         _said.add(text)
         log.warning("%s", text)

@@ -15,7 +15,7 @@ from trainkit import hookimpl
 from trainkit.errors import ConfigError
 from trainkit.migrating import framework, translate_sampling
 from trainkit.runs import free_directory
-from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.configs import TRLConfig, say_once
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -172,6 +172,8 @@ class OfTrlx:
         found = translate_sampling(kwargs)
         if found.refused:
             raise ConfigError("arguments without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
+        for remark in found.remarks:
+            say_once(f"generate(): {remark}")
         rollouts = cast(Any, super()).generate(input_ids=input_ids, attention_mask=attention_mask, **found.config)
         sequences = rollouts.sequences
         real = sequences.attention_mask
