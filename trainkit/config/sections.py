@@ -336,6 +336,10 @@ class TrainConfig(Section):
     """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
     rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
     tokens on an accelerator."""
+    share_prompts: bool | None = None
+    """Whether the model runs a prompt once for all rows of a micro-batch that have it, such as the responses of a group
+    or the two sides of a pair. Results are the same up to rounding. None: where the model allows it and it saves work.
+    """
     seq_length: int | None = Field(None, ge=2)
     """Maximum length of prompt and response together, in tokens; of an encoder-decoder, of each of the two, the
     decoder's start token included. None: the model's context length."""

@@ -22,6 +22,8 @@ Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
 
+COPIED = 8
+"""How many copied pairs of keys and values of a token count as one more token that the model runs."""
 SHOWN = 20
 """Responses that a notebook shows of rollouts."""
 BATCH_CLASSES: dict[str, type[Batch]] = {}
@@ -92,36 +94,53 @@ class Batch:
         """Whether a row has the prompt of the row before it, bool [B]; False for batches without prompts."""
         return torch.zeros(len(self), dtype=torch.bool)
 
-    def groups(self, size: int | None, tokens: int | None = None, *, together: int = 1) -> list[Tensor]:
+    def groups(
+        self, size: int | None, tokens: int | None = None, *, together: int = 1, shared: bool = False
+    ) -> list[Tensor]:
         """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens.
 
-        Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end between them.
+        Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end between them. With
+        ``shared``, a prompt that a micro-batch has several times counts once, because the model runs it once.
         """
         if size is None and tokens is None:
             return [torch.arange(len(self))]
-        longest = self._longest(together)
+        group = self._prompts(together)
+        longest = self.lengths.new_zeros(len(self)).scatter_reduce(0, group, self.lengths, "amax")[group]
         order = longest.argsort(descending=True, stable=True)
-        starts, lengths = [0], longest[order].tolist()
-        for index in range(1, len(self)):
-            room = size or max((tokens or 0) // max(lengths[starts[-1]], 1), 1)
-            if index - starts[-1] >= room:
+        own, common = self.shared_lengths if shared else (self.lengths, torch.zeros_like(self.lengths))
+        starts, counted = [0], _Counted()
+        rows = zip(group[order].tolist(), own[order].tolist(), common[order].tolist(), strict=True)
+        for index, row in enumerate(rows):
+            full = index - starts[-1] >= size if size else counted.with_row(*row).tokens > (tokens or 0)
+            if full and index > starts[-1]:
                 starts.append(index)
+                counted = _Counted()
+            counted = counted.with_row(*row)
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
 
-    def _longest(self, together: int) -> Tensor:
-        """Return the most tokens of a row [B] among those that it stays together with."""
+    def _prompts(self, together: int) -> Tensor:
+        """Return which rows stay together [B]: equal numbers for at most ``together`` adjacent rows of a prompt."""
         if together == 1:
-            return self.lengths
+            return torch.arange(len(self), device=self.lengths.device)
         group, count = [-1], 0
         for follows in self.follows.tolist():
             count = count + 1 if follows and count < together else 1
             group.append(group[-1] + (count == 1))
-        lengths, own = self.lengths, torch.tensor(group[1:], device=self.lengths.device)
-        return lengths.new_zeros(len(self)).scatter_reduce(0, own, lengths, "amax")[own]
+        return torch.tensor(group[1:], dtype=torch.long, device=self.lengths.device)
 
-    def split(self, size: int | None, tokens: int | None = None, *, together: int = 1) -> list[Self]:
+    @property
+    def shared_lengths(self) -> tuple[Tensor, Tensor]:
+        """Where prompts are shared, the tokens that each row adds to a micro-batch, and those of its prompt [B] ×2.
+
+        A prompt counts once for the adjacent rows that have it. Copies of its keys and values count as `COPIED` tokens.
+        """
+        return self.lengths, torch.zeros_like(self.lengths)
+
+    def split(
+        self, size: int | None, tokens: int | None = None, *, together: int = 1, shared: bool = False
+    ) -> list[Self]:
         """Split the batch into the micro-batches of `groups`."""
-        found = self.groups(size, tokens, together=together)
+        found = self.groups(size, tokens, together=together, shared=shared)
         return [self] if len(found) == 1 else [self.select(rows) for rows in found]
 
     @classmethod
@@ -139,6 +158,30 @@ class Batch:
         for name, value in self.parts().items():
             flat |= value.flatten(f"{prefix}{name}.") if isinstance(value, Batch) else {f"{prefix}{name}": value}
         return flat
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The padded size of a micro-batch of which rows share prompts."""
+
+    rows: int = 0
+    own: int = 0
+    """The most tokens that a row adds."""
+    prompts: int = 0
+    common: int = 0
+    """The most tokens of a prompt."""
+    last: int = -1
+    """The prompt of the last row."""
+
+    def with_row(self, prompt: int, own: int, common: int) -> _Counted:
+        """Return the size with one more row."""
+        prompts = self.prompts + (prompt != self.last)
+        return _Counted(self.rows + 1, max(self.own, own), prompts, max(self.common, common), prompt)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model runs."""
+        return self.rows * self.own + self.prompts * self.common
 
 
 def _cat_padded(tensors: list[Tensor], width: int = 0) -> Tensor:
@@ -255,6 +298,12 @@ class Sequences(Batch):
         """Real tokens per row [B]."""
         return self.attention_mask.sum(1)
 
+    @property
+    def shared_lengths(self) -> tuple[Tensor, Tensor]:
+        """The tokens of each row after its prompt and copies of the prompt's keys and values; those of the prompt."""
+        common = self.prompt_mask.sum(1)
+        return self.lengths - common + common // COPIED, common
+
     def trim(self) -> Self:
         """Return the batch without columns that are padding in every row."""
         width = self._width()
@@ -277,8 +326,13 @@ class Sequences(Batch):
     @property
     def follows(self) -> Tensor:
         """Whether a row has the prompt of the row before it, bool [B]."""
-        ids = self.input_ids.masked_fill(~self.prompt_mask, -1)  # -1 is not a token id
+        ids = self.prompt_ids
         return torch.cat([ids.new_zeros(1, dtype=torch.bool), (ids[1:] == ids[:-1]).all(1)])[: len(self)]
+
+    @property
+    def prompt_ids(self) -> Tensor:
+        """The token ids of the prompts, and -1, which is no token id, at all other positions [B, T]."""
+        return self.input_ids.masked_fill(~self.prompt_mask, -1)
 
     @property
     def queries(self) -> list[Tensor]:
@@ -316,6 +370,11 @@ class TokenBatch(Batch):
         """Whether a row has the prompt of the row before it, bool [B]."""
         return self.sequences.follows
 
+    @property
+    def shared_lengths(self) -> tuple[Tensor, Tensor]:
+        """Those of the sequences."""
+        return self.sequences.shared_lengths
+
     def trim(self) -> Self:
         """Return the batch without columns that are padding in every row."""
         width = self.sequences._width()
@@ -336,6 +395,19 @@ class Preferences(Batch):
     def lengths(self) -> Tensor:
         """Tokens per pair [B], both sequences counted with the length of the longer one."""
         return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
+
+    @property
+    def shared_lengths(self) -> tuple[Tensor, Tensor]:
+        """The tokens of each pair, of which its prompt counts once if both sides have it; 0."""
+        sides = self.chosen.shared_lengths, self.rejected.shared_lengths
+        own, common = (torch.maximum(*each) for each in zip(*sides, strict=True))
+        return torch.where(self.common, 2 * own + common, self.lengths), torch.zeros_like(own)
+
+    @property
+    def common(self) -> Tensor:
+        """bool [B]: both sides of a pair have the same prompt, as token ids."""
+        chosen, rejected = self.both.prompt_ids.chunk(2)
+        return (chosen == rejected).all(1)
 
     @property
     def both(self) -> Sequences:

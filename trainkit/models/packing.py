@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models.policy import hidden_states
+from trainkit.models.policy import hidden_states, inputs_of
 
 LENGTHS = (5, 3, 4)
 """The lengths of the samples that the check packs, in tokens."""
@@ -52,11 +52,11 @@ def _fault(model: PreTrainedModel, vocabulary: int) -> str:
     other = _samples([(i + 1) % vocabulary if at < LENGTHS[0] else i for at, i in enumerate(ids)], model)
     rows = [each.packed([3, 3]) for each in (samples, other)]
     try:
-        packed, spoilt = (hidden_states(model, each) for each in rows)
-        seen, changed = (hidden_states(model, replace(each, segments=None)) for each in rows)
+        packed, spoilt = (hidden_states(model, inputs_of(each)) for each in rows)
+        seen, changed = (hidden_states(model, inputs_of(replace(each, segments=None))) for each in rows)
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    alone = hidden_states(model, samples)
+    alone = hidden_states(model, inputs_of(samples))
     apart = torch.cat([state[:length] for state, length in zip(alone, samples.lengths.tolist(), strict=True)])
     if _change(packed, spoilt) > _change(seen, changed) / 100:
         return "the tokens of a sample change the states of the sample after it"

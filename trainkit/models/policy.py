@@ -30,6 +30,7 @@ from trainkit.functional import (
 )
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -130,7 +131,12 @@ class Policy(nn.Module, ABC):
     logit_mask: Tensor | None
     head_alone: bool
     one_pass = False
-    """Whether each call makes one forward pass, because other processes make it at the same time."""
+    """Whether each call makes one forward pass, because other processes make it at the same time; with shared prompts
+    two, one for the prompts and one for what follows them."""
+    can_share_prompts = False
+    """Whether `why_not_shared` has found that prompts can be shared."""
+    shares_prompts = False
+    """Whether the prompt of several rows is run once. It changes results by rounding alone."""
 
     def __init__(
         self,
@@ -180,6 +186,10 @@ class Policy(nn.Module, ABC):
         for module in self._frozen():
             module.eval()
         return self
+
+    @abstractmethod
+    def why_not_shared(self) -> str | None:
+        """Return why the prompts of rows cannot be shared with this model; None if they can."""
 
     @abstractmethod
     def _frozen(self) -> Iterable[nn.Module]:
@@ -237,14 +247,21 @@ class Policy(nn.Module, ABC):
         if self.critic is None:
             found = self._states(sequences)
             return found, found[1]
-        found, states = self.critic.states(lambda: self._states(sequences), _inputs(sequences), sequences.trunk)
+        found, states = self.critic.states(lambda: self._states(sequences), inputs_of(sequences), sequences.trunk)
         return found, states[:, :-1][sequences.response_mask[:, 1:]]
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass."""
-        if self.one_pass:
-            return [torch.arange(len(sequences), device=sequences.input_ids.device)]
-        return sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        cost = self._cost(sequences)
+        return [every_row(sequences)] if cost is None else sequences.buckets(cost)
+
+    def _cost(self, sequences: Sequences) -> int | None:
+        """Return the cost of one more pass, in tokens; None if no pass may be added."""
+        return None if self.one_pass else PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST)
+
+    def _shares(self, sequences: Sequences) -> bool:
+        """Return whether the prompts of these rows are shared: not in packed rows, nor above a frozen trunk."""
+        return self.shares_prompts and sequences.trunk is None and sequences.segments is None
 
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
@@ -310,19 +327,51 @@ class CausalPolicy(Policy):
         return self.trunk.frozen
 
     def _through_trunk(self, sequences: Sequences) -> Tensor:
-        return self.trunk(self.model.base_model, _inputs(sequences))
+        return self.trunk(self.model.base_model, inputs_of(sequences))
 
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Return them for each response token t: the state after token t − 1."""
         chosen = sequences.response_mask[:, 1:]
         previous = sequences.input_ids[:, :-1][chosen]
+        if self._shares(sequences):
+            parts = SharedPrompts.of_rows(sequences)
+            found = [each[parts.chosen] for each in parts.run(self._run, self._cost(sequences))]
+            return found[0], found[-1], previous
         known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
         with known:
-            if self.head_alone:
-                hidden = self.model.base_model(**_inputs(sequences)).last_hidden_state[:, :-1][chosen]
-                return hidden, hidden, previous
-            logits, hidden = logits_and_hidden(self.model, **_inputs(sequences))
-            return logits[:, :-1][chosen], hidden[:, :-1][chosen], previous
+            found = [each[:, :-1][chosen] for each in self._run(inputs_of(sequences))]
+        return found[0], found[-1], previous
+
+    def _buckets(self, sequences: Sequences) -> list[Tensor]:
+        """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
+        return [every_row(sequences)] if self._shares(sequences) else super()._buckets(sequences)
+
+    def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the hidden states [B, T, D], after the full logits unless `head_alone`."""
+        if self.head_alone:
+            return (hidden_states(self.model, inputs),)
+        return logits_and_hidden(self.model, **inputs)
+
+    def why_not_shared(self) -> str | None:
+        """Return why prompts of this policy cannot be shared; None if they can."""
+        if self.has_trunk:
+            return "the output of frozen layers is stored for whole rows"
+        if self.critic is not None:
+            return "the critic has layers of its own"
+
+        def states(rows: Sequences, shared: bool) -> Tensor:
+            before, self.shares_prompts = self.shares_prompts, shared
+            try:
+                return self._states(rows)[1]
+            finally:
+                self.shares_prompts = before
+
+        return why_not_shared(self.model, states)
+
+
+def every_row(sequences: Sequences) -> Tensor:
+    """Return the indices of all rows [B]."""
+    return torch.arange(len(sequences), device=sequences.input_ids.device)
 
 
 def _comparison(reference: FrozenPolicy | None, divergence: str | Divergence | None) -> _Comparison | None:
@@ -411,11 +460,11 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
     return policy
 
 
-def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
-    """Return the model's last hidden states [B, T, D]."""
+def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the model's last hidden states [B, T, D] for the inputs of `inputs_of`."""
     if model.base_model is model:
-        return logits_and_hidden(model, **_inputs(sequences))[1]
-    states: Tensor = model.base_model(**_inputs(sequences)).last_hidden_state
+        return logits_and_hidden(model, **inputs)[1]
+    states: Tensor = model.base_model(**inputs).last_hidden_state
     return states
 
 
@@ -433,7 +482,7 @@ def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Te
     return logits, found[0].last_hidden_state
 
 
-def _inputs(sequences: Sequences) -> dict[str, Any]:
+def inputs_of(sequences: Sequences) -> dict[str, Any]:
     """Return the model's inputs; without a mask, transformers separates packed samples by their positions."""
     return {
         "input_ids": sequences.input_ids,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +23,8 @@ from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
-from trainkit.models.policy import hidden_states, load_heads
+from trainkit.models.policy import hidden_states, inputs_of, load_heads
+from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
@@ -50,6 +52,11 @@ class Scorer(nn.Module):
         ConfigError: the model is a classifier with several labels, or an encoder-decoder language model.
     """
 
+    can_share_prompts = False
+    """Whether `why_not_shared` has found that prompts can be shared."""
+    shares_prompts = False
+    """Whether the prompt of several rows is run once. It changes results by rounding alone."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         _check(model)
@@ -63,10 +70,26 @@ class Scorer(nn.Module):
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
         head: Any = self.model.score if self.head is None else self.head
-        states = at_last(hidden_states(self.model, sequences), sequences.attention_mask)  # [B, D]
+        states = self._last_states(sequences, self.shares_prompts)
         with torch.autocast(states.device.type, enabled=False):
             scores: Tensor = head(states.to(next(head.parameters()).dtype))
             return scores.float().sum(-1)  # of one number; FSDP2 warns of outputs that are views
+
+    def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
+        """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
+        if not shared:
+            return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
+        wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
+        chosen = F.one_hot(sequences.lengths, wider.input_ids.size(1)).bool()
+        parts = SharedPrompts.of_rows(wider, chosen)
+        (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost=None)
+        return states[parts.chosen]
+
+    def why_not_shared(self) -> str | None:
+        """Return why the prompts of rows cannot be shared with this model; None if they can."""
+        if not self.reads_last:
+            return f"{type(self.model).__name__} does not read its score from the last token"
+        return why_not_shared(self.model, self._last_states)
 
 
 def _check(model: PreTrainedModel) -> None:

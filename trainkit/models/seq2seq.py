@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy, evaluating, gives_logits, warn_of_full_logits
+from trainkit.models.prompts import different_prompts
 from trainkit.models.trunk import find_blocks, tiny_input
 from trainkit.models.unloaded import decided
 
@@ -55,7 +56,7 @@ class Seq2SeqPolicy(Policy):
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         ids, mask = _prompts(sequences)
         response = _Responses.of(sequences, self.prefix)
-        before = encode(self.model, ids, mask) if sequences.trunk is None else sequences.trunk[:, : ids.size(1)]
+        before = self._encoded(sequences) if sequences.trunk is None else sequences.trunk[:, : ids.size(1)]
         previous = response.at_actions(response.input_ids)
         if self.head_alone:
             hidden = response.at_actions(_decode(self.model, before, mask, response.input_ids, response.real))
@@ -70,6 +71,17 @@ class Seq2SeqPolicy(Policy):
         )
         logits, hidden = outputs.logits, outputs.decoder_hidden_states[-1]
         return response.at_actions(logits), response.at_actions(hidden), previous
+
+    def _encoded(self, sequences: Sequences) -> Tensor:
+        """Return the encoder's states of the rows' prompts [B, P, D]; it reads a prompt of several rows once."""
+        if not self._shares(sequences):
+            return encode(self.model, *_prompts(sequences))
+        prompts, of = different_prompts(sequences)
+        return encode(self.model, prompts.clamp(min=0), prompts >= 0).index_select(0, of)
+
+    def why_not_shared(self) -> str | None:
+        """Return why the prompts of rows cannot be shared with this model; None if they can."""
+        return "the output of the frozen encoder is stored for whole rows" if self.has_trunk else None
 
 
 def decoder_prefix(model: PreTrainedModel) -> list[int]:

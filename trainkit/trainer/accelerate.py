@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -52,7 +53,7 @@ from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
 from trainkit.runs.health import Health
 from trainkit.seeding import global_rng
-from trainkit.trainer import collecting, generation
+from trainkit.trainer import collecting, generation, sharing
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.returns import checked_batch
@@ -119,6 +120,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 f"rollout.max_refills is {rollout.max_refills}, and {config.method.name!r} trains on everything that "
                 "it samples; remove it"
             )
+        sharing.check(self)
         if self.config.rollout.staleness:
             self.ahead = collecting.Ahead(self)
         if (chosen := self.chosen_reference) is not None:
@@ -141,6 +143,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 path,
                 self.config.method.name,
             )
+        sharing.prepare(self, policy)
         return policy
 
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
@@ -208,6 +211,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             else:  # of a model that scores text
                 policy = make_policy(model)
         run.check_frozen(self, policy)
+        sharing.prepare(self, policy)
         return policy
 
     # ----------------------------------------------------------------------------------------- for the algorithm
@@ -254,15 +258,32 @@ class AccelerateRLTrainer(TextTrainer[M]):
             super().collect_experience()
             return
         if self.ahead is None:
-            for rollouts, scores in collecting.sampled(self, self._collection):
+            parts = collecting.sampled(self, self._collection)
+            first = list(islice(parts, 1))
+            self._decide_sharing(first)
+            for rollouts, scores in chain(first, parts):
                 self.store.push(self._experience(rollouts, scores))
             return
         self._collection = self.ahead.turn()
         staleness = torch.tensor(float(self._collection.staleness))
         self._pending = m.merge(self._pending, self._collection.records, {"rollout/staleness": m.Mean.of(staleness)})
+        self._decide_sharing(self._collection.parts)
         for rollouts, scores in self._collection.parts:
             self.store.push(self._experience(rollouts, scores))
         self._collection.parts = []
+
+    def load_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore what `loop_state` returned."""
+        super().load_loop_state(state)
+        sharing.apply(self)
+
+    def _decide_sharing(self, parts: Sequence[tuple[Rollouts, Tensor]]) -> None:
+        sharing.decide(self, parts[0][0].sequences if parts else None)
+
+    def begin_experience(self, rows: list[Row]) -> None:
+        """Decide by the lengths of some pairs whether their prompts are shared."""
+        pairs = "pairs" in self.inputs and bool(rows)
+        sharing.decide(self, self.encode_preferences(rows[: sharing.SEEN]).both if pairs else None)
 
     @property
     def scores_rollouts(self) -> bool:
@@ -546,6 +567,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         self.progress.prompts = len(rollouts) // self.samples_per_prompt
         with self.inference():
             self._record_scored(rollouts, checked)
+            self._decide_sharing([(rollouts, checked)])
             self.store.push(self._experience(rollouts, checked))
             self._prepare_store()
         return self._learn_from_store(self.passes or 1)

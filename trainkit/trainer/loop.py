@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
-from trainkit.data import Batch, Pipeline, RolloutStore, shuffled
+from trainkit.data import Batch, Pipeline, RolloutStore, Row, shuffled
 from trainkit.errors import ConfigError, DataError, NonFiniteError, PluginError, RewardError
 from trainkit.functional import exact
 from trainkit.rollouts import name_of
@@ -316,10 +316,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         size = self.config.rollout.batch_size
+        self.begin_experience(rows)
         for start in range(0, len(rows), size):
             self._stop_if_asked()
             made = self.make_experience(rows[start : start + size])
             self.store.push(checked_batch(self, "make_experience", made))
+
+    def begin_experience(self, rows: list[Row]) -> None:
+        """Prepare for making experience of ``rows``, those of a collection in this process."""
 
     def _stop_if_asked(self) -> None:
         """End the process if it is asked to, within a collection, which is sampled again when the run is resumed."""
@@ -524,16 +528,23 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def micro_batches(self, batch: B) -> list[B]:
         """Split a batch into the parts that go through the model one at a time."""
-        tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
-        return batch.split(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
+        return [batch] if len(groups := self._groups(batch)) == 1 else [batch.select(rows) for rows in groups]
+
+    @property
+    def tokens_of_a_micro_batch(self) -> int:
+        """About how many tokens a micro-batch has, unless `train.microbatch_size` is set."""
+        return MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
+
+    def _groups(self, batch: Batch) -> list[Tensor]:
+        size, tokens = self.config.train.microbatch_size, self.tokens_of_a_micro_batch
+        return batch.groups(size, tokens, together=self.samples_per_prompt, shared=self.progress.shares_prompts)
 
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
 
         While the model is divided among the processes, all of them call it together, and make equally many passes.
         """
-        tokens = MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
-        groups = batch.groups(self.config.train.microbatch_size, tokens, together=self.samples_per_prompt)
+        groups = self._groups(batch)
         found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
         return found[torch.cat(groups).argsort().to(found.device)]
 

@@ -47,6 +47,8 @@ class Progress:
     """Step of the last evaluation."""
     evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation."""
+    shares_prompts: bool = False
+    """Whether the prompts of the current collection are shared among its rows."""
     sampler: str = ""
     """The engine, or the class of the sampler, that `sampler_exact` describes."""
     sampler_exact: bool | None = None

@@ -1,0 +1,217 @@
+"""Shared prompts: the prompt of several rows is run once, and each row continues from its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from trainkit.data import Sequences
+from trainkit.models.trunk import tiny_input
+
+TOLERANCE = 1e-4
+"""Largest relative difference between shared and separate rows of a small input that counts as rounding. Models in
+float64 have parts that compute in float32."""
+HALF_TOLERANCE = 0.05
+"""The same for models of 16 bits."""
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Rows of prompt and response in two parts: G different prompts, and what follows them in each of B rows.
+
+    Column j of ``chosen`` belongs to the j-th token after the prompt. It was chosen in the last state of the prompt if
+    j is 0, else in the state of token j − 1 of ``ids``.
+    """
+
+    prompts: Tensor
+    """The different prompts, padded on the left [G, P]."""
+    real: Tensor
+    """bool [G, P]: the tokens of the prompts."""
+    of: Tensor
+    """The prompt of each row [B]."""
+    ids: Tensor
+    """What follows the prompt of each row, as far as its states are needed [B, S], S ≥ 1."""
+    mask: Tensor
+    """bool [B, S]: real tokens."""
+    chosen: Tensor
+    """bool [B, S + 1]: the response tokens."""
+
+    @classmethod
+    def of_rows(cls, sequences: Sequences, chosen: Tensor | None = None) -> SharedPrompts:
+        """Divide sequences [B, T] into their prompts and what follows these.
+
+        Args:
+            sequences: the rows.
+            chosen: bool [B, T]: the tokens in whose states something is read, after the prompt; by default the response
+                tokens.
+        """
+        unique, of = different_prompts(sequences)
+        chosen, lengths, device = sequences.response_mask if chosen is None else chosen, (unique >= 0).sum(1), of.device
+        source = torch.arange(unique.size(1), device=device) - (unique.size(1) - lengths.unsqueeze(1))
+        before, total = lengths[of].unsqueeze(1), sequences.input_ids.size(1)
+        needed = (chosen * torch.arange(total, device=device)).amax(1, keepdim=True) - before
+        places = before + torch.arange(max(int(needed.max()), 1) + 1, device=device)  # [B, S + 1]
+        inside, places = places < total, places.clamp(max=total - 1)
+        tokens, real, wanted = (x.gather(1, places) for x in (sequences.input_ids, sequences.attention_mask, chosen))
+        return cls(
+            prompts=unique.gather(1, source.clamp(min=0)).clamp(min=0),
+            real=source >= 0,
+            of=of,
+            ids=tokens[:, :-1],
+            mask=(real & inside)[:, :-1],
+            chosen=wanted & inside,
+        )
+
+    def prompt_inputs(self) -> dict[str, Any]:
+        """Return the model's inputs for the prompts."""
+        return {
+            "input_ids": self.prompts,
+            "attention_mask": self.real,
+            "position_ids": (self.real.long().cumsum(1) - 1).clamp(min=0),
+            "past_key_values": DynamicCache(),
+            "use_cache": True,
+        }
+
+    def inputs_after(self, cache: DynamicCache, rows: Tensor, width: int) -> dict[str, Any]:
+        """Return the model's inputs for the first ``width`` tokens after the prompts, of the rows [b].
+
+        ``cache`` has the keys and values of the prompts; the gradient flows through them.
+        """
+        of = self.of[rows]
+        before = self.real[of]
+        return {
+            "input_ids": self.ids[rows, :width],
+            "attention_mask": torch.cat([before, self.mask[rows, :width]], 1),
+            "position_ids": before.sum(1, keepdim=True) + torch.arange(width, device=of.device),
+            "past_key_values": selected(cache, of),
+            "use_cache": True,
+        }
+
+    def buckets(self, cost: int) -> list[tuple[Tensor, int]]:
+        """Group the rows by the number of tokens after the prompt: the rows [b] and the width of each pass.
+
+        A pass is added where it saves over ``cost`` tokens of padding.
+        """
+        columns = torch.arange(self.chosen.size(1), device=self.chosen.device)
+        ends = (self.chosen * columns).amax(1).clamp(min=1)
+        order = ends.argsort(descending=True, stable=True)
+        widths = ends[order].tolist()
+        starts = [0]
+        for index, width in enumerate(widths):
+            if (widths[starts[-1]] - width) * (len(widths) - index) > cost:
+                starts.append(index)
+        if len(starts) == 1:
+            return [(self.all_rows, self.ids.size(1))]
+        return [(rows, widths[start]) for rows, start in zip(order.tensor_split(starts[1:]), starts, strict=True)]
+
+    def run(self, model: Callable[[dict[str, Any]], tuple[Tensor, ...]], cost: int | None) -> tuple[Tensor, ...]:
+        """Return the model's outputs for the last token of each prompt and the tokens after it, [B, S + 1, *] each.
+
+        The prompts are run once, together. What follows them is run in `buckets`.
+
+        Args:
+            model: returns outputs [*, T, *] for inputs.
+            cost: that of one more pass, in tokens; None: what follows the prompts is run in one pass.
+        """
+        inputs = self.prompt_inputs()
+        firsts, cache, width = [each[:, -1:] for each in model(inputs)], inputs["past_key_values"], self.ids.size(1)
+        buckets = [(self.all_rows, width)] if cost is None else self.buckets(cost)
+        parts: list[list[Tensor]] = [[] for _ in firsts]
+        for rows, tokens in buckets:
+            rest = model(self.inputs_after(cache, rows, tokens))
+            for part, first, after in zip(parts, firsts, rest, strict=True):
+                joined = torch.cat([first.index_select(0, self.of[rows]), after], 1)
+                part.append(F.pad(joined, (0, 0, 0, width - tokens)) if tokens < width else joined)
+        if len(buckets) == 1:
+            return tuple(part[0] for part in parts)
+        back = torch.cat([rows for rows, _ in buckets]).argsort()
+        return tuple(torch.cat(part).index_select(0, back) for part in parts)
+
+    @property
+    def all_rows(self) -> Tensor:
+        """The index of each row [B]."""
+        return torch.arange(len(self.of), device=self.of.device)
+
+
+def different_prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B]."""
+    width = int(sequences.prompt_mask.sum(1).max())
+    unique, of = torch.unique(sequences.prompt_ids[:, :width], dim=0, return_inverse=True)
+    return unique, of
+
+
+def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
+    """Return a cache with the keys and values of the ``rows`` [b] of another, through which gradients flow."""
+    chosen = DynamicCache()
+    for layer in cache.layers:
+        if type(layer) is not DynamicLayer:
+            raise TypeError(f"a cache has layers of type {type(layer).__name__}")
+        keys, values = (each.index_select(0, rows) for each in (layer.keys, layer.values) if each is not None)
+        own = DynamicLayer()
+        own.lazy_initialization(keys, values)
+        own.keys, own.values = keys, values
+        chosen.layers.append(own)
+    return chosen
+
+
+def small_rows(model: PreTrainedModel) -> Sequences:
+    """Return four rows of two prompts of different lengths, to compare shared with separate rows."""
+    ids = tiny_input(model)["input_ids"][0].tolist()
+    a, b, c, d = (ids * 4)[:4]
+    rows = [([a, b, c], [d, a]), ([b], [a, c, d, b]), ([a, b, c], [b, c, a, a]), ([a, b, c], [c])]
+    return Sequences.from_lists([p for p, _ in rows], [r for _, r in rows]).to(model.device)
+
+
+def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], Tensor]) -> str | None:
+    """Return why the model cannot continue from shared prompts; None if it can.
+
+    States and gradients of shared and separate rows are compared on a small input. A model fails that needs more of
+    earlier tokens than keys and values, such as a recurrent one, or whose keys and values carry no gradient.
+
+    Args:
+        model: the model.
+        states: returns the states of rows that something is read from; the second argument says whether the prompts
+            are shared.
+    """
+    name, training = type(model).__name__, model.training
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "with activation checkpointing, keys and values are not kept"
+    model.eval()
+    try:
+        found, expected = (_with_gradient(model, states, shared) for shared in (True, False))
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+        return f"{name} cannot continue from keys and values ({type(error).__name__}: {error})"
+    finally:
+        model.train(training)
+    same = all(map(_equal_but_for_rounding, found, expected))
+    return None if same else f"{name} gives other numbers when it continues from a prompt"
+
+
+def _with_gradient(
+    model: PreTrainedModel, states: Callable[[Sequences, bool], Tensor], shared: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the states of `small_rows`, and the gradient of their weighted sum with respect to the embeddings."""
+    rows = small_rows(model)
+    embedding: Any = model.get_input_embeddings()
+    change = embedding.weight.new_zeros(int(rows.input_ids.max()) + 1, embedding.weight.size(1)).requires_grad_()
+    handle = embedding.register_forward_hook(lambda _, given, found: found + change[given[0]])
+    try:
+        with torch.enable_grad():
+            found = states(rows, shared)
+            weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype, device=found.device).view_as(found)
+            (gradient,) = torch.autograd.grad((found * weights).sum(), change)
+    finally:
+        handle.remove()
+    return found.detach(), gradient
+
+
+def _equal_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+    size, difference = float(expected.abs().max()) or 1.0, float((found - expected).abs().max())
+    return difference <= size * (HALF_TOLERANCE if expected.dtype.itemsize == 2 else TOLERANCE)
