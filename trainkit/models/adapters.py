@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.virtual import (
     attach,
-    check_architecture,
+    check_model,
     check_prompt_learning,
     is_virtual,
     load_virtual,
@@ -114,9 +114,9 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig) -> Any:
     if not is_virtual(config):
         with fitting(model):
             return get_peft_model(model, config)
-    check_architecture(model)
+    check_model(model)
     try:
-        made = get_peft_model(model, config)
+        made = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError) as error:
         raise ConfigError(f"model.peft_config does not fit {type(model).__name__}: {error}") from error
     attach(made)
@@ -232,7 +232,7 @@ def bare(model: Any) -> PreTrainedModel:
     """Return the `language_model` of a live model. Its active adapter is trained and saved; others stay as they are.
 
     Raises:
-        ConfigError: the model has several adapters, and not exactly one is active; or virtual tokens that do not fit it.
+        ConfigError: the model has several adapters, and not exactly one is active; or virtual tokens do not fit it.
     """
     peft_model = getattr(model, "pretrained_model", model)
     if getattr(peft_model, "_is_prompt_learning", False):
@@ -389,7 +389,7 @@ def load_peft_model(model: PreTrainedModel, path: str, *, trainable: bool, **hub
         config = saved_config(path, **hub)
         if config is None:
             return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
-        check_architecture(model)
+        check_model(model)
         made = load_virtual(model, path, config, **hub)
     made.prompt_encoder.requires_grad_(trainable)
     return made

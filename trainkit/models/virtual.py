@@ -95,7 +95,9 @@ class VirtualTokens(nn.Module):
         """Yield keys and values [1, H, n, D / H] of each layer, after the model has read the embeddings."""
         read: Any = DynamicCache()
         embeddings = self.values().to(body.dtype).unsqueeze(0)
-        body.forward(inputs_embeds=embeddings, past_key_values=read, use_cache=True)  # no hooks: not behind themselves
+        outputs = body.forward(inputs_embeds=embeddings, past_key_values=read, use_cache=True)  # not behind themselves
+        last = read.layers[-1]  # FSDP2 gathers a block for its backward pass when the gradient of its output is known
+        last.keys = last.keys + 0 * outputs.last_hidden_state[0, 0, 0]
         return ((layer.keys, layer.values) for layer in read.layers)
 
 
@@ -126,14 +128,20 @@ def _read_behind(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def _checkpointing(body: Any) -> str:
     return (
         f"gradient checkpointing is enabled in {type(body).__name__}, and its layers then read no cache, in which the "
-        "virtual tokens are; call gradient_checkpointing_disable(), or train an adapter such as LORA"
+        "virtual tokens are; call gradient_checkpointing_disable() (of a quantised model, give "
+        "use_gradient_checkpointing=False), or train an adapter such as LORA"
     )
 
 
 def virtual_tokens(model: Any) -> VirtualTokens | None:
     """Return the virtual tokens of a transformers model; None if it has none."""
-    found: VirtualTokens | None = getattr(getattr(model, "base_model", None), PLACE, None)
+    found: VirtualTokens | None = getattr(_body(model), PLACE, None)
     return found
+
+
+def _body(model: Any) -> Any:
+    """Return the module of a language model that reads the cache: its body, or the decoder in it (OPT)."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else None
 
 
 def count_of(model: Any) -> int:
@@ -180,10 +188,8 @@ def attach(peft_model: Any) -> PreTrainedModel:
     if virtual_tokens(model) is not None:
         return model  # type: ignore[no-any-return]
     config = peft_model.active_peft_config
-    check_architecture(model)
-    body, encoder = model.base_model, peft_model.prompt_encoder[peft_model.active_adapter]
-    if any(getattr(module, "gradient_checkpointing", False) for module in body.modules()):
-        raise ConfigError(_checkpointing(body))
+    check_model(model)
+    body, encoder = _body(model), peft_model.prompt_encoder[peft_model.active_adapter]
     virtual = VirtualTokens(config, encoder, tuple(inspect.signature(body.forward).parameters))
     fault = decided(lambda: _fault(peft_model, model, virtual)) if _can_run(model) else ""
     if fault:
@@ -198,11 +204,11 @@ def attach(peft_model: Any) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def check_architecture(model: Any) -> None:
-    """Raise a ConfigError if the model is not a causal language model.
+def check_model(model: Any) -> None:
+    """Check that the model is a causal language model that reads a cache in training.
 
     Raises:
-        ConfigError: it is another model, which has no place for virtual tokens before all of its text.
+        ConfigError: it is none, or its gradient checkpointing is enabled.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
@@ -211,6 +217,8 @@ def check_architecture(model: Any) -> None:
             f"{name} {what}, and {', '.join(KINDS)} train causal language models; give it an adapter within its "
             "layers, such as LORA"
         )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError(_checkpointing(model))
 
 
 def _put(body: nn.Module, virtual: VirtualTokens) -> None:
@@ -220,7 +228,7 @@ def _put(body: nn.Module, virtual: VirtualTokens) -> None:
 
 def take_out(model: PreTrainedModel) -> None:
     """Remove the virtual tokens from the model."""
-    body: Any = model.base_model
+    body = _body(model)
     delattr(body, PLACE)
     for key in [key for key, hook in body._forward_pre_hooks.items() if hook is _read_behind]:
         del body._forward_pre_hooks[key]
@@ -256,7 +264,7 @@ def _fault(peft_model: Any, model: Any, virtual: VirtualTokens) -> str:
     peft_model.eval()
     try:
         expected = _results(lambda: peft_model(**probe).logits[:, -probe["input_ids"].size(1) :], virtual)
-        _put(model.base_model, virtual)
+        _put(_body(model), virtual)
         try:
             found = _results(lambda: model(**probe).logits, virtual)
         finally:
