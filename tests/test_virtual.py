@@ -1,4 +1,4 @@
-"""Virtual tokens, peft's prompt, prefix and P-tuning: equal to peft, and trained by every trainer of language models."""
+"""Virtual tokens, peft's prompt, prefix and P-tuning: equal to peft, and trained by all trainers of language models."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from trainkit.models import (
     unwrap_model_for_generation,
     with_adapter,
 )
+from trainkit.models.adapters import quiet_peft
 from trainkit.models.virtual import virtual_tokens
 from trainkit.rollouts.decoding import CausalDecoder, stepping_fault
 from trainkit.rollouts.sampler import CausalSampler
@@ -64,7 +65,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 IDS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
 REAL = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 def plain(fields: dict[str, Any], seed: int = 0) -> Any:
@@ -84,6 +84,18 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(8).unsqueeze(0)).logits
 
 
+def peft_model(model: Any, config: Any) -> Any:
+    with quiet_peft():
+        return peft.get_peft_model(model, config)
+
+
+def loaded_by_peft(path: Path, base: Any = None) -> Any:
+    with quiet_peft():
+        if base is None:
+            return peft.AutoPeftModelForCausalLM.from_pretrained(path)
+        return peft.PeftModel.from_pretrained(base, path)
+
+
 def push(model: Any) -> None:
     torch.manual_seed(5)
     with torch.no_grad():
@@ -99,7 +111,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str) -> None:
     """In float64. GPT-2 alone computes all of them in float64: the norms of others are in float32."""
     base = plain(tiny_gpt2(10)).double()
     config = make_peft_config({**KINDS[kind], "task_type": "CAUSAL_LM"})
-    theirs = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(config))
+    theirs = peft_model(copy.deepcopy(base), copy.deepcopy(config))
     ours = with_adapter(base, config)
     [encoder], [own] = theirs.prompt_encoder.values(), ours.prompt_encoder.values()
     encoder.load_state_dict(own.state_dict())
@@ -117,13 +129,14 @@ def test_logits_and_gradients_are_those_of_peft(kind: str) -> None:
         assert ours_.abs().max() > 1e-4
 
 
+@pytest.mark.daily(kind=("prefix", "prompt"))
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_several_architectures_read_what_peft_reads(name: str, kind: str) -> None:
     """The check at construction compares logits and gradients; longer padded rows are compared here."""
     model = plain(MODELS[name])
     config = make_peft_config(KINDS[kind])
-    theirs, ours = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)), with_adapter(model, config)
+    theirs, ours = peft_model(copy.deepcopy(model), copy.deepcopy(config)), with_adapter(model, config)
     theirs.prompt_encoder.load_state_dict(ours.prompt_encoder.state_dict())
     ids, real = torch.arange(20).view(2, 10) % 10, torch.arange(10) < torch.tensor([[10], [6]])
     with torch.no_grad():
@@ -131,6 +144,7 @@ def test_models_of_several_architectures_read_what_peft_reads(name: str, kind: s
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.daily(kind=("prefix", "prompt"))
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "sliding window"])
 @pytest.mark.parametrize("full", [False, True], ids=["head alone", "whole model"])
@@ -193,7 +207,7 @@ def test_the_models_own_generate_continues_after_the_virtual_tokens(kind: str) -
 # -------------------------------------------------------------------------------------------------- trainers
 
 
-@pytest.mark.daily(name=("dpo", "ilql", "ppo", "rloo", "sft"))
+@pytest.mark.daily(name=("dpo", "ilql", "ppo", "rloo", "sft"), kind=("prefix", "prompt"))
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_only_the_virtual_tokens_are_trained(name: str, kind: str, tmp_path: Path) -> None:
@@ -205,7 +219,7 @@ def test_only_the_virtual_tokens_are_trained(name: str, kind: str, tmp_path: Pat
     assert all("virtual_tokens" in key or not key.startswith("model.") for key in moved), "heads are trained beside it"
 
 
-@pytest.mark.daily(name=("dpo", "ppo"))
+@pytest.mark.daily(name=("dpo", "ppo"), kind=("prefix", "prompt", "p"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COMPARING)
 def test_the_reference_is_the_policy_with_its_first_virtual_tokens(name: str, kind: str, tmp_path: Path) -> None:
@@ -241,14 +255,15 @@ def test_a_chosen_reference_can_be_the_model_without_virtual_tokens(tmp_path: Pa
     assert virtual_tokens(trainer.reference.policy.model) is None
 
 
+@pytest.mark.daily(kind=("prefix", "prompt"))
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", ["ppo", "sft", "dpo"])
 def test_the_gradient_does_not_depend_on_micro_batches(name: str, kind: str, tmp_path: Path) -> None:
     ends = []
     for size in (1, 3, 8):
         trainer = tiny_trainer(
-            name, tmp_path / str(size), model__peft_config=KINDS[kind], train__microbatch_size=size, train__total_steps=1,
-            optimizer__name="sgd", optimizer__lr=1.0, train__max_grad_norm=None,
+            name, tmp_path / str(size), model__peft_config=KINDS[kind], optimizer__name="sgd", optimizer__lr=1.0,
+            train__microbatch_size=size, train__total_steps=1, train__max_grad_norm=None,
         )  # fmt: skip
         trainer.learn()
         ends.append(virtual_tokens(trainer.unwrapped.model).values().detach())
@@ -256,7 +271,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(name: str, kind: str, tmp
         torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.daily(name=("ppo", "sft"), at=(3,))
+@pytest.mark.daily(name=("ppo",), at=(3,))
 @pytest.mark.parametrize("kind", ["prefix", "prompt", "p with lstm"])
 @pytest.mark.parametrize("name", ["ppo", "sft", "dpo", "rloo", "ilql"])
 @pytest.mark.parametrize("at", [1, 3, 5])
@@ -285,6 +300,7 @@ def test_an_engine_with_a_copy_of_the_model_trains_to_the_same_bits(kind: str, t
     assert [key for key in ends[0] if not torch.equal(ends[0][key], ends[1][key])] == []
 
 
+@pytest.mark.daily(kind=("prefix",))
 @pytest.mark.parametrize("kind", PLAIN)
 def test_virtual_tokens_alone_learn_to_write_rewarded_letters(kind: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(
@@ -300,7 +316,7 @@ def test_virtual_tokens_alone_learn_to_write_rewarded_letters(kind: str, tmp_pat
 # ------------------------------------------------------------------------------------------------------ files
 
 
-@pytest.mark.daily(base=("path",))
+@pytest.mark.daily(base=("path",), kind=("projected prefix", "prompt", "p"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", ["random", "path"])
 def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, tmp_path: Path) -> None:
@@ -314,7 +330,7 @@ def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, t
     trained, export = logits(trainer.unwrapped.model), run / "model"
     assert (export / "base").is_dir() is (base == "random")
     assert set(load_file(export / "adapter_model.safetensors")) == {"prompt_embeddings"}
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(export)
+    loaded = loaded_by_peft(export)
     torch.testing.assert_close(logits(loaded)[:, -8:], trained, rtol=0, atol=1e-6)
     assert "AutoPeftModelForCausalLM" in (export / "README.md").read_text()
 
@@ -326,7 +342,7 @@ def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, t
     again.learn()
     further = logits(again.unwrapped.model)
     assert not torch.equal(further, trained)
-    once_more = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
+    once_more = loaded_by_peft(tmp_path / "again" / "model")
     torch.testing.assert_close(logits(once_more)[:, -8:], further, rtol=0, atol=1e-6)
 
 
@@ -364,7 +380,7 @@ def test_an_export_is_not_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_live_peft_model_is_trained_in_place(kind: str, tmp_path: Path) -> None:
-    live = peft.get_peft_model(plain(tiny_gpt2(10)), make_peft_config(KINDS[kind]))
+    live = peft_model(plain(tiny_gpt2(10)), make_peft_config(KINDS[kind]))
     given = logits(live)[:, -8:]
     trainer = tiny_trainer("ppo", tmp_path, optimizer__lr=0.01)
     trainer.live_model = live
@@ -374,7 +390,7 @@ def test_a_live_peft_model_is_trained_in_place(kind: str, tmp_path: Path) -> Non
     assert not torch.allclose(trained, given, rtol=0, atol=1e-4)
     torch.testing.assert_close(logits(trainer.reference.policy.model), given, rtol=0, atol=1e-6)
     live.save_pretrained(tmp_path / "saved")
-    loaded = peft.PeftModel.from_pretrained(plain(tiny_gpt2(10)), tmp_path / "saved")
+    loaded = loaded_by_peft(tmp_path / "saved", plain(tiny_gpt2(10)))
     torch.testing.assert_close(logits(loaded)[:, -8:], trained, rtol=0, atol=1e-6)
     with live.disable_adapter():
         torch.testing.assert_close(logits(live), logits(plain(tiny_gpt2(10))), rtol=0, atol=1e-6)
@@ -438,12 +454,12 @@ def test_settings_that_do_not_fit_are_refused_before_a_model_is_loaded(
 def test_virtual_tokens_take_their_room_in_the_context(tmp_path: Path) -> None:
     model = tiny_gpt2(10, n_positions=64)
     assert tiny_trainer("sft", tmp_path, model=model, model__peft_config=KINDS["prefix"]).limit == 61
-    with pytest.raises(ConfigError, match="seq_length is 62; .* at most 61 tokens besides 3 virtual ones"):
+    with pytest.raises(ConfigError, match=r"seq_length is 62; .* at most 61 tokens besides 3 virtual ones"):
         tiny_trainer("sft", tmp_path, model=model, model__peft_config=KINDS["prefix"], train__seq_length=62)
 
 
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is an encoder-decoder, and .* train causal language models"):
+    with pytest.raises(ConfigError, match=r"is an encoder-decoder, and .* train causal language models"):
         tiny_trainer("ppo", tmp_path, model=tiny_t5(10), model__peft_config=KINDS["prefix"])
 
 

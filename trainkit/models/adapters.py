@@ -116,7 +116,8 @@ def with_adapter(model: PreTrainedModel, config: PeftConfig) -> Any:
             return get_peft_model(model, config)
     check_model(model)
     try:
-        made = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
+        with quiet_peft():
+            made = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError) as error:
         raise ConfigError(f"model.peft_config does not fit {type(model).__name__}: {error}") from error
     attach(made)
