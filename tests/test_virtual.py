@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from trainkit.models import (
     RewardModel,
     check_packing,
     create_reference_model,
+    has_adapter,
     load_model,
     make_peft_config,
     make_policy,
     unwrap_model_for_generation,
     with_adapter,
+    without_adapter,
 )
 from trainkit.models.adapters import quiet_peft
 from trainkit.models.virtual import virtual_tokens
@@ -242,6 +245,38 @@ def test_the_reference_is_the_policy_with_its_first_virtual_tokens(name: str, ki
     trainer.learn()
     assert torch.equal(reference(probe).logprobs, told)
     assert (divergence() > 0).all()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_chosen_reference_can_have_virtual_tokens(kind: str, tmp_path: Path) -> None:
+    tiny_trainer("sft", tmp_path / "run", model__peft_config=KINDS[kind]).learn()
+    saved = str(tmp_path / "run" / "model")
+    trainer = tiny_trainer("dpo", tmp_path / "more", model__model_path=saved + "/base", model__reference_path=saved)
+    trainer.learn()
+    torch.testing.assert_close(
+        logits(trainer.reference.policy.model), logits(loaded_by_peft(Path(saved)))[:, -8:], rtol=0, atol=1e-6
+    )
+    assert not any(parameter.requires_grad for parameter in trainer.reference.policy.parameters())
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_model_with_virtual_tokens_is_copied_sent_and_taken_apart(kind: str) -> None:
+    """Ray's engine sends it to other processes."""
+    model = prompted(tiny_gpt2(10), kind)
+    push(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+    expected = logits(model)
+    push(model)
+    for each in copies:
+        assert torch.equal(logits(each), expected)
+        assert has_adapter(each)
+    bare = without_adapter(model)
+    assert not has_adapter(bare)
+    assert torch.equal(logits(bare), logits(plain(tiny_gpt2(10))))
+    assert has_adapter(model)
 
 
 def test_a_chosen_reference_can_be_the_model_without_virtual_tokens(tmp_path: Path) -> None:
@@ -482,15 +517,20 @@ def test_frozen_layers_are_refused_together_with_virtual_tokens(tmp_path: Path) 
         load_model(ModelConfig(peft_config={"r": 2}), prompted(tiny_gpt2(10), "prompt"))
 
 
+def checkpointing(model: Any) -> None:
+    """Enable it: before transformers 5.23 by its other name."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_gradient_checkpointing_is_refused(kind: str) -> None:
     """With it, layers of transformers drop the cache in training, and the virtual tokens would have no effect."""
     model = prompted(tiny_llama(10), kind)
-    model.activation_checkpointing_enable()
+    checkpointing(model)
     with pytest.raises(ConfigError, match="gradient checkpointing is enabled"):
         model.train()(IDS)
     live = plain(tiny_llama(10))
-    live.activation_checkpointing_enable()
+    checkpointing(live)
     with pytest.raises(ConfigError, match="gradient checkpointing is enabled"):
         load_model(ModelConfig(peft_config=KINDS[kind]), live)
 
