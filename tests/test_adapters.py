@@ -228,7 +228,7 @@ def test_a_peft_object_says_what_its_fields_say() -> None:
         ({"lora_dropout": 0.1}, r"lora_dropout is 0\.1, and model\.disable_dropout switches all dropout off"),
         ({"rank": 4}, r"peft_config.rank: no field of peft's LORA"),
         ({"peft_type": "LORRA"}, r"unknown type of adapter; did you mean 'LORA'\?; known: .*IA3"),
-        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}, "tokens before the prompt"),
+        ({"peft_type": "CARTRIDGE", "num_virtual_tokens": 3}, "tokens before the prompt"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_before_a_model_is_loaded(

@@ -20,11 +20,16 @@ from trainkit.trainer.sharding import Replicated, blocks_of
 
 SCRIPT = Path(__file__).parent / "sharded.py"
 LORA = {"r": 4, "target_modules": "all-linear"}
+PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}
+PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter": ("ppo", {"model__peft_config": LORA}),
     "adapter and images": ("ddpo", {"model__peft_config": {"r": 2, "target_modules": ["to_q", "to_v"]}}),
     "adapter and pairs": ("dpo", {"model__peft_config": LORA}),
     "adapter and no reference": ("sft", {"model__peft_config": LORA}),
+    "prefix": ("ppo", {"model__peft_config": PREFIX}),
+    "prompt": ("dpo", {"model__peft_config": PROMPT}),
+    "prompt in bf16": ("ppo", {"model__peft_config": PROMPT, "train__mixed_precision": "bf16"}),
     "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1}),
     "frozen layers and groups": ("rloo", {"model__num_layers_unfrozen": 1}),
     "encoder-decoder": ("rloo", {"model": tiny_t5(10)}),
@@ -52,6 +57,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs and frozen layers": ("dpo", {"model__num_layers_unfrozen": 1, **COPY}),
     "unequal micro-batches": ("kto", {"train__microbatch_size": 1, **COPY}),
     "adapter": ("ppo", {"model__peft_config": LORA, **COPY}),
+    "prefix": ("ppo", {"model__peft_config": PREFIX, **COPY}),
+    "prompt": ("dpo", {"model__peft_config": PROMPT, **COPY}),
     "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1, **COPY}),
     "chosen reference": ("grpo", {"method__kl_coef": 0.1, "model__reference_path": tiny_gpt2(10), **COPY}),
     "encoder-decoder": ("rloo", {"model": tiny_t5(10), **COPY}),

@@ -136,6 +136,14 @@ def test_logit_masks_adapters_and_divergences_are_the_same() -> None:
     assert_same(policy, rows().map(lambda x: x.clamp(min=4) if x.dtype == torch.long else x), 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+def test_virtual_tokens_stand_before_shared_prompts(kind: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path, model__peft_config={"peft_type": kind, "num_virtual_tokens": 3})
+    policy = trainer.unwrapped
+    assert policy.can_share_prompts
+    assert_same(policy, rows().map(lambda x: x % 8 if x.dtype == torch.long else x), 1e-5, entropy=True)
+
+
 def test_micro_batches_that_cut_a_group_sum_to_the_same_gradient() -> None:
     policy, sequences = make_policy(make("llama")), rows()
     whole = results(policy, sequences, shared=True)[1]

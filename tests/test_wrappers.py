@@ -410,8 +410,8 @@ def test_a_second_adapter_goes_on_top_of_one_that_was_saved_and_not_of_a_live_on
         Causal.from_pretrained(first.pretrained_model, peft_config=LORA)
 
 
-def test_what_is_no_adapter_within_layers_is_refused() -> None:
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+def test_what_is_no_adapter_that_is_trained_is_refused() -> None:
+    prompt = peft.MultitaskPromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="puts tokens before the prompt"):
         causal(peft_config=prompt)
     with pytest.raises(ConfigError, match=r"should be a peft.PeftConfig or its fields; given 3 \(int\)"):

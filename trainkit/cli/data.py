@@ -232,14 +232,14 @@ def _is_checked(trainer: Any) -> bool:
 def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
     """Return the tokenizer and what follows from the model's context, as far as a model or tokenizer is named."""
     from trainkit.models import load_tokenizer
-    from trainkit.models.loading import length_limit, load_model_config
+    from trainkit.models.loading import count_virtual, length_limit, load_model_config
 
     if not isinstance(config.tokenizer.tokenizer_path or config.model.model_path, str):
         return {}
     tokenizer, apart, limit = load_tokenizer(config), False, config.train.seq_length
     if config.model.model_path is not None:
         model = load_model_config(config.model)
-        apart, limit = bool(model.is_encoder_decoder), length_limit(model, limit)
+        apart, limit = bool(model.is_encoder_decoder), length_limit(model, limit, count_virtual(config.model))
     if kind == "prompts" and limit is not None and not apart:
         limit -= config.rollout.max_new_tokens
         if limit < 1:

@@ -68,7 +68,8 @@ class ModelConfig(Section):
     the encoder is frozen. -1: train everything."""
     peft_config: Plain | None = None
     """Train an adapter instead of the weights: the fields of a peft config (`peft_type` is LORA by default), or a
-    peft config object. Unless `reference_path` is set, the reference is the model without the adapter."""
+    peft config object. Unless `reference_path` is set, the reference is the model without the adapter. PROMPT_TUNING,
+    PREFIX_TUNING and P_TUNING train virtual tokens; the reference has these as they were before the first update."""
     disable_dropout: bool = True
     """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
     never has dropout."""

@@ -1,6 +1,6 @@
 """The models that trainers use: loading, policies, heads, model classes with a value head, and frozen references."""
 
-from trainkit.models.adapters import has_adapter, make_peft_config, without_adapter
+from trainkit.models.adapters import adapter_config, has_adapter, make_peft_config, with_adapter, without_adapter
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.critic import ValueBranch
 from trainkit.models.loading import (
@@ -48,6 +48,7 @@ __all__ = [
     "TokenOutputs",
     "ValueBranch",
     "ValueHead",
+    "adapter_config",
     "check_adapter_dropout",
     "check_packing",
     "context_length",
@@ -66,5 +67,6 @@ __all__ = [
     "state_width",
     "unwrap_model_for_generation",
     "use_fast_exact_matmul",
+    "with_adapter",
     "without_adapter",
 ]

@@ -15,6 +15,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ConfigError, suggest
+from trainkit.models.virtual import (
+    attach,
+    check_model,
+    check_prompt_learning,
+    is_virtual,
+    load_virtual,
+    save_virtual,
+    saved_config,
+    take_out,
+    virtual_tokens,
+)
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -35,7 +46,7 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
     """Create a peft configuration from its fields; ``peft_type`` defaults to LoRA.
 
     Raises:
-        ConfigError: peft has no such type or field, or the type is not one of adapters within layers.
+        ConfigError: peft has no such type or field, or the type is not supported.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -51,22 +62,19 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
         config = known[name](**rest)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.peft_config does not fit {known[name].__name__}: {error}") from error
-    check_within_layers(config)
-    return config
+    return checked(config)
 
 
-def check_within_layers(config: PeftConfig) -> None:
-    """Raise a ConfigError if the configuration is not of an adapter within the model's layers.
+def checked(config: PeftConfig) -> PeftConfig:
+    """Return the configuration; that of virtual tokens is made one for causal language models.
 
     Raises:
-        ConfigError: it is of prompt learning, which puts tokens before the prompt.
+        ConfigError: it is of a type that is not supported.
     """
     if getattr(config, "is_prompt_learning", False):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise ConfigError(
-            f"model.peft_config.peft_type is {kind!r}, which puts tokens before the prompt; trainkit trains adapters "
-            "within the model's layers, such as LORA, DORA (use_dora), IA3, OFT"
-        )
+        check_prompt_learning(config)
+        config.task_type = "CAUSAL_LM"  # of models without a task, peft ignores the virtual tokens
+    return config
 
 
 @contextmanager
@@ -79,18 +87,50 @@ def quiet_peft() -> Iterator[None]:
 
 
 def add_adapter(model: PreTrainedModel, config: PeftConfig) -> None:
-    """Add a new adapter to the model's layers and freeze everything else.
+    """Add a new adapter to the model's layers, or virtual tokens, and freeze everything else.
 
     Raises:
-        ConfigError: the adapter fits no module of the model, or the model already has an adapter.
+        ConfigError: the adapter does not fit the model, or the model already has an adapter.
     """
+    if is_virtual(config):
+        with_adapter(model, config)
+        return
+    check_without_adapter(model)
+    with fitting(model):
+        model.add_adapter(config)
+
+
+def with_adapter(model: PreTrainedModel, config: PeftConfig) -> Any:
+    """Return a `peft.PeftModel` of the model with a new adapter; everything else is frozen.
+
+    The model itself has the adapter, too: in its layers, or as virtual tokens that it reads before the first token.
+
+    Raises:
+        ConfigError: the adapter does not fit the model, or the model already has an adapter.
+    """
+    from peft import get_peft_model
+
+    check_without_adapter(model)
+    if not is_virtual(config):
+        with fitting(model):
+            return get_peft_model(model, config)
+    check_model(model)
+    try:
+        with quiet_peft():
+            made = get_peft_model(model, copy.deepcopy(config))  # peft completes it for this model
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError) as error:
+        raise ConfigError(f"model.peft_config does not fit {type(model).__name__}: {error}") from error
+    attach(made)
+    return made
+
+
+def check_without_adapter(model: Any) -> None:
+    """Raise a ConfigError if a live model, which gets a new adapter, already has one."""
     if has_adapter(model):
         raise ConfigError(
             "model.peft_config is given, but the live model already has an adapter; omit peft_config to train the "
             "existing adapter, or merge that one first"
         )
-    with fitting(model):
-        model.add_adapter(config)
 
 
 @contextmanager
@@ -146,8 +186,19 @@ def _another_model(model: PreTrainedModel, adapter: str, error: Exception, hub: 
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether the model has adapters in its layers."""
-    return bool(adapted(model))
+    """Return whether the model has adapters in its layers, or virtual tokens."""
+    return bool(adapted(model)) or virtual_tokens(language_model(model)) is not None
+
+
+def adapter_config(model: PreTrainedModel) -> PeftConfig | None:
+    """Return peft's configuration of the model's active adapter, or of its virtual tokens; None if it has neither."""
+    virtual = virtual_tokens(model)
+    if virtual is not None:
+        return cast("PeftConfig", virtual.config)
+    if not has_adapter(model):
+        return None
+    [active] = model.active_adapters()
+    return cast("PeftConfig", model.peft_config[active])
 
 
 def adapted(model: nn.Module) -> list[Any]:
@@ -182,8 +233,12 @@ def bare(model: Any) -> PreTrainedModel:
     """Return the `language_model` of a live model. Its active adapter is trained and saved; others stay as they are.
 
     Raises:
-        ConfigError: the model has several adapters, and not exactly one is active.
+        ConfigError: the model has several adapters, and not exactly one is active; or virtual tokens do not fit it.
     """
+    peft_model = getattr(model, "pretrained_model", model)
+    if getattr(peft_model, "_is_prompt_learning", False):
+        checked(peft_model.active_peft_config)
+        return attach(peft_model)
     inner = language_model(model)
     names = list(getattr(inner, "peft_config", None) or {})
     if names:
@@ -257,18 +312,25 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     if not has_adapter(model):
         model.save_pretrained(directory)
         return
-    [active] = model.active_adapters()
-    config = model.peft_config[active]
+    config: Any = adapter_config(model)
     start = getattr(config, "init_lora_weights", True)
     source = "" if isinstance(start, str) and start != "gaussian" else model.name_or_path  # those change the weights
     saved: dict[str, Any] = {"base_model_name_or_path": source or str(target / BASE)}
-    if not source and hasattr(config, "init_lora_weights"):
+    if virtual := virtual_tokens(model):
+        save_virtual(virtual, directory, saved["base_model_name_or_path"])
+    else:
+        _save_layers(model, directory, config, saved, beside=not source)
+    if not source:
+        without_adapter(model).save_pretrained(directory / BASE)
+
+
+def _save_layers(model: PreTrainedModel, directory: Path, config: Any, saved: dict[str, Any], beside: bool) -> None:
+    """Save the adapter in the model's layers, with the values ``saved`` in its configuration."""
+    if beside and hasattr(config, "init_lora_weights"):
         saved["init_lora_weights"] = True  # the base weights saved beside it are changed already
     with warnings.catch_warnings(), _set_to(config, saved):
         warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
         model.save_pretrained(directory)
-    if not source:
-        without_adapter(model).save_pretrained(directory / BASE)
 
 
 @contextmanager
@@ -292,13 +354,32 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
             parent, _, child = name.rpartition(".")
             inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
             setattr(base.get_submodule(parent), child, inner)
-    del base.peft_config
-    base._hf_peft_config_loaded = False
+    if virtual_tokens(base) is not None:
+        take_out(base)
+    else:
+        del base.peft_config
+        base._hf_peft_config_loaded = False
     return base
 
 
-def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
-    """Return the base ``model`` with the adapter at ``path``, a directory or a hub id, merged into its weights.
+def load_adapter(model: PreTrainedModel, path: str, **hub: Any) -> PreTrainedModel:
+    """Return the base ``model`` with the adapter at ``path``, a directory or a hub id.
+
+    An adapter within layers is merged into the weights. Virtual tokens are put before the first token, and are trained
+    further; the weights are frozen.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    with fitting(model, path, **hub):
+        virtual = saved_config(path, **hub) is not None
+    if virtual:
+        return language_model(load_peft_model(model, path, trainable=True, **hub))
+    return model if model.device.type == "meta" else merge_adapter(model, path, **hub)
+
+
+def load_peft_model(model: PreTrainedModel, path: str, *, trainable: bool, **hub: Any) -> Any:
+    """Return a `peft.PeftModel` of the base ``model`` with the adapter at ``path``, a directory or a hub id.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -306,6 +387,30 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTr
     from peft import PeftModel
 
     with fitting(model, path, **hub):
+        config = saved_config(path, **hub)
+        if config is None:
+            return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
+        check_model(model)
+        made = load_virtual(model, path, config, **hub)
+    made.prompt_encoder.requires_grad_(trainable)
+    return made
+
+
+def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
+    """Return the base ``model`` with the adapter at ``path``, a directory or a hub id, merged into its weights.
+
+    Raises:
+        ConfigError: the adapter does not fit the model, or is one of virtual tokens.
+    """
+    from peft import PeftModel
+
+    with fitting(model, path, **hub):
+        if (config := saved_config(str(path), **hub)) is not None:
+            raise ConfigError(
+                f"{str(path)!r} holds virtual tokens ({config.peft_type.value}), which cannot be merged into weights; "
+                "load them with peft.AutoPeftModelForCausalLM, or train them further: give this path as "
+                "model.model_path without peft_config"
+            )
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path), **hub).merge_and_unload()
     merged.requires_grad_(True)  # peft has frozen the base weights
     merged.name_or_path = merged.config.name_or_path = ""  # the merged weights have no path yet

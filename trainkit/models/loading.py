@@ -34,6 +34,7 @@ from trainkit.models.adapters import (
     find_base,
     hub_arguments,
     language_model,
+    load_adapter,
     make_peft_config,
     merge_adapter,
 )
@@ -42,6 +43,7 @@ from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
 from trainkit.models.unloaded import loads_weights
 from trainkit.models.value_head import find_file
+from trainkit.models.virtual import count_of, saved_count, virtual_tokens
 from trainkit.security import TRUST, hidden, is_secret
 
 if TYPE_CHECKING:
@@ -58,8 +60,8 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     """Load the model that ``config`` names, or take the live ``model``, and set what is trained as ``config`` says.
 
     The model is a language model or a classifier. A mapping as ``model_path`` gives random weights from torch's
-    global generator. An adapter at ``model_path`` is merged into the weights of its base model. A live model, or the
-    model in a live wrapper, is modified in place and returned.
+    global generator. An adapter at ``model_path`` is merged into the weights of its base model; virtual tokens are
+    trained further. A live model, or the model in a live wrapper, is modified in place and returned.
 
     Raises:
         ConfigError: no model is given, transformers cannot load it, or what is to be trained does not fit it.
@@ -69,6 +71,7 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     if wanted is not None:
         add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
     elif config.num_layers_unfrozen >= 0:
+        _check_weights_are_trained(config, virtual_tokens(model) is not None)
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -227,9 +230,9 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
         model = auto_class(model_config).from_pretrained(base or config.model_path, **arguments)
     except (OSError, ValueError, TypeError, ImportError) as error:  # an ImportError: of what quantises
         raise ConfigError(_cannot_load("model", key, config.model_path, error)) from error
-    if base is None or not loads_weights():
+    if base is None:
         return cast(PreTrainedModel, model)
-    return merge_adapter(model, config.model_path, **hub_arguments(config.kwargs))
+    return load_adapter(model, config.model_path, **hub_arguments(config.kwargs))
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -308,6 +311,8 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the model has {depth} layers; "
             f"give 0 to {depth}, or -1 to train everything"
         )
+    if not live:
+        _check_weights_are_trained(config, _saved_virtual(config) > 0)
     if config.peft_config is not None:
         wanted = make_peft_config(config.peft_config)
         check_adapter_dropout(config)
@@ -315,6 +320,33 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             with torch.device("meta"):
                 skeleton = auto_class(model_config).from_config(model_config, **trust(config.kwargs))
             add_adapter(skeleton, _for_skeleton(wanted))
+
+
+def _check_weights_are_trained(config: ModelConfig, virtual: bool) -> None:
+    """Raise a ConfigError if layers or an adapter are to be trained in a model with virtual tokens."""
+    asked = "num_layers_unfrozen" if config.num_layers_unfrozen >= 0 else "peft_config"
+    if virtual and (config.num_layers_unfrozen >= 0 or config.peft_config is not None):
+        raise ConfigError(
+            f"the model has virtual tokens (prompt or prefix tuning), which are trained further while its weights are "
+            f"frozen, and model.{asked} asks for other trained parameters; omit it, or give the base model"
+        )
+
+
+def count_virtual(config: ModelConfig, live: Any = None) -> int:
+    """Return how many virtual tokens the model reads before each row: those of a live model, new or saved ones."""
+    if live is not None and (count := count_of(live)):
+        return count
+    if config.peft_config is not None:
+        return int(config.peft_config.get("num_virtual_tokens") or 0)
+    return 0 if live is not None else _saved_virtual(config)
+
+
+def _saved_virtual(config: ModelConfig) -> int:
+    """Return how many virtual tokens are saved at ``model_path``."""
+    path, known = config.model_path, hub_arguments(config.kwargs)
+    if not isinstance(path, str) or adapter_base(path, **known) is None:
+        return 0
+    return saved_count(path, **known)
 
 
 def _for_skeleton(adapter: PeftConfig) -> PeftConfig:
@@ -424,15 +456,27 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return int(limit) if limit else None
 
 
-def length_limit(config: PreTrainedConfig, asked: int | None) -> int | None:
+def length_limit(config: PreTrainedConfig, asked: int | None, virtual: int = 0) -> int | None:
     """Return the largest number of tokens: ``asked``, which is `train.seq_length`, or else the model's context.
 
+    Args:
+        config: the config of the model.
+        asked: the number that is asked for.
+        virtual: how many virtual tokens it reads before them.
+
     Raises:
-        ConfigError: more is asked for than the context.
+        ConfigError: more is asked for than the context, or virtual tokens fill it.
     """
     context = context_length(config)
+    besides = f" besides {virtual} virtual ones" if virtual else ""
+    if context is not None and virtual >= context:
+        raise ConfigError(
+            f"there are {virtual} virtual tokens (num_virtual_tokens), and the model attends to at most {context} "
+            "tokens; give fewer"
+        )
+    context = None if context is None else context - virtual
     if context and asked and asked > context:
-        raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens")
+        raise ConfigError(f"train.seq_length is {asked}; the model attends to at most {context} tokens{besides}")
     return asked or context
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import hidden_states, inputs_of
+from trainkit.models.virtual import virtual_tokens
 
 LENGTHS = (5, 3, 4)
 """The lengths of the samples that the check packs, in tokens."""
@@ -46,6 +47,8 @@ def _fault(model: PreTrainedModel, vocabulary: int) -> str:
     """Return what is wrong with the model's states of packed rows; an empty string if nothing is."""
     if model.config.is_encoder_decoder:
         return "an encoder-decoder reads prompts and outputs separately"
+    if virtual_tokens(model) is not None:
+        return "virtual tokens are put before a row, not before each of its samples"
     total = 2 * sum(LENGTHS)
     ids = [(7 * i * i + i) % vocabulary for i in range(total)]  # no pattern that positions could explain
     samples = _samples(ids, model)

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from trainkit.data import Sequences
 from trainkit.models.trunk import tiny_input
+from trainkit.models.virtual import moved_by_padding
 
 TOLERANCE = 1e-4
 """Largest relative difference between shared and separate rows of a small input that counts as rounding. Models in
@@ -183,6 +184,8 @@ def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], T
     name, training = type(model).__name__, model.training
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "with activation checkpointing, keys and values are not kept"
+    if moved_by_padding(model):
+        return f"padding of prompts would move the virtual tokens of {name} out of its sliding windows"
     model.eval()
     try:
         found, expected = (_with_gradient(model, states, shared) for shared in (True, False))

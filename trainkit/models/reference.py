@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models.adapters import has_adapter, language_model, switch_off, switch_on
+from trainkit.models.adapters import adapted, language_model, switch_off, switch_on
 from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.trunk import find_blocks, modules_below, tiny_input
 from trainkit.models.unloaded import decided
+from trainkit.models.virtual import virtual_tokens
 
 
 class Reference:
@@ -30,6 +31,7 @@ class Reference:
     * If lower layers are frozen, it is a copy of the upper layers on the shared frozen trunk.
     * If the model has an adapter that does not change the model's outputs yet (a new one), it is the model without
       the adapter, and copies no base weights. If the adapter does change them, its current state is copied.
+    * Virtual tokens always change them, new ones too, so they are copied.
 
     The reference is always in evaluation mode and computes no gradients. It has the policy's temperature and logit
     mask, so the divergence is exactly 0 before the first update.
@@ -52,7 +54,7 @@ class Reference:
             for name, module in heads.items():
                 setattr(policy, name, module)
         self.policy.eval().requires_grad_(False)
-        if has_adapter(self.policy.model):
+        if adapted(self.policy.model):
             self._leave_adapter_out()
 
     def _leave_adapter_out(self) -> None:
@@ -170,6 +172,9 @@ def _shared(model: Any, count: int | None, pattern: str | None) -> list[nn.Param
             f"num_shared_layers is {count}, and there are {len(blocks)} layers; give 0 to {len(blocks)}, -1 to share "
             "everything, or None to share nothing"
         )
+    if (virtual := virtual_tokens(inner)) is not None:  # all else is frozen
+        own = {id(parameter) for parameter in virtual.parameters()}
+        return [parameter for parameter in inner.parameters() if id(parameter) not in own]
     return [p for module in modules_below(inner, blocks, count) for p in module.parameters()]
 
 

@@ -28,6 +28,7 @@ from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
+from trainkit.models.virtual import count_of
 from trainkit.security import TRUST
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,8 @@ class RewardModel:
             raise ConfigError("chat is True, but the tokenizer has no chat template; give chat=False")
         self.scorer = scorer.to(device or _default_device()).eval()
         self.tokenizer, self.chat, self.batch_size = tokenizer, chat, batch_size
-        limits = (max_length, context_length(scorer.model.config), tokenizer.model_max_length)
+        virtual, context = count_of(scorer.model), context_length(scorer.model.config)
+        limits = (max_length, context and context - virtual, tokenizer.model_max_length)
         self.limit = min(limit for limit in limits if limit is not None)
         self.truncated = 0
         self._encoder = PromptEncoder(tokenizer, None)

@@ -27,17 +27,21 @@ from trainkit.errors import ConfigError, describe
 from trainkit.models.adapters import (
     HEADS,
     bare,
-    check_within_layers,
+    check_without_adapter,
+    checked,
     find_base,
     fitting,
     has_adapter,
     hub_arguments,
     language_model,
+    load_peft_model,
     make_peft_config,
     merge_adapter,
     save_model,
+    with_adapter,
 )
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
+from trainkit.models.virtual import count_of
 from trainkit.security import TRUST
 
 if TYPE_CHECKING:
@@ -172,8 +176,6 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @classmethod
     def _load(cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], trainable: bool, merge: bool) -> Any:
-        from peft import PeftModel
-
         hub = hub_arguments(kwargs)
         arguments = {"dtype": kwargs.pop("torch_dtype", torch.float32), TRUST: False, **_quantisation(kwargs)}
         below, arguments = find_base(path, arguments)
@@ -182,8 +184,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             return model
         if merge:
             return merge_adapter(model, path, **hub)
-        with fitting(model, path, **hub):
-            return PeftModel.from_pretrained(model, path, is_trainable=trainable, **hub)
+        return load_peft_model(model, path, trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
         check_head_alone(saved_heads(path, hub), f"{HEADS} of {path!r}")
@@ -278,6 +279,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             raise ConfigError(
                 f"a reward adapter needs a peft.PeftModel, and {type(pretrained_model).__name__} is no peft.PeftModel; "
                 "give peft_config, or a model with an adapter"
+            )
+        if count_of(pretrained_model):
+            raise ConfigError(
+                "a reward adapter needs an adapter within the layers beside it, and this model has virtual tokens "
+                "(prompt or prefix tuning); give peft_config a type such as LORA"
             )
         hub: dict[str, Any] = {} if token is None else {"token": token}
         with fitting(pretrained_model, adapter_model_id, **hub), _as_it_was(pretrained_model):
@@ -481,7 +487,7 @@ def _peft_config(given: PeftConfig | Mapping[str, Any] | None) -> PeftConfig | N
     if given is not None:
         if not isinstance(given, PeftConfig):
             raise ConfigError(f"peft_config should be a peft.PeftConfig or its fields; given {describe(given)}")
-        check_within_layers(given)
+        checked(given)
     return given
 
 
@@ -490,23 +496,20 @@ def _live(model: Any, unused: list[str]) -> Any:
         raise ConfigError(f"give a hub id, a directory, or a model of transformers or peft; given {describe(model)}")
     if unused:
         raise ConfigError(f"a live model is given, and {', '.join(unused)} would say how to load one; omit them")
+    if count_of(model):
+        bare(model)  # the model of transformers then reads its virtual tokens
     return model
 
 
 def _add_adapter(model: Any, config: PeftConfig, preparation: dict[str, Any]) -> Any:
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import prepare_model_for_kbit_training
 
-    if has_adapter(model):
-        raise ConfigError(
-            "peft_config is given, but the live model already has an adapter; omit peft_config to train the existing "
-            "adapter, or merge that one first"
-        )
+    check_without_adapter(model)
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, **preparation)  # type: ignore[no-untyped-call]
     elif preparation:
         raise ConfigError(f"{', '.join(preparation)} prepare a quantised model, and this one is not; omit them")
-    with fitting(model):
-        return get_peft_model(model, config)
+    return with_adapter(model, config)
 
 
 def _score_weights(adapter: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.models.seq2seq import decoder_prefix, encode
+from trainkit.models.virtual import count_of, moved_by_padding
 
 UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 """Exceptions that a model may raise if it does not support the cache."""
@@ -164,7 +165,8 @@ class CausalDecoder:
         ids = torch.tensor([[self.fill] * (width - len(query)) + query for query in distinct], device=device)
         lengths = torch.tensor([len(query) for query in distinct], device=device)
         real = torch.arange(width + room, device=device) >= (width - lengths).unsqueeze(1)
-        padded, cache = min(map(len, distinct)) < width, _cache(self.model.config, width + room)
+        before = count_of(self.model)  # virtual tokens are in the cache, and neither in ``real`` nor in positions
+        padded, cache = min(map(len, distinct)) < width, _cache(self.model.config, before + width + room)
         active = _ActiveText(use.new_zeros(len(distinct)), real, padded, ids[:, -1], cache, lengths, width)
         positions = (real[:, :width].cumsum(-1) - 1).clamp_(min=0)
         return _read_once(active, len(queries), use, self._forward(ids, real[:, :width], positions, cache))
@@ -280,6 +282,8 @@ def stepping_fault(decoder: Decoder) -> str:
     must equal those of full forward passes over each row alone.
     """
     model, size = decoder.model, vocabulary(decoder.model)
+    if moved_by_padding(model):
+        return "padding of prompts would move virtual tokens out of its sliding windows"
     queries = [[token % size for token in query] for query in ([1, 2, 3], [4, 5, 6, 7, 8])]
     rows: list[tuple[list[int], list[int]]] = [(query, []) for query in queries]
     training = model.training

@@ -48,6 +48,7 @@ from trainkit.models.loading import (
     load_frozen_config,
     name_eos,
 )
+from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
@@ -592,9 +593,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
         save_model(self.unwrapped.model, building, target)
         if lacking and not any(building.rglob("config.json")):  # an adapter, whose base is elsewhere
             log.warning(
-                "%s holds an adapter, and the configuration of its base does not name the tokenizer's EOS: merge them "
-                "(trainkit merge), or call generate with eos_token_id=%d",
+                "%s holds an adapter, and the configuration of its base does not name the tokenizer's EOS: %scall "
+                "generate with eos_token_id=%d",
                 target,
+                "" if virtual_tokens(self.unwrapped.model) else "merge them (trainkit merge), or ",
                 self.tokenizer.eos_token_id,
             )
         self.tokenizer.save_pretrained(building)
@@ -616,6 +618,9 @@ class AccelerateRLTrainer(TextTrainer[M]):
             f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
             "tokenizer = AutoTokenizer.from_pretrained(directory)"
         )
+        if virtual_tokens(self.unwrapped.model):
+            code = code.replace(f"{cls}, ", "").replace(f"{cls}.", f"AutoPeft{cls[4:]}.")
+            code = f"from peft import AutoPeft{cls[4:]}\n{code}"
         if getattr(self.unwrapped, "value_head", None) is None:
             return code
         headed = f"{cls}WithValueHead"

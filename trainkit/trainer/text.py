@@ -48,6 +48,7 @@ from trainkit.functional import place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
+    count_virtual,
     eos_ids,
     length_limit,
     load_model_config,
@@ -184,7 +185,8 @@ class TextTrainer(AcceleratedLoop[M]):
 
         It is the smaller of train.seq_length and the model's context.
         """
-        limit = length_limit(self.model_config, self.config.train.seq_length)
+        virtual = count_virtual(self.config.model, self.live_model)
+        limit = length_limit(self.model_config, self.config.train.seq_length, virtual)
         vocabulary = self.model_config.get_text_config().vocab_size
         if len(self.tokenizer) > vocabulary:
             raise ConfigError(

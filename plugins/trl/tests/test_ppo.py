@@ -186,6 +186,25 @@ def test_an_optimizer_and_its_schedule_are_stepped(made: Any, tmp_path: Any, mon
     assert trainer.optimizer.optimizer is optimizer
 
 
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING"])
+def test_prompts_and_prefixes_are_trained(kind: str, made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the model with the first virtual tokens, so that the first KL is 0."""
+    wrapper, tokenizer, _ = made
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        wrapper.pretrained_model, peft_config={"peft_type": kind, "num_virtual_tokens": 3}
+    )
+    config = settings(tmp_path, monkeypatch, batch_size=2, mini_batch_size=1)
+    trainer = PPOTrainer(config, model, None, tokenizer)
+    trained = [parameter for parameter in model.pretrained_model.parameters() if parameter.requires_grad]
+    before = [parameter.clone() for parameter in trained]
+    queries = [torch.tensor([0, 1, 2]), torch.tensor([3])]
+    responses = trainer.generate(queries, return_prompt=False, max_new_tokens=4)
+    stats = trainer.step(queries, responses, [torch.tensor(1.0), torch.tensor(0.0)])
+    assert stats["objective/kl"] == 0
+    assert len(trained) == 1
+    assert not torch.equal(before[0], trained[0])
+
+
 def test_every_setting_of_ppo_has_a_place() -> None:
     told = {path.partition(".")[2] for path in framework("trl").settings if path.startswith("PPOConfig.")}
     assert told == set(PPOConfig.__dataclass_fields__)

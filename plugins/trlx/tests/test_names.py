@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, T5Config
 
+import trainkit_trlx
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit_trlx.data.configs import TRLConfig
@@ -536,3 +537,56 @@ def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) 
     )
     trainer = AcceleratePPOTrainer(config, reward_fn=lambda samples: [0.0] * len(samples), sharding="fsdp2")
     assert trainer.config.train.sharding == "fsdp2"
+
+
+VIRTUAL = [{"peft_type": kind, "num_virtual_tokens": 3} for kind in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")]
+
+
+@pytest.mark.parametrize("given", VIRTUAL, ids=lambda given: str(given["peft_type"]))
+@pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config])
+def test_prompts_and_prefixes_are_trained(default: Any, given: dict[str, Any], tmp_path: Path) -> None:
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "letters")
+    config = default().evolve(
+        train={"tracker": None, "seq_length": 16, "total_steps": 2, "checkpoint_dir": str(tmp_path / "run")},
+        model={"model_path": GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10), "num_layers_unfrozen": -1},
+        tokenizer={"tokenizer_path": str(tmp_path / "letters")},
+        method={"gen_kwargs": {"max_new_tokens": 4}},
+    )
+    config.model.peft_config = {**given, "task_type": "CAUSAL_LM"}
+    online = default is default_ppo_config
+    trainer = trainkit_trlx.train(
+        **({"reward_fn": lambda samples, **_: [float(len(each)) for each in samples]} if online else {}),
+        **({"prompts": ["a", "b"] * 8} if online else {"samples": [["a", "bc"], ["b", "cd"]] * 16}),
+        **({"rewards": [0.0, 1.0] * 16} if default is default_ilql_config else {}),
+        eval_prompts=["a"],
+        config=config,
+    )
+    trained = [name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad and name[:6] == "model."]
+    assert trained
+    assert all("virtual_tokens" in name for name in trained)
+
+
+@pytest.mark.parametrize("given", VIRTUAL, ids=lambda given: str(given["peft_type"]))
+def test_model_classes_read_virtual_tokens(given: dict[str, Any]) -> None:
+    """Logits, values, Q and V are those of the tokens; the frozen branch has the virtual tokens of the beginning."""
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, eos_token_id=11)
+    ids, mask = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    model = AutoModelForCausalLMWithHydraValueHead.from_config(config, peft_config=given, num_layers_unfrozen=1).eval()
+    before = model(ids)
+    assert (before.logits.shape, before.value.shape) == ((2, 3, 12), (2, 3))
+    assert torch.equal(before.logits, model.forward_hydra(ids).logits)
+    trained = [parameter for parameter in model.base_model.parameters() if parameter.requires_grad]
+    model(ids).logits[..., 0].sum().backward()
+    torch.optim.SGD(trained, 0.1).step()
+    assert not torch.equal(before.logits, model(ids).logits)
+    assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=False))
+    assert {parameter.numel() for parameter in trained} != set()
+
+    heads = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_config(config, peft_config=given).eval()
+    logits, qs, _, vs, _ = heads(ids)
+    assert (logits.shape, qs[0].shape, vs.shape) == ((2, 3, 12), (2, 3, 12), (2, 3, 1))
+    chosen = {"temperature": 0, "top_k": 12, "max_new_tokens": 5, "pad_token_id": 0}
+    plain = heads.generate(ids, mask, beta=0, **chosen)
+    for end in range(3, plain.shape[1]):
+        assert plain[1, end] == heads(plain[1:, :end])[0][0, -1].argmax() or 11 in plain[1, 3:end]
+        assert plain[0, end] == heads(plain[:1, 1:end])[0][0, -1].argmax() or 11 in plain[0, 3:end]

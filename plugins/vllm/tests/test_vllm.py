@@ -166,6 +166,12 @@ def test_adapters_that_vllm_has_not_are_refused(fields: dict[str, Any], told: st
         exports.check_adapter(made.served.model)
 
 
+def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, model__peft_config={"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2})
+    with pytest.raises(ConfigError, match="has peft_type 'PREFIX_TUNING'; change it, or set rollout"):
+        exports.check_adapter(made.served.model)
+
+
 # ------------------------------------------------------------------------------------------------------- servers
 
 

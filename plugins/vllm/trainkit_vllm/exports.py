@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from trainkit.errors import ConfigError, EngineError
-from trainkit.models import has_adapter, without_adapter
+from trainkit.models import adapter_config, has_adapter, without_adapter
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be prepared for."""
@@ -27,9 +27,9 @@ def check_adapter(model: Any) -> int | None:
     Raises:
         ConfigError: vLLM cannot generate with an adapter of this kind.
     """
-    if not has_adapter(model):
+    config: Any = adapter_config(model)
+    if config is None:
         return None
-    config = adapter_of(model)[1]
     kind = getattr(config.peft_type, "value", config.peft_type)
     odd = [
         f"{name} {value!r}"

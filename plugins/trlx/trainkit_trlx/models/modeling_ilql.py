@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from trainkit import functional as F
-from trainkit.models import make_peft_config
+from trainkit.models import make_peft_config, with_adapter
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import BASE, checkpoint, under
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
@@ -160,7 +159,7 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
     def __init__(self, base_model: Any, *, two_qs: bool = True, alpha: float = 0.99, peft_config: Any = None) -> None:
         super().__init__()
         if peft_config is not None:
-            base_model = get_peft_model(base_model, make_peft_config(peft_config))
+            base_model = with_adapter(base_model, make_peft_config(peft_config))
         self.base_model = base_model
         config = base_model.config.get_text_config(decoder=True)
         self.ilql_heads = ILQLHeads(config.hidden_size, config.vocab_size, two_qs, alpha, base_model.dtype)
