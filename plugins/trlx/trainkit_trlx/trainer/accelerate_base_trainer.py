@@ -6,9 +6,11 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import trainkit
 from trainkit import hookimpl
@@ -16,11 +18,7 @@ from trainkit.errors import ConfigError
 from trainkit.migrating import framework, translate_sampling
 from trainkit.runs import free_directory
 from trainkit_trlx.data.configs import TRLConfig, say_once
-from trainkit_trlx.models.modeling_base import (
-    AutoModelForCausalLMWithValueHead,
-    AutoModelForSeq2SeqLMWithValueHead,
-    checkpoint,
-)
+from trainkit_trlx.models.modeling_base import base_from, checkpoint
 from trainkit_trlx.trainer import register_trainer
 
 if TYPE_CHECKING:
@@ -121,9 +119,7 @@ class OfTrlx:
                 model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}
             )
         elif isinstance(model, str) and checkpoint(model):
-            seq2seq = config.model.model_arch_type == "seq2seq"
-            made = AutoModelForSeq2SeqLMWithValueHead if seq2seq else AutoModelForCausalLMWithValueHead
-            kwargs["model"] = made.from_pretrained(model)
+            kwargs["model"] = self.from_checkpoint(model, config.model.model_arch_type == "seq2seq")
             translated = translated.evolve(model={"model_path": None})
         elif not isinstance(model, str):
             kwargs["model"] = model
@@ -149,6 +145,18 @@ class OfTrlx:
             bases = {base.__name__ for base in cls.__mro__[1:]}
             if name.kind == "equivalent" and method in vars(cls) and owner.rpartition(".")[2] in bases:
                 log.warning("%s.%s is not called; its place has %s", cls.__name__, method, name.text)
+
+    @staticmethod
+    def from_checkpoint(path: str, seq2seq: bool) -> Any:
+        """Return the model that trlX has saved in a directory, as the argument ``model`` of trainkit's trainer."""
+        auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+        base = base_from(path, checkpoint(path), auto)
+        return base if base is not path else auto.from_pretrained(path)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model that is trained, as trlX has it: with a value head or heads of ILQL around a language model."""
+        return cast(Any, self).unwrapped.model
 
     def add_prompt_pipeline(self, pipeline: Any) -> None:
         """Set the prompts to train on: a `PromptPipeline`, or the prompts."""
@@ -204,6 +212,20 @@ class OfTrlx:
         """
         self._observer.log_fn, self._observer.save_fn, self._observer.eval_fn = log_fn, save_fn, eval_fn
         cast(Any, super()).learn()
+
+
+class Online(OfTrlx):
+    """A trainer that learns from what it samples."""
+
+    def make_experience(self, *arguments: Any, **named: Any) -> Any:
+        """Do nothing: `learn` samples by itself. trainkit calls this method with its rollouts.
+
+        The arguments of trlX are ``(num_rollouts, iter_count)``.
+        """
+        if named or all(isinstance(argument, int) for argument in arguments):
+            say_once("make_experience() has no effect: learn() samples by itself, method.num_rollouts at a time")
+            return None
+        return cast(Any, super()).make_experience(*arguments)
 
 
 class Offline(OfTrlx):
