@@ -41,9 +41,12 @@ def epochs(value: Any, context: Context) -> Settings:
 
 
 def save_best(value: Any, context: Context) -> Settings:
-    """Return whether the best model is exported; trainkit compares the rewards of evaluations."""
+    """Return whether the best model is exported; the adapter compares rewards, or `reward` of a metric function."""
     if value and _method(context) not in ONLINE:
-        context.remarks.append("has no effect: there is no reward function by which evaluations are compared")
+        context.remarks.append(
+            "has no effect: there is no reward by which evaluations are compared. If metric_fn returns reward, write "
+            "train.save_best: {metric: eval/reward, mode: max}"
+        )
         return {}
     return {"train.save_best": value}
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -93,7 +93,7 @@ def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
 
 
 def base_from(path: str | Path, state: Mapping[str, Tensor], parent: Any) -> Any:
-    """Return what the heads of a checkpoint of trlX belong to: its language model, or the path if transformers loads it.
+    """Return what the heads of a checkpoint of trlX belong to: its language model, or the path for transformers.
 
     Args:
         path: the directory.
@@ -183,7 +183,7 @@ class OfTrlx:
     ``num_value_layers_unfrozen`` it reads the states of ``critic``, a trained copy of the upper layers.
     """
 
-    output_class: type[ModelOutput] = CausalLMOutputWithValue
+    output_class: type[Any] = CausalLMOutputWithValue
     supported_args: ClassVar[tuple[str, ...]] = ("num_value_layers_unfrozen",)
     supported_modules: ClassVar[tuple[str, ...]] = ("v_head", "critic")
     critic: ValueBranch | None
@@ -198,7 +198,7 @@ class OfTrlx:
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
         if num_value_layers_unfrozen:
-            self.critic = ValueBranch(base_model, num_value_layers_unfrozen)
+            self.critic = ValueBranch(base_model, num_value_layers_unfrozen).train(base_model.training)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
@@ -241,7 +241,7 @@ class OfTrlx:
                 f"its own; give {layers}"
             )
         if layers and own is None:
-            self.critic = ValueBranch(self.pretrained_model, layers)
+            self.critic = ValueBranch(self.base_model, layers).train(self.base_model.training)
 
     @property
     def base_model(self) -> Any:
@@ -289,7 +289,7 @@ class OfTrlx:
             read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
             outputs, last = branch.states(run, {**read, "use_cache": False}, None)
             value = self.v_head(last)
-        names = [name for name in self.output_class.__dataclass_fields__ if getattr(outputs, name, None) is not None]
+        names = [each.name for each in fields(self.output_class) if getattr(outputs, each.name, None) is not None]
         found = {**{name: outputs[name] for name in names}, "logits": outputs.logits.float(), "value": value}
         if return_dict:
             return self.output_class(**found)

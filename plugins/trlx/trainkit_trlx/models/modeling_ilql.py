@@ -273,7 +273,7 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         self.ilql_heads.sync_target_q_heads()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the configuration and all weights, or with an adapter this and the heads; `from_pretrained` reads it."""
+        """Write configuration and weights, or with an adapter this and the heads; `from_pretrained` reads them."""
         state = self.state_dict()
         if has_adapter(self.base_model):
             self.base_model.save_pretrained(str(save_directory))

@@ -88,9 +88,9 @@ class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
 
     def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self._saved = None
-        if isinstance(self.live_model, AutoModelForCausalLMWithILQLHeads):
-            self._saved, self.live_model = self.live_model.ilql_heads, self.live_model.base_model
+        given: Any = self.live_model
+        self._saved: Any = getattr(given, "ilql_heads", None)
+        self.live_model: Any = given if self._saved is None else given.base_model
 
     def get_arch(self, config: Any) -> Any:
         """Return the policy, with the heads of a checkpoint of trlX."""

@@ -62,7 +62,10 @@ def get_optimizer_class(name: OptimizerName) -> Any:
     """
     name = _named(name, OptimizerName, "optimizer")
     if name.endswith("_8bit_bnb"):
-        module = import_module("bitsandbytes.optim")
+        try:
+            module = import_module("bitsandbytes.optim")
+        except ImportError as error:
+            raise ImportError(f"{name} needs bitsandbytes, which is not installed: pip install bitsandbytes") from error
         return module.Adam8bit if name == OptimizerName.ADAM_8BIT_BNB else module.AdamW8bit
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
 
