@@ -113,7 +113,12 @@ def test_every_setting_that_a_table_names_exists() -> None:
                 "method__gen_kwargs": {"do_sample": False, "max_new_tokens": 5},
                 "method__gen_experience_kwargs": {"do_sample": True, "top_k": 0, "max_new_tokens": 5},
             },
-            {"rollout.top_k": 0, "rollout.eval_kwargs": {"top_k": 50, "temperature": 0.0, "max_new_tokens": 5}},
+            {"rollout.top_k": 0, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
+        ),
+        # without do_sample transformers decodes greedily; rollouts are sampled in any case
+        (
+            {"method__gen_kwargs": {"max_new_tokens": 5}, "method__gen_experience_kwargs": {"max_new_tokens": 5}},
+            {"rollout.top_k": 50, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
         ),
     ],
 )
@@ -268,6 +273,16 @@ def test_names_of_a_script_that_the_adapter_lacks_are_told(tmp_path: Path) -> No
         result = CliRunner().invoke(app, ["migrate", str(script)])
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("generations", "processes", "expected"), [(32, 1, 128), (100, 1, 200), (4, 2, 128), (40, 2, 160)]
+)
+def test_a_collection_of_rft_has_whole_groups(generations: int, processes: int, expected: int) -> None:
+    method = {"name": "RFTConfig", "n_generations_per_prompt": generations, "gen_kwargs": {"max_new_tokens": 4}}
+    found = translate("trlx", {"train": {"trainer": "AccelerateRFTTrainer"}, "method": method}, processes=processes)
+    assert found.config["rollout"]["num_rollouts"] == expected
+    assert found.config["method"]["rft_k"] == generations
 
 
 def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:

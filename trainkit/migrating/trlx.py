@@ -94,7 +94,11 @@ def implied(config: Settings, context: Context) -> Settings:
     own: Settings = {"train.max_grad_norm": None}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
-    return {**own, "rollout": sampled(config, context)}
+    rollout = sampled(config, context)
+    if _method(context) == "rft":
+        shared = context.processes * context.get("method.n_generations_per_prompt", 32)
+        rollout["num_rollouts"] = shared * math.ceil(128 / shared)
+    return {**own, "rollout": rollout}
 
 
 def do_sample(value: Any, context: Context) -> Settings:
@@ -121,7 +125,8 @@ def sampled(config: Settings, context: Context) -> Settings:
     if _method(context) == "ilql":
         unset: Settings = {"top_k": 20, "max_new_tokens": 32}
     else:
-        greedy = _method(context) == "sft" and context.get("method.gen_kwargs.do_sample") is None
+        apart = _method(context) == "sft" or context.get("method.gen_experience_kwargs")
+        greedy = apart and context.get("method.gen_kwargs.do_sample") is None  # as transformers does by default
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}

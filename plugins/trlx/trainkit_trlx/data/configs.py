@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import yaml
@@ -180,15 +180,17 @@ class TRLConfig:
 
     @classmethod
     def _check_known(cls, base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        known = [*base, *(f"{part}.{name}" for part in base for name in base[part])]
+        classes = {**SECTIONS, "method": get_method(str(base.get("method", {}).get("name", "MethodConfig")))}
+        known = {part: {*base.get(part, {}), *(about.name for about in fields(classes[part]))} for part in classes}
+        names = [*known, *(f"{part}.{name}" for part in known for name in known[part])]
         for section, values in changes.items():
-            if section in base and not isinstance(values, Mapping):
+            if section in known and not isinstance(values, Mapping):
                 raise ConfigError(f"{section} should be changed by a mapping of settings; given {describe(values)}")
-            names = (
-                [f"{section}.{name}" for name in values if name not in base[section]] if section in base else [section]
-            )
-            for name in names:
-                said = suggest(name, known)
+            wrong = [section]
+            if section in known:
+                wrong = [f"{section}.{name}" for name in values if name not in known[section]]
+            for name in wrong:
+                said = suggest(name, names)
                 raise ConfigError(f"parameter {name!r} is not present in the config (typo or a wrong config){said}")
 
     def __str__(self) -> str:
