@@ -380,6 +380,33 @@ def test_a_trainer_of_ilql_goes_on_with_the_heads_of_a_checkpoint(tmp_path: Path
     assert all(torch.equal(tensor, state[name]) for name, tensor in made.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", ["ppo", "ilql", "sft"])
+def test_a_trainer_goes_on_with_an_adapter_of_trlx(kind: str, directory: Any, tmp_path: Path) -> None:
+    path = directory("llama")
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(task_type="CAUSAL_LM", r=2))
+    nn.init.normal_(made.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
+    heads = AutoModelForCausalLMWithILQLHeads(AutoModelForCausalLM.from_pretrained(path)).ilql_heads
+    made.save_pretrained(str(tmp_path / "trlx"))
+    state = (
+        under("ilql_heads.", heads.state_dict()) if kind == "ilql" else under("v_head.", make_head(D, 1).state_dict())
+    )
+    torch.save(state, tmp_path / "trlx" / "pytorch_model.bin")
+    cls, default = TRAINERS[kind]
+    given = default().evolve(
+        model={"model_path": str(tmp_path / "trlx"), "num_layers_unfrozen": -1}, tokenizer={"tokenizer_path": path},
+        train={"tracker": None, "seq_length": 64, "checkpoint_dir": str(tmp_path / "run")},
+    )  # fmt: skip
+    trainer = cls(given)
+    expected = made(**inputs("llama")).logits
+    torch.testing.assert_close(trainer.unwrapped.model(**inputs("llama")).logits, expected)
+    assert any(parameter.requires_grad for parameter in trainer.unwrapped.model.parameters())
+    if kind != "sft":
+        found = trainer.model.state_dict()
+        tensor = state["ilql_heads.v_head.0.weight"] if kind == "ilql" else state["v_head.0.weight"]
+        name = "ilql_heads.v_head.0.weight" if kind == "ilql" else "v_head.hidden.weight"
+        assert torch.equal(found[name], tensor)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

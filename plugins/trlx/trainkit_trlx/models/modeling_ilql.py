@@ -210,16 +210,19 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         return cls(cls.auto_class.from_config(config), **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Self:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *, is_trainable: bool = False, **kwargs: Any) -> Self:
         """Load a model, or what trlX or `save_pretrained` wrote with its heads and adapter; or wrap a live model.
 
-        Without ``two_qs``, saved heads decide how many Q there are.
+        Args:
+            pretrained_model_name_or_path: a hub id or a directory, or the live model.
+            is_trainable: whether an adapter that is loaded can be trained.
+            **kwargs: those of the class. Without ``two_qs``, saved heads decide how many Q there are.
         """
         path = pretrained_model_name_or_path
         state = checkpoint(path) if isinstance(path, str | Path) else {}
         base = base_from(path, state, cls.auto_class)
         if isinstance(base, str | Path):
-            base = cls._load(str(path))
+            base = cls._load(str(path), is_trainable)
         heads = under(HEADS, state)
         if heads:
             kwargs = {"two_qs": any(name.startswith("q_heads.1.") for name in heads), **kwargs}
@@ -229,11 +232,11 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         return made
 
     @classmethod
-    def _load(cls, path: str) -> Any:
+    def _load(cls, path: str, trainable: bool) -> Any:
         if not (Path(path) / "adapter_config.json").is_file():
             return cls.auto_class.from_pretrained(path)
         below = PeftConfig.from_pretrained(path).base_model_name_or_path
-        return PeftModel.from_pretrained(cls.auto_class.from_pretrained(below), path)
+        return PeftModel.from_pretrained(cls.auto_class.from_pretrained(below), path, is_trainable=trainable)
 
     def _runs(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of the language model for those of the inputs that are given."""

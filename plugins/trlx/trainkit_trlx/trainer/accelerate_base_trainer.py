@@ -181,8 +181,10 @@ class OfTrlx:
                 model={"model_path": {**model.to_diff_dict(), "model_type": model.model_type}}
             )
         elif isinstance(model, str) and checkpoint(model):
-            kwargs["model"] = self.from_checkpoint(model, config.model.model_arch_type == "seq2seq")
-            translated = translated.evolve(model={"model_path": None})
+            made = self.from_checkpoint(model, config.model.model_arch_type == "seq2seq")
+            if made is not None:
+                kwargs["model"] = made
+                translated = translated.evolve(model={"model_path": None})
         elif not isinstance(model, str):
             kwargs["model"] = model
         if translated.train.resume is None and int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -210,10 +212,12 @@ class OfTrlx:
 
     @staticmethod
     def from_checkpoint(path: str, seq2seq: bool) -> Any:
-        """Return the model that trlX has saved in a directory, as the argument ``model`` of trainkit's trainer."""
-        auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
-        base = base_from(path, checkpoint(path), auto)
-        return base if base is not path else auto.from_pretrained(path)
+        """Return the model that trlX has saved in a directory, as the argument ``model`` of trainkit's trainer.
+
+        None: trainkit can load it from the directory.
+        """
+        base = base_from(path, checkpoint(path), AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM)
+        return None if base is path else base
 
     @cached_property
     def model(self) -> Any:

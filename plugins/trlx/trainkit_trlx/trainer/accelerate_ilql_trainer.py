@@ -84,7 +84,7 @@ class AccelerateILQLTrainer(Offline, Trainer):  # type: ignore[misc]
     def from_checkpoint(path: str, seq2seq: bool) -> Any:
         """Return the language model that trlX has saved in a directory, with its heads."""
         made = AutoModelForSeq2SeqLMWithILQLHeads if seq2seq else AutoModelForCausalLMWithILQLHeads
-        return made.from_pretrained(path)
+        return made.from_pretrained(path, is_trainable=True)
 
     def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
