@@ -82,6 +82,15 @@ def test_every_setting_that_a_table_names_exists() -> None:
             {"train.trackers": [{"name": "wandb", "entity": "us", "tags": ["a"]}]},
         ),
         ({"method__scale_reward": False}, {"method.scale_reward": "none"}),
+        ({"model__num_layers_unfrozen": 2}, {"model.num_layers_unfrozen": 2}),
+        (
+            {"model__num_layers_unfrozen": 2, "model__peft_config": {"peft_type": "LORA"}},
+            {"model.num_layers_unfrozen": -1, "model.peft_config": {"peft_type": "LORA"}},
+        ),
+        (
+            {"model__num_layers_unfrozen": -1, "model__peft_config": {"lora_dropout": 0.1}},
+            {"model.disable_dropout": False},
+        ),
         ({"method__scale_reward": "running"}, {"method.scale_reward": "running"}),
         ({"method__cliprange_reward": 0}, {"method.cliprange_reward": None}),
         ({"optimizer__kwargs__betas": [0.9, 0.95]}, {"optimizer.kwargs": {"betas": [0.9, 0.95]}, "optimizer.lr": 3e-5}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trainkit.migrating.conversions import Context, RefusedError, Settings
@@ -59,6 +60,25 @@ def rows_of_a_step(value: Any, context: Context) -> Settings:
 def rollouts(value: Any, context: Context) -> Settings:
     """Return the rows of a collection over all processes."""
     return {"rollout.num_rollouts": value * context.processes}
+
+
+def unfrozen(value: Any, context: Context) -> Settings:
+    """Return how many layers are trained; with an adapter it alone is trained, whatever the number is."""
+    if value >= 0 and context.get("model.peft_config"):
+        context.remarks.append("has no effect: with model.peft_config the adapter alone is trained")
+        return {}
+    return {"model.num_layers_unfrozen": value}
+
+
+def adapter(value: Any, context: Context) -> Settings:
+    """Return the adapter; if it has dropout, dropout is not switched off, as it never was in trlX."""
+    dropout = value.get("lora_dropout") if isinstance(value, Mapping) else getattr(value, "lora_dropout", None)
+    if not dropout:
+        return {"model.peft_config": value}
+    context.remarks.append(
+        "because of lora_dropout, dropout of the model acts in training too, as in trlX (model.disable_dropout)"
+    )
+    return {"model.peft_config": value, "model.disable_dropout": False}
 
 
 def reward_bound(value: Any, _context: Context) -> Settings:

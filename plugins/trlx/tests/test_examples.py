@@ -180,3 +180,18 @@ def test_whole_dialogues_are_learnt_and_the_best_model_kept(
     found = rewards(run("sft_hh.py", small(models["gpt2"], tmp_path), monkeypatch), "eval/metrics/reward")
     assert found[-1] > 1.8 > 1 > found[0]
     assert (tmp_path / "ckpts" / "best" / "config.json").is_file()
+
+
+def test_an_adapter_is_trained(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of layers that are not frozen has no effect then, as in trlX."""
+    hparams = {
+        **small(models["gpt2"], tmp_path),
+        "train": {"total_steps": 40, "batch_size": 16, "seq_length": 16, "eval_interval": 20, "tracker": None},
+        "optimizer.kwargs": {"lr": 1e-2},
+        "scheduler.kwargs": {"eta_min": 1e-2},
+        "method": {"num_rollouts": 32, "chunk_size": 32, "init_kl_coef": 0.0},
+    }
+    names = run("ppo_sentiments_peft.py", hparams, monkeypatch)
+    found = rewards(names)
+    assert found[-1] > found[0] + 1.5
+    assert (tmp_path / "ckpts" / "model" / "adapter_config.json").is_file()
