@@ -49,6 +49,7 @@ def trlx(**changes: Any) -> dict[str, Any]:
 
 def test_every_field_of_trlx_has_a_place() -> None:
     known = {f"{section}.{name}" for section, names in TRLX.items() for name in names.split()}
+    known |= {"train.orchestrator", "model.tokenizer_path", "model.model_type"}  # of earlier versions
     table = framework("trlx").settings
     told = {path for path in table if path.split(".")[0] in TRLX and "gen_" not in path}
     assert told == known
@@ -81,6 +82,15 @@ def test_every_setting_that_a_table_names_exists() -> None:
             {"train.trackers": [{"name": "wandb", "entity": "us", "tags": ["a"]}]},
         ),
         ({"method__scale_reward": False}, {"method.scale_reward": "none"}),
+        ({"model__num_layers_unfrozen": 2}, {"model.num_layers_unfrozen": 2}),
+        (
+            {"model__num_layers_unfrozen": 2, "model__peft_config": {"peft_type": "LORA"}},
+            {"model.num_layers_unfrozen": -1, "model.peft_config": {"peft_type": "LORA"}},
+        ),
+        (
+            {"model__num_layers_unfrozen": -1, "model__peft_config": {"lora_dropout": 0.1}},
+            {"model.disable_dropout": False},
+        ),
         ({"method__scale_reward": "running"}, {"method.scale_reward": "running"}),
         ({"method__cliprange_reward": 0}, {"method.cliprange_reward": None}),
         ({"optimizer__kwargs__betas": [0.9, 0.95]}, {"optimizer.kwargs": {"betas": [0.9, 0.95]}, "optimizer.lr": 3e-5}),
@@ -112,7 +122,12 @@ def test_every_setting_that_a_table_names_exists() -> None:
                 "method__gen_kwargs": {"do_sample": False, "max_new_tokens": 5},
                 "method__gen_experience_kwargs": {"do_sample": True, "top_k": 0, "max_new_tokens": 5},
             },
-            {"rollout.top_k": 0, "rollout.eval_kwargs": {"top_k": 50, "temperature": 0.0, "max_new_tokens": 5}},
+            {"rollout.top_k": 0, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
+        ),
+        # without do_sample transformers decodes greedily; rollouts are sampled in any case
+        (
+            {"method__gen_kwargs": {"max_new_tokens": 5}, "method__gen_experience_kwargs": {"max_new_tokens": 5}},
+            {"rollout.top_k": 50, "rollout.eval_kwargs": {"temperature": 0.0, "max_new_tokens": 5}},
         ),
     ],
 )
@@ -210,7 +225,7 @@ def test_a_file_of_trlx_is_printed_as_one_of_trainkit(tmp_path: Path) -> None:
     old.write_text(yaml.safe_dump(trlx(optimizer__name="adam_8bit_bnb")), encoding="utf-8")
     result = CliRunner().invoke(app, ["migrate", str(old)])
     assert result.exit_code == 1
-    assert "optimizer.name has no counterpart: write adam; trainkit.train takes an optimizer of bits" in result.stderr
+    assert "optimizer.name has no counterpart: write adam, or give an optimizer of bits" in result.stderr
 
 
 def test_a_file_that_is_not_of_trlx_is_refused(tmp_path: Path) -> None:
@@ -267,6 +282,16 @@ def test_names_of_a_script_that_the_adapter_lacks_are_told(tmp_path: Path) -> No
         result = CliRunner().invoke(app, ["migrate", str(script)])
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("generations", "processes", "expected"), [(32, 1, 128), (100, 1, 200), (4, 2, 128), (40, 2, 160)]
+)
+def test_a_collection_of_rft_has_whole_groups(generations: int, processes: int, expected: int) -> None:
+    method = {"name": "RFTConfig", "n_generations_per_prompt": generations, "gen_kwargs": {"max_new_tokens": 4}}
+    found = translate("trlx", {"train": {"trainer": "AccelerateRFTTrainer"}, "method": method}, processes=processes)
+    assert found.config["rollout"]["num_rollouts"] == expected
+    assert found.config["method"]["rft_k"] == generations
 
 
 def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:

@@ -18,6 +18,7 @@ from trainkit.migrating.tables import (
     known_names,
     known_values,
     notes,
+    refuse_modules,
     refusing,
 )
 from trainkit.migrating.translation import Remark, Translation, translate, translate_sampling
@@ -38,6 +39,7 @@ __all__ = [
     "known_values",
     "notes",
     "recognised",
+    "refuse_modules",
     "refusing",
     "rewritten",
     "translate",

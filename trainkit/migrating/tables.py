@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from importlib.resources import files
 from types import ModuleType
 from typing import Any, Literal
@@ -170,6 +172,34 @@ def refusing(module: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return look_up
+
+
+def refuse_modules(package: str) -> None:
+    """Say what to use instead when a module is imported that an adapter lacks, as `refusing` does for names.
+
+    Args:
+        package: the adapter.
+    """
+    if not any(isinstance(finder, _Absent) and finder.package == package for finder in sys.meta_path):
+        sys.meta_path.append(_Absent(package))
+
+
+class _Absent(MetaPathFinder):
+    """Raises an ImportError for modules that an adapter lacks; it is asked after all others."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Find nothing."""
+        if fullname.split(".")[0] != self.package:
+            return
+        about = next(name for name in FRAMEWORKS if framework(name).adapter == self.package)
+        place = fullname.replace(self.package, framework(about).package, 1)
+        paths = [path for path in framework(about).names if path == place or path.startswith(f"{place}.")]
+        said = dict.fromkeys(filter(None, (instead(about, path) for path in paths)))
+        if said:
+            raise ImportError(f"there is no module {fullname!r}: {'; '.join(said)}", name=fullname)
 
 
 @cache

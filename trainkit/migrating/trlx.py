@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trainkit.migrating.conversions import Context, RefusedError, Settings
@@ -41,9 +42,12 @@ def epochs(value: Any, context: Context) -> Settings:
 
 
 def save_best(value: Any, context: Context) -> Settings:
-    """Return whether the best model is exported; trainkit compares the rewards of evaluations."""
+    """Return whether the best model is exported; the adapter compares rewards, or `reward` of a metric function."""
     if value and _method(context) not in ONLINE:
-        context.remarks.append("has no effect: there is no reward function by which evaluations are compared")
+        context.remarks.append(
+            "has no effect: there is no reward by which evaluations are compared. If metric_fn returns reward, write "
+            "train.save_best: {metric: eval/reward, mode: max}"
+        )
         return {}
     return {"train.save_best": value}
 
@@ -56,6 +60,25 @@ def rows_of_a_step(value: Any, context: Context) -> Settings:
 def rollouts(value: Any, context: Context) -> Settings:
     """Return the rows of a collection over all processes."""
     return {"rollout.num_rollouts": value * context.processes}
+
+
+def unfrozen(value: Any, context: Context) -> Settings:
+    """Return how many layers are trained; with an adapter it alone is trained, whatever the number is."""
+    if value >= 0 and context.get("model.peft_config"):
+        context.remarks.append("has no effect: with model.peft_config the adapter alone is trained")
+        return {}
+    return {"model.num_layers_unfrozen": value}
+
+
+def adapter(value: Any, context: Context) -> Settings:
+    """Return the adapter; if it has dropout, dropout is not switched off, as it never was in trlX."""
+    dropout = value.get("lora_dropout") if isinstance(value, Mapping) else getattr(value, "lora_dropout", None)
+    if not dropout:
+        return {"model.peft_config": value}
+    context.remarks.append(
+        "because of lora_dropout, dropout of the model acts in training too, as in trlX (model.disable_dropout)"
+    )
+    return {"model.peft_config": value, "model.disable_dropout": False}
 
 
 def reward_bound(value: Any, _context: Context) -> Settings:
@@ -91,7 +114,11 @@ def implied(config: Settings, context: Context) -> Settings:
     own: Settings = {"train.max_grad_norm": None}
     if _method(context) == "ppo":
         own["method.ratio_threshold"] = None
-    return {**own, "rollout": sampled(config, context)}
+    rollout = sampled(config, context)
+    if _method(context) == "rft":
+        shared = context.processes * context.get("method.n_generations_per_prompt", 32)
+        rollout["num_rollouts"] = shared * math.ceil(128 / shared)
+    return {**own, "rollout": rollout}
 
 
 def do_sample(value: Any, context: Context) -> Settings:
@@ -118,7 +145,8 @@ def sampled(config: Settings, context: Context) -> Settings:
     if _method(context) == "ilql":
         unset: Settings = {"top_k": 20, "max_new_tokens": 32}
     else:
-        greedy = _method(context) == "sft" and context.get("method.gen_kwargs.do_sample") is None
+        apart = _method(context) == "sft" or context.get("method.gen_experience_kwargs")
+        greedy = apart and context.get("method.gen_kwargs.do_sample") is None  # as transformers does by default
         unset = {"temperature": 0.0} if greedy else {"top_k": 50}
     given = {**unset, **evaluated}
     differ = {name: value for name, value in given.items() if isinstance(value, list) and not name.startswith("stop_")}

@@ -51,7 +51,8 @@ def make_peft_config(fields: Mapping[str, Any]) -> PeftConfig:
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     rest = dict(fields)
-    name = str(rest.pop("peft_type", "LORA")).upper()
+    kind = rest.pop("peft_type", "LORA")
+    name = str(getattr(kind, "value", kind)).upper()  # a name, or peft's PeftType
     known = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     if name not in known:
         raise ConfigError(

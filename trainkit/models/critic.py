@@ -81,6 +81,9 @@ class ValueBranch(Critic):
         model: the policy's language model.
         layers: how many layers are copied.
 
+    Attributes:
+        layers: how many layers are copied.
+
     Raises:
         ConfigError: the model is an encoder-decoder, has an adapter, its layers are not found, or it has too few.
     """
@@ -99,7 +102,7 @@ class ValueBranch(Critic):
             )
         depth = len(blocks) - layers
         super().__init__(_upper(model, blocks, depth))
-        self.depth, self.tuples = depth, False
+        self.depth, self.layers, self.tuples = depth, layers, False
         self.below = [blocks]  # a list, so that the policy's layers are not the critic's
         decided(lambda: self._check(model))
 

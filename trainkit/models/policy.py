@@ -504,7 +504,7 @@ def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | No
     mask = torch.as_tensor(mask)
     if mask.dtype != torch.bool or tuple(mask.shape) not in {(vocab,), (vocab, vocab)}:
         raise ConfigError(
-            f"logit_mask should be a bool tensor of shape ({vocab},) or ({vocab}, {vocab}), True = allowed; "
+            f"logit_mask should be a bool tensor of shape ({vocab},) or ({vocab}, {vocab}); "
             f"given {mask.dtype} {tuple(mask.shape)}"
         )
     if not mask.any(-1).all():

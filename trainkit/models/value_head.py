@@ -61,6 +61,11 @@ class ValueHead(nn.Module):
             values: Tensor = self.summary(states).squeeze(-1)
             return values.float()
 
+    def __getitem__(self, place: int) -> nn.Module:
+        """Return a layer by its place, as of trlX's head, which is a sequence: Linear, ReLU, Linear."""
+        layers = (self.summary,) if self.hidden is None else (self.hidden, nn.ReLU(), self.summary)
+        return layers[place]
+
     @property
     def width(self) -> int:
         """The width D of the hidden states."""
@@ -124,10 +129,13 @@ def check_head_alone(heads: Mapping[str, Tensor], where: str) -> None:
 
 
 def saved_modules(path: str, modules: tuple[str, ...], hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Load ``v_head.*`` from a directory or hub id: from the file of the heads or, as TRL saves it, the model's."""
+    """Load modules, such as ``v_head.*``, from a directory or hub id: from the file of the heads, or the model's as TRL
+    saves it.
+    """
     look: Callable[[str], str | None] = partial(find_file, path, hub=hub)
     if heads := saved_heads(path, hub):
-        return {f"v_head.{name}": tensor for name, tensor in under("value_head.", heads).items()}
+        named = {name.replace("value_head.", "v_head.", 1): tensor for name, tensor in heads.items()}
+        return {name: tensor for name, tensor in named.items() if name.split(".")[0] in modules}
     for weights in ("model.safetensors", "pytorch_model.bin"):
         files = [look(weights)]
         if listed := look(f"{weights}.index.json"):

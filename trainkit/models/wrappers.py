@@ -187,7 +187,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return load_peft_model(model, path, trainable=trainable, **hub)
 
     def _load_heads(self, path: str, hub: dict[str, Any]) -> None:
-        check_head_alone(saved_heads(path, hub), f"{HEADS} of {path!r}")
+        if "critic" not in self.supported_modules:
+            check_head_alone(saved_heads(path, hub), f"{HEADS} of {path!r}")
         state = saved_modules(path, self.supported_modules, hub)
         if not state:
             log.warning("%s has no %s; it is newly initialised", path, " or ".join(self.supported_modules))

@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from trainkit.config import PluginConfig, TRLConfig
-from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable, suggest
+from trainkit.errors import CheckpointError, ConfigError, HookError, ProcessError, describe, printable
 from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
@@ -562,23 +562,14 @@ def exported_step(directory: Path) -> int | None:
 
 
 def keep_best(trainer: Trainer, found: Mapping[str, float]) -> None:
-    """Export to ``best/`` if the metric of `train.save_best` (at the first value of a sweep) is the best so far.
+    """Export to ``best/`` if the evaluation is the best so far, by what `Trainer.compared` returns for it.
 
     Raises:
         ConfigError: evaluations have no such metric.
     """
-    wanted = trainer.config.train.save_best
-    if not wanted:
+    value = trainer.compared(found) if trainer.config.train.save_best else None
+    if value is None or not value > trainer.progress.best:  # not if it is NaN
         return
-    name, sign = ("eval/reward", 1) if wanted is True else (wanted.metric, -1 if wanted.mode == "min" else 1)
-    values = [value for key, value in found.items() if key == name or key.startswith(f"{name}@")]
-    if not values and not (wanted is True and trainer.rewarded):
-        raise ConfigError(
-            f"train.save_best compares {name!r}, which is no metric of this run's evaluations{suggest(name, found)}; "
-            f"they have {', '.join(sorted(found))}"
-        )
-    if not values or not sign * values[0] > trainer.progress.best:  # not if it is NaN
-        return
-    trainer.progress.best = sign * values[0]
+    trainer.progress.best = value
     assert trainer.run_dir is not None
     export(trainer, trainer.run_dir / "best")

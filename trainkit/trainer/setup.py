@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
-from trainkit.errors import ConfigError, describe
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit.models.backend import use_fast_exact_matmul
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import loaded_by_one
@@ -267,6 +267,30 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def makers(self) -> list[provenance.Maker]:
         """Provenance for checkpoints and model cards: distributions and versions of trainkit and the plugins."""
         return provenance.makers(self.config.method.name, self._plugin_names)
+
+    def compared(self, found: Mapping[str, float]) -> float | None:
+        """Return by what `train.save_best` compares an evaluation, larger is better; None leaves the evaluation out.
+
+        It is the metric of the setting, with the opposite sign if smaller is better, and of a swept setting that at the
+        first value.
+
+        Args:
+            found: what `evaluate` returned.
+
+        Raises:
+            ConfigError: evaluations have no such metric.
+        """
+        wanted = self.config.train.save_best
+        name, sign = "eval/reward", 1
+        if not isinstance(wanted, bool):
+            name, sign = wanted.metric, -1 if wanted.mode == "min" else 1
+        values = [value for key, value in found.items() if key == name or key.startswith(f"{name}@")]
+        if not values and not (wanted is True and self.rewarded):
+            raise ConfigError(
+                f"train.save_best compares {name!r}, which is no metric of this run's evaluations"
+                f"{suggest(name, found)}; they have {', '.join(sorted(found))}"
+            )
+        return sign * values[0] if values else None
 
     @cached_property
     def unwrapped(self) -> Any:

@@ -265,15 +265,15 @@ def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = AutoModelForCausalLMWithHydraValueHead.from_config(config, num_layers_unfrozen=unfrozen)
     ids = torch.tensor([[1, 2, 3]])
-    before = model(ids)
+    before = model(ids, return_dict=True)
     assert before.value.shape == (1, 3)
-    assert torch.equal(before.logits, model.forward_hydra(ids).logits)
+    assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=True).logits)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    (model(ids).logits.logsumexp(-1).sum() + model(ids).value.sum()).backward()
+    (model(ids, return_dict=True).logits.logsumexp(-1).sum() + model(ids, return_dict=True).value.sum()).backward()
     torch.optim.SGD(trained, 0.1).step()
-    assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=False))
+    assert torch.equal(before.logits, model.forward_hydra(ids))
     if unfrozen:
-        assert not torch.equal(before.logits, model(ids, return_dict=False)[0])
+        assert not torch.equal(before.logits, model(ids)[0])
     assert model.base_model is model.pretrained_model
     assert model.get_compatible_forward_kwargs(input_ids=1, odd=2) == {"input_ids": 1}
     with pytest.raises(ConfigError, match="has 2; give 0 to 1"):
@@ -287,10 +287,10 @@ def test_a_value_branch_has_layers_of_its_own() -> None:
     torch.nn.init.normal_(model.v_head.summary.weight)
     ids = torch.tensor([[1, 2, 3]])
     own = model.base_model.transformer(ids).last_hidden_state
-    torch.testing.assert_close(model(ids).value, model.v_head(own))
-    for parameter in model.v_branch.parameters():
+    torch.testing.assert_close(model(ids, return_dict=True).value, model.v_head(own))
+    for parameter in model.critic.parameters():
         parameter.data += 0.1
-    changed = model(ids, attention_mask=torch.ones_like(ids))
+    changed = model(ids, attention_mask=torch.ones_like(ids), return_dict=True)
     assert not torch.allclose(changed.value, model.v_head(own))
     torch.testing.assert_close(changed.logits, model.base_model(ids).logits)
 
@@ -320,9 +320,9 @@ def test_a_checkpoint_of_trlx_is_loaded_with_its_value_head(tmp_path: Path) -> N
     model = AutoModelForCausalLMWithHydraValueHead.from_pretrained(str(tmp_path), num_layers_unfrozen=-1).eval()
     ids = torch.tensor([[1, 2, 3]])
     states = base.eval()(ids, output_hidden_states=True)
-    torch.testing.assert_close(model(ids).logits, states.logits)
-    torch.testing.assert_close(model(ids).value, head(states.hidden_states[-1]).squeeze(-1))
-    assert torch.equal(model.forward_hydra(ids).logits, model(ids).logits)
+    torch.testing.assert_close(model(ids, return_dict=True).logits, states.logits)
+    torch.testing.assert_close(model(ids, return_dict=True).value, head(states.hidden_states[-1]).squeeze(-1))
+    assert torch.equal(model.forward_hydra(ids), model(ids)[0])
 
 
 def test_sampling_is_steered_by_the_heads_of_a_checkpoint(tmp_path: Path) -> None:
@@ -365,9 +365,9 @@ def test_the_frozen_branch_of_an_encoder_decoder_is_exact() -> None:
     config = T5Config(vocab_size=12, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0)
     model = AutoModelForSeq2SeqLMWithHydraValueHead.from_config(config, num_layers_unfrozen=1)
     given = {"input_ids": torch.tensor([[3, 4, 1]]), "decoder_input_ids": torch.tensor([[0, 5]])}
-    before = model(**given)
+    before = model(**given, return_dict=True)
     assert (tuple(before.value.shape), tuple(before.logits.shape)) == ((1, 2), (1, 2, 12))
-    assert torch.equal(before.logits, model.forward_hydra(**given).logits)
+    assert torch.equal(before.logits, model.forward_hydra(**given))
     assert not any(parameter.requires_grad for parameter in model.base_model.encoder.parameters())
 
 

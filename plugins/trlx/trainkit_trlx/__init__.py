@@ -3,7 +3,10 @@
 Configurations are those of trlX and are translated; everything that computes is trainkit's.
 """
 
+from trainkit.migrating import refuse_modules
 from trainkit_trlx.trlx import train
 from trainkit_trlx.utils import logging
 
 __all__ = ["logging", "train"]
+
+refuse_modules(__name__)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
+from trainkit_trlx.pipeline.offline_pipeline import checked_prompts
 from trainkit_trlx.utils import set_seed
 from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 
@@ -41,46 +44,82 @@ def train(
         stop_sequences: strings that end a response.
 
     Raises:
-        ValueError: there is nothing to train on, or there is not one reward for each sample.
-        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+        ConfigError: there is nothing to train on, or a setting has no counterpart in trainkit; says what to write
+            instead.
+        DataError: there is not one reward for each sample, or prompts or samples cannot be used.
     """
-    if dataset is not None:
-        warnings.warn(
-            "dataset=(samples, rewards) is deprecated; give samples= and rewards=", FutureWarning, stacklevel=2
-        )
-        samples, rewards = dataset
+    samples, rewards = _samples(samples, rewards, dataset)
     if config is None:
         warnings.warn("no config is given: the default one of the algorithm is used", stacklevel=2)
-        default = default_ppo_config if reward_fn else default_ilql_config if rewards else default_sft_config
-        config = default()
-    if reward_fn is None and samples is None:
-        raise ValueError("train() needs reward_fn, to score what is sampled, or samples; give one of the two")
-    if reward_fn is not None and samples is not None:
-        raise ValueError("reward_fn and samples are both given, and samples would not be used; give one of the two")
-    if rewards is not None and samples is not None and len(samples) != len(rewards):
-        raise ValueError(f"there are {len(samples)} samples and {len(rewards)} rewards; give one reward for each")
+        offline = default_sft_config if rewards is None else default_ilql_config
+        config = default_ppo_config() if reward_fn else offline()
+    if (reward_fn is None) == (samples is None):
+        raise ConfigError(
+            f"{'neither' if samples is None else 'each'} of reward_fn and samples is given; give train() reward_fn, to "
+            "score what is sampled, or samples to learn from"
+        )
+    if not isinstance(config, TRLConfig):
+        raise ConfigError(f"config should be a TRLConfig; given {describe(config)}; write TRLConfig.from_dict(config)")
     set_seed(config.train.seed)
     if model_path is not None:
         config.model.model_path = model_path
-    trainer = get_trainer(config.train.trainer)(
+    make = get_trainer(config.train.trainer)
+    trainer = make(
         config=config,
         reward_fn=reward_fn,
         metric_fn=metric_fn,
         stop_sequences=stop_sequences or [],
-        **config.train.trainer_kwargs,
+        **_further(make, config.train.trainer_kwargs),
     )
     batch = config.train.batch_size * int(os.environ.get("WORLD_SIZE", 1))
     if reward_fn is None:
         given = (samples,) if rewards is None else (samples, rewards)
         trainer.make_experience(*given, config.train.seq_length)
     else:
-        prompts = trainer.default_prompts()[:batch] if prompts is None else prompts
+        prompts = trainer.default_prompts()[:batch] if prompts is None else checked_prompts(prompts)
         eval_prompts = prompts[:batch] if eval_prompts is None else eval_prompts
         trainer.add_prompt_pipeline(_pipeline(config, prompts, trainer))
     if eval_prompts is not None:
         trainer.add_eval_pipeline(_pipeline(config, eval_prompts, trainer))
     trainer.learn()
     return trainer
+
+
+def _samples(samples: Any, rewards: Any, dataset: Any) -> tuple[Any, Any]:
+    """Return samples and rewards, if there is one reward for each sample.
+
+    Raises:
+        ConfigError: ``dataset`` is no pair.
+        DataError: there are more or fewer rewards than samples.
+    """
+    if dataset is not None:
+        warnings.warn(
+            "dataset=(samples, rewards) is deprecated; give samples= and rewards=", FutureWarning, stacklevel=3
+        )
+        pair = tuple(dataset)
+        if len(pair) != 2:
+            raise ConfigError(f"dataset should be (samples, rewards); given {len(pair)} items")
+        samples, rewards = pair
+    samples, rewards = (list(each) if isinstance(each, Iterator) else each for each in (samples, rewards))
+    if rewards is not None and samples is not None and len(samples) != len(rewards):
+        raise DataError(f"there are {len(samples)} samples and {len(rewards)} rewards; give one reward for each")
+    return samples, rewards
+
+
+def _further(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments of a trainer.
+
+    Raises:
+        ConfigError: it does not take one of them.
+    """
+    taken = [each for cls in trainer.__mro__ for each in inspect.signature(cls.__init__).parameters.values()]
+    known = dict.fromkeys(each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL))
+    allowed = [name for name in known if name not in ("self", "config")]
+    for name in given:
+        if name not in allowed:
+            said = suggest(name, allowed)
+            raise ConfigError(f"train.trainer_kwargs has {name!r}{said}; the trainer takes {', '.join(allowed)}")
+    return given
 
 
 def _pipeline(config: TRLConfig, prompts: list[Any], trainer: Any) -> Any:

@@ -7,16 +7,15 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import yaml
 
 import trainkit
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, describe, suggest
 from trainkit.migrating import Translation, translate
-from trainkit_trlx.data.method_configs import MethodConfig, get_method
+from trainkit_trlx.data.method_configs import MethodConfig, checked, get_method
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +37,9 @@ class Section:
         """Return the section with these fields.
 
         Raises:
-            TypeError: one of them does not exist, or one is missing.
+            ConfigError: one of them does not exist, or one is missing.
         """
-        return cls(**config)
+        return cls(**checked(cls, cls.__name__.removesuffix("Config").lower(), config))
 
 
 @dataclass
@@ -140,10 +139,20 @@ class TRLConfig:
         """Return the configuration with these sections; the name of the method decides its class.
 
         Raises:
-            TypeError: a field does not exist, or one is missing.
+            ConfigError: a section or a field does not exist, or one is missing.
         """
+        known = ("method", *SECTIONS)
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"a configuration has the sections {', '.join(known)}; given {describe(config)}")
+        unknown = [f"{name!r} is no section{suggest(str(name), known)}" for name in config if name not in known]
+        missing = [f"the section {name} is missing" for name in known if name not in config]
+        if wrong := [*unknown, *missing]:
+            raise ConfigError(f"{'; '.join(wrong)}; a configuration has {', '.join(known)}")
+        method = config["method"]
+        if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
+            raise ConfigError("method.name should say which method the settings are of, such as PPOConfig; add it")
         sections = {name: section.from_dict(config[name]) for name, section in SECTIONS.items()}
-        return cls(method=get_method(config["method"]["name"]).from_dict(config["method"]), **sections)
+        return cls(method=get_method(method["name"]).from_dict(method), **sections)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sections as dictionaries; changing these does not change the configuration."""
@@ -158,7 +167,7 @@ class TRLConfig:
         """Return a configuration changed by dotted path or by section: ``{"train.seed": 2, "method": {"gamma": 1}}``.
 
         Raises:
-            ValueError: a field does not exist. (trlX says so of sections alone, and ignores other fields.)
+            ConfigError: a field does not exist. (trlX says so of sections alone, and ignores other fields.)
         """
         base = baseconfig.to_dict() if isinstance(baseconfig, TRLConfig) else copy.deepcopy(dict(baseconfig))
         for path, value in config.items():
@@ -171,28 +180,32 @@ class TRLConfig:
 
     @classmethod
     def _check_known(cls, base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        classes = {**SECTIONS, "method": get_method(str(base.get("method", {}).get("name", "MethodConfig")))}
+        known = {part: {*base.get(part, {}), *(about.name for about in fields(classes[part]))} for part in classes}
+        names = [*known, *(f"{part}.{name}" for part in known for name in known[part])]
         for section, values in changes.items():
-            names = (
-                [section]
-                if section not in base
-                else [f"{section}.{name}" for name in values if name not in base[section]]
-            )
-            known = [*base, *(f"{part}.{name}" for part in base for name in base[part])]
-            for name in names:
-                near = get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"parameter {name!r} is not present in the config (typo or a wrong config){hint}")
+            if section in known and not isinstance(values, Mapping):
+                raise ConfigError(f"{section} should be changed by a mapping of settings; given {describe(values)}")
+            wrong = [section]
+            if section in known:
+                wrong = [f"{section}.{name}" for name in values if name not in known[section]]
+            for name in wrong:
+                said = suggest(name, names)
+                raise ConfigError(f"parameter {name!r} is not present in the config (typo or a wrong config){said}")
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict(), indent=4, default=str)
 
-    def translated(self) -> trainkit.TRLConfig[Any]:
+    def translated(self, measured: bool = False) -> trainkit.TRLConfig[Any]:
         """Return the configuration of trainkit. What has no effect in trainkit is logged once.
+
+        Args:
+            measured: whether there is a metric function, by which `train.save_best` may compare evaluations.
 
         Raises:
             ConfigError: a setting has no counterpart; says what to write instead.
         """
-        found = self._translation()
+        found = self._translation(measured)
         if found.refused:
             raise ConfigError("settings of trlX without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
         for remark in found.remarks:
@@ -200,12 +213,16 @@ class TRLConfig:
         method = found.config.get("method", {}).get("name", "ppo")
         return trainkit.default_config(method).evolve(**found.config)
 
-    def _translation(self) -> Translation:
+    def _translation(self, measured: bool) -> Translation:
         given = self.to_dict()
         given["train"].pop("trainer_kwargs")  # `train` passes them on
+        best = given["train"].pop("save_best") if measured else False
         if not isinstance(given["model"]["model_path"], str):
             given["model"].pop("model_path")  # a config or model object, which `train` passes on
-        return translate("trlx", given, processes=int(os.environ.get("WORLD_SIZE", 1)))
+        found = translate("trlx", given, processes=int(os.environ.get("WORLD_SIZE", 1)))
+        if measured:
+            found.set("train.save_best", best)
+        return found
 
 
 _said: set[str] = set()

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
+from trainkit.errors import ConfigError, describe, suggest
+from trainkit.migrating import framework
+
 _METHODS: dict[str, Any] = {}
+
+
+def checked(cls: Any, section: str, given: Any) -> Mapping[str, Any]:
+    """Return the fields of a section, if they are those of its class.
+
+    Raises:
+        ConfigError: they are no mapping, or a field does not exist or is missing.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{section} should be a mapping of settings; given {describe(given)}")
+    known = {about.name: about for about in fields(cls)}
+    for name in given:
+        if name not in known:
+            about = framework("trlx").settings.get(f"{section}.{name}")
+            reason = f": {about.refused}" if about is not None and about.refused else ""
+            raise ConfigError(
+                f"{section}.{name} is no setting{reason or suggest(str(name), known)}; {section} has {', '.join(known)}"
+            )
+    needed = [name for name, about in known.items() if about.default is MISSING and about.default_factory is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ConfigError(
+            f"{section} lacks {', '.join(missing)}; add them, or begin with a configuration of "
+            "data.default_configs and change it with evolve"
+        )
+    return given
 
 
 def register_method(name: Any) -> Any:
@@ -31,18 +58,23 @@ class MethodConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Return the settings with these fields."""
-        return cls(**config)
+        """Return the settings with these fields.
+
+        Raises:
+            ConfigError: a field does not exist, or one is missing.
+        """
+        return cls(**checked(cls, "method", config))
 
 
 def get_method(name: str) -> type[MethodConfig]:
     """Return the class of a registered method.
 
     Raises:
-        ValueError: there is no method of this name.
+        ConfigError: there is no method of this name.
     """
     if name.lower() not in _METHODS:
-        near = get_close_matches(name.lower(), _METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name!r} is no registered method{hint}. Known: {', '.join(sorted(_METHODS))}")
+        raise ConfigError(
+            f"method.name is {name!r}, which is no registered method{suggest(name.lower(), _METHODS)}; known are "
+            f"{', '.join(sorted(_METHODS))}"
+        )
     return _METHODS[name.lower()]  # type: ignore[no-any-return]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -15,10 +17,16 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from trainkit import models
-from trainkit.models import ValueBranch, ValueHead, create_reference_model, state_width
+from trainkit.errors import ConfigError
+from trainkit.models import ValueBranch, ValueHead, create_reference_model, has_adapter, state_width
+from trainkit_trlx.utils.modeling import (
+    hf_get_decoder_blocks,
+    hf_get_decoder_final_norm,
+    hf_get_num_hidden_layers,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = [
     "AutoModelForCausalLMWithHydraValueHead",
@@ -31,8 +39,8 @@ __all__ = [
 ]
 
 
-BASE = "base_model."
-"""What the names of the language model's weights begin with in a checkpoint of trlX."""
+BASE, HEAD, HEADS = "base_model.", "v_head.", "ilql_heads."
+"""What the names of weights begin with in a checkpoint of trlX: of the language model, a value head, heads of ILQL."""
 READ = ("input_ids", "attention_mask", "position_ids")
 """The arguments of a forward pass that decide the states of a token."""
 LAYERS = {
@@ -41,6 +49,8 @@ LAYERS = {
     for name in ("weight", "bias")
 }
 """The weights of a value head by their names in trlX."""
+CONSTANTS = re.compile(r"(\.attn\.bias|\.attention\.bias|masked_bias|rotary_emb\.inv_freq|embed_positions\.weights)$")
+"""Names of tensors that older models saved and newer ones compute."""
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,7 +59,7 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Return the weights that trlX has saved in a directory; empty if it is none of trlX."""
+    """Return the weights that trlX has saved in a directory, with an adapter the heads alone; else an empty one."""
     index = Path(path) / "pytorch_model.bin.index.json"
     names = {"pytorch_model.bin"}
     if index.is_file():
@@ -60,62 +70,195 @@ def checkpoint(path: str | Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for file in files:
         state |= torch.load(file, map_location="cpu", weights_only=True)
-    return state if any(name.startswith(BASE) for name in state) else {}
+    return state if any(name.startswith((BASE, HEADS, f"{HEAD}0.", f"{HEAD}decoder_blocks.")) for name in state) else {}
+
+
+def load(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Load all weights of a module.
+
+    Raises:
+        ConfigError: some are missing, are too many or have another shape.
+    """
+    try:
+        wrong = module.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{where} does not fit {type(module).__name__}: {error}") from error
+    unknown = [name for name in wrong.unexpected_keys if not CONSTANTS.search(name)]
+    if wrong.missing_keys or unknown:
+        lacking = f"lacks {', '.join(wrong.missing_keys)}" if wrong.missing_keys else f"also has {', '.join(unknown)}"
+        raise ConfigError(
+            f"{where} does not fit {type(module).__name__}, of which it {lacking}; give the directory that trlX wrote, "
+            "with its config.json"
+        )
+
+
+def base_from(path: str | Path, state: Mapping[str, Tensor], parent: Any) -> Any:
+    """Return what the heads of a checkpoint of trlX belong to: its language model, or the path for transformers.
+
+    Args:
+        path: the directory.
+        state: its weights.
+        parent: the auto class of transformers.
+    """
+    base = under(BASE, state)
+    if not base:  # an adapter, or names of transformers, as earlier versions of trlX wrote them
+        return path
+    model = parent.from_config(AutoConfig.from_pretrained(path))
+    load(model, base, f"the checkpoint {str(path)!r}")
+    model.tie_weights()
+    return model.eval()
+
+
+def load_branch(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Load the upper layers of a model, and the norm after them, from a branch of trlX.
+
+    Args:
+        model: a language model, or its body, with at least as many layers as the branch.
+        state: ``decoder_blocks.*`` and ``final_norm.*``.
+        where: names the branch in messages.
+    """
+    layers, blocks = depth(state), list(hf_get_decoder_blocks(model))
+    for place, block in enumerate(blocks[len(blocks) - layers :]):
+        load(block, under(f"decoder_blocks.{place}.", state), where)
+    load(hf_get_decoder_final_norm(model), under("final_norm.", state), where)
+
+
+def depth(state: Mapping[str, Tensor]) -> int:
+    """Return how many layers a branch of trlX has."""
+    return len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
+
+
+def arguments(model: Any) -> inspect.Signature:
+    """Return the arguments of the forward pass of a language model, with or without an adapter."""
+    return inspect.signature(getattr(model, "get_base_model", lambda: model)().forward)
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Switch off the adapter of a model within the context."""
+    if hasattr(model, "disable_adapter"):  # a peft.PeftModel
+        with model.disable_adapter():
+            yield
+        return
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
 
 
 @dataclass
 class CausalLMOutputWithValue(ModelOutput):
-    """Logits [B, T, V], the loss with labels, and values [B, T]."""
+    """Logits [B, T, V], values [B, T], and what transformers returns with the logits."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
     value: Tensor | None = None
 
 
-class Seq2SeqLMOutputWithValue(CausalLMOutputWithValue):
+@dataclass
+class Seq2SeqLMOutputWithValue(ModelOutput):
     """The same of an encoder-decoder; T is the length of the decoder's input."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Any = None
+    decoder_hidden_states: Any = None
+    decoder_attentions: Any = None
+    cross_attentions: Any = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: Any = None
+    encoder_attentions: Any = None
+    value: Tensor | None = None
 
 
 class OfTrlx:
     """What the models of trlX have besides those of trainkit, before which it stands in the order of inheritance.
 
     The value head is Linear, ReLU, Linear. It begins with values of 0, unlike in trlX. With
-    ``num_value_layers_unfrozen`` it reads the states of a trained copy of the upper layers.
+    ``num_value_layers_unfrozen`` it reads the states of ``critic``, a trained copy of the upper layers.
     """
 
-    output_class: type[CausalLMOutputWithValue] = CausalLMOutputWithValue
+    output_class: type[Any] = CausalLMOutputWithValue
     supported_args: ClassVar[tuple[str, ...]] = ("num_value_layers_unfrozen",)
+    supported_modules: ClassVar[tuple[str, ...]] = ("v_head", "critic")
+    critic: ValueBranch | None
     if TYPE_CHECKING:
         pretrained_model: Any
         transformers_parent_class: Any
+        config: Any
         _put: Any
         v_head: Any
 
     def __init__(self, base_model: Any = None, *, num_value_layers_unfrozen: int = 0, **kwargs: Any) -> None:
         super().__init__(base_model, summary_dropout_prob=0.0, **kwargs)  # type: ignore[call-arg]
         self._put(ValueHead(state_width(base_model.config)))
-        layers = num_value_layers_unfrozen
-        self.v_branch = ValueBranch(base_model, layers) if layers else None
+        if num_value_layers_unfrozen:
+            self.critic = ValueBranch(base_model, num_value_layers_unfrozen).train(base_model.training)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its value head."""
+        """Load a model as trainkit does; or a checkpoint of trlX, with the weights of its heads and branches."""
         path = pretrained_model_name_or_path
         state = checkpoint(path) if isinstance(path, str | Path) else {}
-        if not state:
-            return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc,no-any-return]
-        model = cls.transformers_parent_class.from_config(AutoConfig.from_pretrained(path))
-        model.load_state_dict(under(BASE, state), strict=False)
-        model.tie_weights()
-        made = super().from_pretrained(model, *args, **kwargs)  # type: ignore[misc]
-        head = under("v_head.", state)
-        made.v_head.load_state_dict({LAYERS.get(name, name): tensor for name, tensor in head.items()})
+        base = base_from(path, state, cls.transformers_parent_class)
+        made = super().from_pretrained(base, *args, **kwargs)  # type: ignore[misc]
+        if base is not path:  # otherwise the heads are loaded
+            made.post_init(state)
         return made  # type: ignore[no-any-return]
+
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load the value head and its layers from a state dictionary that may have them, with names of trlX or ours.
+
+        Raises:
+            ConfigError: they do not fit, or the head reads other layers than this model's.
+        """
+        head, critic = under(HEAD, state_dict), under("critic.", state_dict)
+        if layers := depth(head):
+            self._set_branch(layers)
+            load_branch(self.critic.body, head, "the value branch")  # type: ignore[union-attr]
+            head = under("lm_head.", head)
+        elif critic:
+            numbers = [int(found[1]) for name in critic if (found := re.search(r"\.(\d+)\.", name))]
+            self._set_branch(hf_get_num_hidden_layers(self.config) - min(numbers))
+            load(self.critic, critic, "the critic")  # type: ignore[arg-type]
+        elif head:
+            self._set_branch(0)
+        named = {f"v_head.{LAYERS.get(name, name)}": tensor for name, tensor in head.items()}
+        super().post_init(named)  # type: ignore[misc]
+
+    def _set_branch(self, layers: int) -> None:
+        """Give the value head layers of its own, as a checkpoint has them."""
+        own = getattr(self, "critic", None)
+        given = 0 if own is None else own.layers
+        if given not in (0, layers):
+            raise ConfigError(
+                f"num_value_layers_unfrozen is {given}, and the value head of the checkpoint has {layers} layers of "
+                f"its own; give {layers}"
+            )
+        if layers and own is None:
+            self.critic = ValueBranch(self.base_model, layers).train(self.base_model.training)
 
     @property
     def base_model(self) -> Any:
         """The language model."""
         return self.pretrained_model
+
+    def state_dict(self, *, heads_only: bool = False, **kwargs: Any) -> Any:
+        """Return all weights, named as in transformers, and ``v_head.*``; those of the model too if it has an adapter.
+
+        With ``heads_only``, return what is not the model's alone.
+        """
+        state = super().state_dict(**kwargs)  # type: ignore[misc]
+        if heads_only:
+            return {name: tensor for name, tensor in state.items() if name.split(".")[0] in self.supported_modules}
+        if has_adapter(self.base_model):
+            self.base_model.state_dict(destination=state, **kwargs)
+        return state
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, peft_config: Any = None, **kwargs: Any) -> Self:
@@ -125,20 +268,37 @@ class OfTrlx:
 
     def get_compatible_forward_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         """Return those of the arguments that the language model takes."""
-        known = inspect.signature(self.base_model.forward).parameters
+        known = arguments(self.base_model).parameters
         return {name: value for name, value in kwargs.items() if name in known}
 
-    def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-        """Return logits and values, as an object with the attributes ``logits`` and ``value`` or as a tuple."""
-        if self.v_branch is None:
-            logits, loss, value = super().forward(*args, **kwargs)  # type: ignore[misc]
+    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+        """Return logits and values: a tuple ``(logits, *others, value)`` or, with ``return_dict``, an object.
+
+        The others are what transformers returns after the logits, the hidden states among them.
+        """
+        if not self.get_compatible_forward_kwargs(position_ids=None):
+            kwargs.pop("position_ids", None)
+        kwargs |= {"output_hidden_states": True, "return_dict": True}
+        run = partial(self.pretrained_model, *args, **kwargs)
+        if (branch := getattr(self, "critic", None)) is None:
+            outputs = run()
+            states = outputs.decoder_hidden_states if self.config.is_encoder_decoder else outputs.hidden_states
+            value = self.v_head(states[-1])
         else:
-            inputs = inspect.signature(self.base_model.forward).bind_partial(*args, **kwargs).arguments
+            inputs = arguments(self.base_model).bind_partial(*args, **kwargs).arguments
             read: dict[str, Any] = {name: value for name, value in inputs.items() if name in READ}
-            run = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-            (logits, loss, _), states = self.v_branch.states(run, {**read, "use_cache": False}, None)
-            value = self.v_head(states)
-        return self.output_class(loss=loss, logits=logits, value=value) if return_dict else (logits, value)
+            outputs, last = branch.states(run, {**read, "use_cache": False}, None)
+            value = self.v_head(last)
+        names = [each.name for each in fields(self.output_class) if getattr(outputs, each.name, None) is not None]
+        found = {**{name: outputs[name] for name in names}, "logits": outputs.logits.float(), "value": value}
+        if return_dict:
+            return self.output_class(**found)
+        return (found["logits"], *(found[name] for name in names if name not in ("loss", "logits")), value)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the model's own ``generate``. ``return_dict`` is allowed, and has no effect."""
+        kwargs.pop("return_dict", None)
+        return self.pretrained_model.generate(*args, **kwargs)
 
 
 class PreTrainedModelWrapper(OfTrlx, models.PreTrainedModelWrapper):
@@ -149,7 +309,7 @@ class Hydra(PreTrainedModelWrapper):
     """A model with a frozen branch: a copy of its upper layers, above those that neither of the two trains.
 
     Args:
-        base_model: the language model.
+        base_model: the language model. If it has an adapter, the frozen model is the one without the adapter.
         num_layers_unfrozen: the layers that are copied, and may be trained; those below are frozen. -1: a copy of the
             whole model, and nothing is frozen.
         **kwargs: those of the model with a value head.
@@ -160,21 +320,43 @@ class Hydra(PreTrainedModelWrapper):
     def __init__(self, base_model: Any, *, num_layers_unfrozen: int = -1, **kwargs: Any) -> None:
         super().__init__(base_model, **kwargs)
         self.num_layers_unfrozen = num_layers_unfrozen
-        config = base_model.config.get_text_config(decoder=True)
-        layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-        shared = None if num_layers_unfrozen < 0 else layers - num_layers_unfrozen
-        self._frozen = [create_reference_model(base_model, shared)]  # a list, so that it is no submodule
+        self._frozen: list[Any] = []  # a list, so that it is no submodule
+        if not has_adapter(base_model):
+            layers = hf_get_num_hidden_layers(base_model.config.get_text_config(decoder=True))
+            shared = None if num_layers_unfrozen < 0 else layers - num_layers_unfrozen
+            self._frozen = [create_reference_model(base_model, shared)]
+
+    def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load heads from a state dictionary that may have them, and the frozen branch of a checkpoint of trlX.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        super().post_init(state_dict)
+        branch = under("frozen_head.", state_dict)
+        if branch and self._frozen:
+            if 0 <= self.num_layers_unfrozen < depth(branch):
+                raise ConfigError(
+                    f"num_layers_unfrozen is {self.num_layers_unfrozen}, and the frozen branch of the checkpoint has "
+                    f"{depth(branch)} layers; give {depth(branch)}, or -1"
+                )
+            load_branch(self.frozen_head, branch, "the frozen branch")
+            load(self.frozen_head.get_output_embeddings(), under("lm_head.", branch), "the frozen branch")
 
     @property
     def frozen_head(self) -> Any:
-        """The frozen model."""
-        return self._frozen[0]
+        """The frozen model; None with an adapter, without which the model is the frozen one."""
+        return self._frozen[0] if self._frozen else None
 
     @torch.no_grad()
-    def forward_hydra(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-        """Return the logits of the frozen model."""
-        logits = self.frozen_head(*args, **kwargs).logits.float()
-        return CausalLMOutputWithValue(logits=logits) if return_dict else logits
+    def forward_hydra(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+        """Return the logits of the frozen model or, with ``return_dict``, what transformers returns with them."""
+        if self._frozen:
+            outputs = self.frozen_head(*args, **kwargs)
+        else:
+            with adapter_off(self.base_model):
+                outputs = self.base_model(*args, **kwargs)
+        return outputs if return_dict else outputs.logits
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper, models.AutoModelForCausalLMWithValueHead):  # type: ignore[misc]

@@ -9,17 +9,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers.utils.generic import ModelOutput
 
 from trainkit import functional as F
-from trainkit.models import make_peft_config, with_adapter
+from trainkit.models import has_adapter, make_peft_config, with_adapter
+from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLSeq2SeqBatch
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
-from trainkit_trlx.models.modeling_base import BASE, checkpoint, under
+from trainkit_trlx.models.modeling_base import BASE, HEADS, arguments, base_from, checkpoint, load, under
 from trainkit_trlx.utils.modeling import flatten_dict, get_tensor_stats, make_head
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = [
+    "AutoModelForCausalLMWithILQLHeads",
+    "AutoModelForSeq2SeqLMWithILQLHeads",
+    "CausalILQLOutput",
+    "ILQLBatch",
+    "ILQLConfig",
+    "ILQLHeads",
+    "ILQLSeq2SeqBatch",
+    "Seq2SeqILQLOutput",
+    "batched_index_select",
+    "topk_mask",
+]
 
 
 def topk_mask(xs: Tensor, k: int) -> Tensor:
@@ -96,7 +112,7 @@ class ILQLConfig(MethodConfig):
     two_qs: bool
     gen_kwargs: dict[str, Any]
 
-    def loss(self, outputs: Any, labels: Any) -> tuple[Tensor, dict[str, Any]]:
+    def loss(self, outputs: Any, labels: ILQLBatch | ILQLSeq2SeqBatch) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss, Q + V + cql_scale · CQL + awac_scale · AWAC, and its statistics. Snell et al. 2022.
 
         Args:
@@ -144,6 +160,25 @@ def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.token_logprobs(logits.flatten(0, 1), tokens.flatten()).view_as(tokens)
 
 
+@dataclass
+class CausalILQLOutput(ModelOutput):
+    """Logits [B, T, V], V of the states, Q and target Q of the actions, and the states and cache of transformers."""
+
+    logits: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    value: Tensor | None = None
+    qs: tuple[Tensor, ...] | None = None
+    target_qs: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class Seq2SeqILQLOutput(CausalILQLOutput):
+    """The same of the decoder of an encoder-decoder, and the encoder's outputs."""
+
+    encoder_outputs: Any = None
+
+
 class AutoModelForCausalLMWithILQLHeads(nn.Module):
     """A causal language model with the heads of ILQL, for checkpoints of trlX and loops of one's own.
 
@@ -159,7 +194,7 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
     def __init__(self, base_model: Any, *, two_qs: bool = True, alpha: float = 0.99, peft_config: Any = None) -> None:
         super().__init__()
         if peft_config is not None:
-            base_model = with_adapter(base_model, make_peft_config(peft_config))
+            base_model = with_adapter(base_model, _peft_config(peft_config))
         self.base_model = base_model
         config = base_model.config.get_text_config(decoder=True)
         self.ilql_heads = ILQLHeads(config.hidden_size, config.vocab_size, two_qs, alpha, base_model.dtype)
@@ -175,19 +210,38 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         return cls(cls.auto_class.from_config(config), **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Self:
-        """Load a model, or a checkpoint of trlX with the weights of its heads, or wrap a live model."""
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *, is_trainable: bool = False, **kwargs: Any) -> Self:
+        """Load a model, or what trlX or `save_pretrained` wrote with its heads and adapter; or wrap a live model.
+
+        Args:
+            pretrained_model_name_or_path: a hub id or a directory, or the live model.
+            is_trainable: whether an adapter that is loaded can be trained.
+            **kwargs: those of the class. Without ``two_qs``, saved heads decide how many Q there are.
+        """
         path = pretrained_model_name_or_path
-        if not isinstance(path, str | Path):
-            return cls(path, **kwargs)
-        state = checkpoint(path)
-        if not state:
-            return cls(cls.auto_class.from_pretrained(path), **kwargs)
-        made = cls(cls.auto_class.from_config(AutoConfig.from_pretrained(path)), **kwargs)
-        made.base_model.load_state_dict(under(BASE, state), strict=False)
-        made.base_model.tie_weights()
-        made.ilql_heads.load_state_dict(under("ilql_heads.", state))
+        state = checkpoint(path) if isinstance(path, str | Path) else {}
+        base = base_from(path, state, cls.auto_class)
+        if isinstance(base, str | Path):
+            base = cls._load(str(path), is_trainable)
+        heads = under(HEADS, state)
+        if heads:
+            kwargs = {"two_qs": any(name.startswith("q_heads.1.") for name in heads), **kwargs}
+        made = cls(base, **kwargs)
+        if heads:
+            load(made.ilql_heads, heads, f"the heads of {str(path)!r}")
         return made
+
+    @classmethod
+    def _load(cls, path: str, trainable: bool) -> Any:
+        if not (Path(path) / "adapter_config.json").is_file():
+            return cls.auto_class.from_pretrained(path)
+        below = PeftConfig.from_pretrained(path).base_model_name_or_path
+        return PeftModel.from_pretrained(cls.auto_class.from_pretrained(below), path, is_trainable=trainable)
+
+    def _runs(self, inputs: dict[str, Any]) -> Any:
+        """Return the outputs of the language model for those of the inputs that are given."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        return self.base_model(**given, output_hidden_states=True, return_dict=True)
 
     def forward(
         self,
@@ -197,27 +251,39 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         past_key_values: Any = None,
         actions_ixs: Tensor | None = None,
         states_ixs: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        """Return logits [B, T, V], Q and target Q of the actions, V of the states, and the cache."""
-        given = {"position_ids": position_ids} if position_ids is not None else {}
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            output_hidden_states=True,
-            **given,
+        return_dict: bool = False,
+    ) -> Any:
+        """Return logits [B, T, V], Q and target Q of the actions, V of the states, and the cache.
+
+        They are a tuple in this order or, with ``return_dict``, a `CausalILQLOutput`.
+        """
+        outputs = self._runs(
+            {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+            }
         )
-        qs, targets, vs = self.ilql_heads(outputs.hidden_states[-1], states_ixs, actions_ixs)
-        return outputs.logits, qs, targets, vs, outputs.past_key_values
+        states, cache = outputs.hidden_states, outputs.get("past_key_values")
+        qs, targets, vs = self.ilql_heads(states[-1], states_ixs, actions_ixs)
+        if return_dict:
+            return CausalILQLOutput(outputs.logits, cache, states, vs, qs, targets)
+        return outputs.logits, qs, targets, vs, cache
 
     def sync_target_q_heads(self) -> None:
         """Move the targets towards Q."""
         self.ilql_heads.sync_target_q_heads()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the configuration and all weights, which `from_pretrained` reads."""
-        self.config.save_pretrained(save_directory)
-        torch.save(self.state_dict(), Path(save_directory) / "pytorch_model.bin")
+        """Write configuration and weights, or with an adapter this and the heads; `from_pretrained` reads them."""
+        state = self.state_dict()
+        if has_adapter(self.base_model):
+            self.base_model.save_pretrained(str(save_directory))
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(BASE)}
+        else:
+            self.config.save_pretrained(save_directory)
+        torch.save(state, Path(save_directory) / "pytorch_model.bin")
 
     @torch.no_grad()
     def generate(
@@ -254,9 +320,10 @@ class AutoModelForCausalLMWithILQLHeads(nn.Module):
         eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
         pad = next((each for each in (pad_token_id, self.config.pad_token_id, eos) if each is not None), 0)
         mask = (input_ids != pad if attention_mask is None else attention_mask).long()
+        takes = "position_ids" in arguments(self.base_model).parameters
 
-        def step(fed: Tensor, mask: Tensor, cache: Any) -> tuple[Any, ...]:
-            return cast("tuple[Any, ...]", self(fed, mask, _positions(mask)[:, -fed.shape[1] :], cache))
+        def step(fed: Tensor, mask: Tensor, cache: Any) -> Any:
+            return self(fed, mask, _positions(mask)[:, -fed.shape[1] :] if takes else None, cache)
 
         length = min(max_new_tokens, max_length - input_ids.shape[1])
         choice = _Choice(beta, temperature, top_k, logit_mask, pad, eos)
@@ -268,34 +335,47 @@ class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
 
     auto_class = AutoModelForSeq2SeqLM
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         past_key_values: Any = None,
+        encoder_outputs: Any = None,
         actions_ixs: Tensor | None = None,
         states_ixs: Tensor | None = None,
-        encoder_outputs: Any = None,
-    ) -> tuple[Any, ...]:
-        """Return the logits of the decoder, Q and target Q of actions, V of states, the cache, and encoder states."""
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            output_hidden_states=True,
+        return_dict: bool = False,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Any:
+        """Return the logits of the decoder, Q and target Q of actions, V of states, the cache, and encoder states.
+
+        They are a tuple in this order or, with ``return_dict``, a `Seq2SeqILQLOutput`.
+        """
+        outputs = self._runs(
+            {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "decoder_input_ids": decoder_input_ids,
+                "decoder_attention_mask": decoder_attention_mask,
+                "encoder_outputs": encoder_outputs,
+                "past_key_values": past_key_values,
+            }
         )
-        qs, targets, vs = self.ilql_heads(outputs.decoder_hidden_states[-1], states_ixs, actions_ixs)
-        states = (outputs.encoder_last_hidden_state,)
-        return outputs.logits, qs, targets, vs, outputs.past_key_values, states
+        states, cache = outputs.decoder_hidden_states, outputs.get("past_key_values")
+        qs, targets, vs = self.ilql_heads(states[-1], states_ixs, actions_ixs)
+        encoded = (outputs.encoder_last_hidden_state,)
+        if return_dict:
+            return Seq2SeqILQLOutput(outputs.logits, cache, states, vs, qs, targets, encoded)
+        return outputs.logits, qs, targets, vs, cache, encoded
 
     @torch.no_grad()
     def generate(  # type: ignore[override]
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        encoder_outputs: Any = None,
         beta: float = 1,
         max_new_tokens: int = 32,
         max_length: int = 1024,
@@ -304,20 +384,44 @@ class AutoModelForSeq2SeqLMWithILQLHeads(AutoModelForCausalLMWithILQLHeads):
         logit_mask: Tensor | None = None,
         pad_token_id: int | None = None,
         eos_token_id: int | None = None,
+        decoder_attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Sample from the decoder, from its start token on; the arguments are those of causal models. -> [B, 1 + R]."""
+        """Sample from the decoder. The arguments are those of causal models, and of the decoder. [B, P] -> [B, S + R].
+
+        Args:
+            input_ids: the prompts.
+            attention_mask: which of their ids are real.
+            decoder_input_ids: what the decoder continues [B, S]; by default its start token.
+            past_key_values: a cache of the decoder.
+            encoder_outputs: of the encoder, if it has run.
+            beta: as of causal models, and all further arguments.
+            max_new_tokens: the longest continuation.
+            max_length: another bound of it.
+            temperature: divides the steered scores.
+            top_k: how many of the likeliest tokens remain.
+            logit_mask: True = forbidden.
+            pad_token_id: fills up responses that have ended.
+            eos_token_id: ends a response.
+            decoder_attention_mask: which of ``decoder_input_ids`` are real.
+        """
         eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
         pad = self.config.pad_token_id if pad_token_id is None else pad_token_id
         mask = (input_ids != pad if attention_mask is None else attention_mask).long()
-        encoded = self.base_model.get_encoder()(input_ids=input_ids, attention_mask=mask)
+        if encoder_outputs is None:
+            encoder_outputs = self.base_model.get_encoder()(input_ids=input_ids, attention_mask=mask)
         start = torch.full_like(input_ids[:, :1], self.config.decoder_start_token_id)
+        start = start if decoder_input_ids is None else decoder_input_ids
 
-        def step(fed: Tensor, _: Tensor, cache: Any) -> tuple[Any, ...]:
-            given = {"encoder_outputs": encoded, "past_key_values": cache}
-            return cast("tuple[Any, ...]", self(None, mask, fed, **given))
+        def step(fed: Tensor, real: Tensor, cache: Any) -> Any:
+            return self(None, mask, fed, cache, encoder_outputs, decoder_attention_mask=real)
 
         choice = _Choice(beta, temperature, top_k, logit_mask, pad, eos)
-        return choice.continued(step, start, torch.ones_like(start), None, min(max_new_tokens, max_length))
+        real = torch.ones_like(start) if decoder_attention_mask is None else decoder_attention_mask.long()
+        return choice.continued(step, start, real, past_key_values, min(max_new_tokens, max_length))
+
+
+def _peft_config(given: Any) -> PeftConfig:
+    return given if isinstance(given, PeftConfig) else make_peft_config(given)
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from trainkit.errors import DataError, describe
 from trainkit_trlx.data.ilql_types import ILQLBatch, ILQLElement, ILQLSeq2SeqBatch, ILQLSeq2SeqElement
 from trainkit_trlx.pipeline import BasePipeline, BaseRolloutStore, register_datapipeline
 
@@ -94,6 +95,24 @@ class DialogStore(BaseRolloutStore):
         return DataLoader(self, batch_size=batch_size, collate_fn=collate, shuffle=shuffle)
 
 
+def checked_prompts(prompts: Any) -> list[Any]:
+    """Return prompts as a list.
+
+    Raises:
+        DataError: there are none, or one is neither a string nor a dict with a ``prompt``.
+    """
+    allowed = "strings, or dicts with a 'prompt' and further columns"
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise DataError(f"prompts should be a list of {allowed}; given {describe(prompts)}")
+    found = list(prompts)
+    if not found:
+        raise DataError("prompts is empty; give at least one")
+    for place, prompt in enumerate(found):
+        if not isinstance(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
+            raise DataError(f"prompt {place} is {describe(prompt)}; prompts should be {allowed}")
+    return found
+
+
 @register_datapipeline
 class PromptPipeline(BasePipeline):
     """Tokenised prompts. Trainers take the prompts themselves, and tokenise them again.
@@ -103,13 +122,16 @@ class PromptPipeline(BasePipeline):
         max_prompt_length: the most tokens of a prompt.
         tokenizer: the tokenizer.
         add_special_tokens: whether it adds its special tokens.
+
+    Raises:
+        DataError: there are no prompts, or one is neither a string nor a dict with a ``prompt``.
     """
 
     def __init__(
         self, prompts: list[Any], max_prompt_length: int, tokenizer: Any, add_special_tokens: bool = False
     ) -> None:
         super().__init__()
-        self.given = list(prompts)
+        self.given = checked_prompts(prompts)
         self.tokenizer = tokenizer
         rows = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in self.given]
         texts = [row.pop("prompt") for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 from trainkit import get_trainer
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.trainer import register_trainer
-from trainkit_trlx.trainer.accelerate_base_trainer import OfTrlx
+from trainkit_trlx.trainer.accelerate_base_trainer import Online
 
 Trainer: Any = get_trainer("rft")
 
@@ -26,5 +26,5 @@ class RFTConfig(MethodConfig):
 
 
 @register_trainer
-class AccelerateRFTTrainer(OfTrlx, Trainer):  # type: ignore[misc]
+class AccelerateRFTTrainer(Online, Trainer):  # type: ignore[misc]
     """Trainer of RFT."""

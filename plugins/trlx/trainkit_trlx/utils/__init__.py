@@ -9,11 +9,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
+from importlib import import_module
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import lr_scheduler
 
 from trainkit.migrating import refusing
 
@@ -23,6 +25,8 @@ __all__ = [
     "SchedulerName",
     "filter_non_scalars",
     "get_git_tag",
+    "get_optimizer_class",
+    "get_scheduler_class",
     "infinite_dataloader",
     "print_rank_0",
     "set_seed",
@@ -47,6 +51,39 @@ class SchedulerName(StrEnum):
 
     COSINE_ANNEALING = "cosine_annealing"
     LINEAR = "linear"
+
+
+def get_optimizer_class(name: OptimizerName) -> Any:
+    """Return the class of torch, or of bitsandbytes, for a name of an optimizer.
+
+    Raises:
+        ValueError: there is none of this name.
+        ImportError: bitsandbytes is not installed, which has those of 8 bits.
+    """
+    name = _named(name, OptimizerName, "optimizer")
+    if name.endswith("_8bit_bnb"):
+        try:
+            module = import_module("bitsandbytes.optim")
+        except ImportError as error:
+            raise ImportError(f"{name} needs bitsandbytes, which is not installed: pip install bitsandbytes") from error
+        return module.Adam8bit if name == OptimizerName.ADAM_8BIT_BNB else module.AdamW8bit
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+
+
+def get_scheduler_class(name: SchedulerName) -> Any:
+    """Return the class of torch for a name of a schedule.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    name = _named(name, SchedulerName, "schedule")
+    return {"cosine_annealing": lr_scheduler.CosineAnnealingLR, "linear": lr_scheduler.LinearLR}[name]
+
+
+def _named(name: str, known: type[StrEnum], what: str) -> Any:
+    if name not in list(known):
+        raise ValueError(f"{name!r} is no {what} of trlX; it has {', '.join(known)}")
+    return known(name)
 
 
 def set_seed(seed: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from trainkit.errors import ConfigError, suggest
 from trainkit_trlx.models import modeling_ilql, modeling_ppo
 from trainkit_trlx.pipeline import _DATAPIPELINE, offline_pipeline
 from trainkit_trlx.trainer import (
@@ -32,7 +32,7 @@ def get_trainer(name: str) -> Callable[..., Any]:
     """Return the class of a registered trainer, whatever the case of its name.
 
     Raises:
-        ValueError: there is none of this name.
+        ConfigError: there is none of this name.
     """
     if name.lower().startswith("nemo"):
         raise NotImplementedError(
@@ -47,7 +47,7 @@ def get_pipeline(name: str) -> Callable[..., Any]:
     """Return the class of a registered pipeline, whatever the case of its name.
 
     Raises:
-        ValueError: there is none of this name.
+        ConfigError: there is none of this name.
     """
     found: Callable[..., Any] = _found(name, _DATAPIPELINE, "pipeline")
     return found
@@ -56,6 +56,7 @@ def get_pipeline(name: str) -> Callable[..., Any]:
 def _found(name: str, registry: Mapping[str, Any], what: str) -> Any:
     if name.lower() in registry:
         return registry[name.lower()]
-    near = get_close_matches(name.lower(), registry, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name!r} is no registered {what}{hint}. Known: {', '.join(sorted(registry))}")
+    raise ConfigError(
+        f"train.{what} is {name!r}, which is no registered {what}{suggest(name.lower(), registry)}; known are "
+        f"{', '.join(sorted(registry))}"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RunningMoments(metrics.RunningMoments):
-    """Mean and standard deviation of all values so far."""
+class RunningMoments:
+    """Mean and unbiased standard deviation of all values so far, as tensors [] of the type of the latest ones."""
 
-    def update(self, xs: Tensor, reduce: Any = lambda t: t) -> tuple[float, float]:  # type: ignore[override]
-        """Add the values ``xs``, and return the mean and the unbiased standard deviation of these alone."""
-        super().update(xs, reduce)
+    def __init__(self) -> None:
+        self._all = metrics.RunningMoments()
+        self._dtype = torch.float32
+
+    def update(self, xs: Tensor, reduce: Callable[[Tensor], Tensor] = lambda t: t) -> tuple[Tensor, Tensor]:
+        """Add the values ``xs`` of every process, and return mean and standard deviation of these alone: two [].
+
+        ``reduce`` adds a tensor over the processes.
+        """
         alone = metrics.RunningMoments()
-        alone.update(xs, reduce)
-        return alone.mean, alone.std
+        for moments in (self._all, alone):
+            moments.update(xs, reduce)
+        self._dtype = xs.dtype if xs.is_floating_point() else torch.float32
+        return self._tensor(alone.mean), self._tensor(alone.std)
+
+    def _tensor(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype)
+
+    @property
+    def count(self) -> float:
+        """How many values there were."""
+        return self._all.count
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean. []."""
+        return self._tensor(self._all.mean)
+
+    @property
+    def std(self) -> Tensor:
+        """The unbiased standard deviation; NaN with fewer than two values. []."""
+        return self._tensor(self._all.std)
+
+    @property
+    def var(self) -> Tensor:
+        """The variance, not corrected for the number of values. []."""
+        return self._tensor(self._all.m2 / max(self._all.count, 1))
 
 
 def flatten_dict(d: Mapping[str, Any], parent_key: str = "", sep: str = "/") -> dict[str, Any]:
@@ -130,9 +161,10 @@ def hf_get_decoder(model: nn.Module) -> nn.Module:
 
 
 def hf_get_decoder_final_norm(model: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of the decoder."""
+    """Return the norm after the last layer of the decoder of a language model, or of its body."""
     names = ("transformer.ln_f", "model.decoder.final_layer_norm", "model.norm", "decoder.final_layer_norm")
-    found: nn.Module = findattr(model, (*names, "gpt_neox.final_layer_norm"))
+    bodies = ("ln_f", "norm", "final_layer_norm")
+    found: nn.Module = findattr(model, (*names, "gpt_neox.final_layer_norm", *bodies))
     return found
 
 

@@ -1,0 +1,415 @@
+"""What cannot be used is refused with what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import GPT2Config
+
+import trainkit_trlx as trlx
+from trainkit.errors import CheckpointError, ConfigError, DataError, RewardError
+from trainkit.testing import character_tokenizer
+from trainkit_trlx.data.configs import TRLConfig
+from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
+from trainkit_trlx.data.method_configs import get_method
+from trainkit_trlx.trainer.accelerate_ppo_trainer import AcceleratePPOTrainer
+from trainkit_trlx.utils.loading import get_pipeline, get_trainer
+
+MODEL = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=10, n_positions=32)
+
+
+def rewards(samples: list[str], **_: Any) -> list[float]:
+    return [float(sample.count("a")) for sample in samples]
+
+
+class Case:
+    """Calls of trlX at a small size, in a directory that has a tokenizer."""
+
+    def config(self, default: Callable[[], TRLConfig], **changes: Any) -> TRLConfig:
+        sizes = {"batch_size": 4, "seq_length": 16, "total_steps": 1, "eval_interval": 1, "tracker": None}
+        method: dict[str, Any] = {"gen_kwargs": {"max_new_tokens": 4}}
+        if default is default_ppo_config:
+            method |= {"num_rollouts": 4, "chunk_size": 4}
+        small = default().evolve(
+            train={**sizes, "checkpoint_dir": "run"},
+            model={"model_path": MODEL, "num_layers_unfrozen": -1},
+            tokenizer={"tokenizer_path": "letters"},
+            method=method,
+        )
+        return small.evolve(**changes)
+
+    def ppo(self, settings: dict[str, Any] | None = None, **given: Any) -> Any:
+        config = self.config(default_ppo_config, **(settings or {}))
+        return trlx.train(**{"reward_fn": rewards, "prompts": ["b", "c"] * 2, "config": config, **given})
+
+    def ilql(self, settings: dict[str, Any] | None = None, **given: Any) -> Any:
+        config = self.config(default_ilql_config, **(settings or {}))
+        return trlx.train(**{"samples": ["ab", "bc"] * 2, "rewards": [1.0, 0.0] * 2, "config": config, **given})
+
+    def masked(self, mask: Any) -> Any:
+        return self.ilql({"train": {"trainer_kwargs": {"logit_mask": mask}}}, eval_prompts=["a"])
+
+    def sampled(self, **gen_kwargs: Any) -> Any:
+        return self.ppo({"method": {"gen_kwargs": gen_kwargs}})
+
+    def learn(self, **functions: Any) -> Any:
+        trainer = AcceleratePPOTrainer(self.config(default_ppo_config), reward_fn=rewards)
+        trainer.add_prompt_pipeline(["b", "c"])
+        trainer.learn(**functions)
+
+    def file(self, text: str) -> TRLConfig:
+        Path("config.yml").write_text(text, encoding="utf-8")
+        return TRLConfig.load_yaml("config.yml")
+
+
+def plain(without: str = "", **extra: Any) -> dict[str, Any]:
+    """Return the default configuration of PPO as plain data, without a section or a field, and with others."""
+    config = default_ppo_config().to_dict()
+    section, _, name = without.partition(".")
+    if name:
+        del config[section][name]
+    elif section:
+        del config[section]
+    for path, value in extra.items():
+        section, _, name = path.partition("__")
+        if name:
+            config[section][name] = value
+        else:
+            config[section] = value
+    return config
+
+
+def changed(**settings: Any) -> Callable[[Case], Any]:
+    return lambda _: TRLConfig.from_dict(plain(**settings))
+
+
+CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
+    # configurations
+    "a setting with a typing error": (
+        changed(train__batchsize=1),
+        ConfigError,
+        r"train\.batchsize is no setting; did you mean 'batch_size'\?; train has total_steps",
+    ),
+    "the same in evolve": (
+        lambda t: t.config(default_ppo_config, train={"batchsize": 1}),
+        ConfigError,
+        r"train\.batchsize is no setting",
+    ),
+    "the same in update": (
+        lambda _: TRLConfig.update(plain(), {"train.batchsize": 1}),
+        ConfigError,
+        r"'train\.batchsize' is not present in the config.*did you mean 'train\.batch_size'",
+    ),
+    "a setting of an earlier version": (
+        changed(train__orchestrator="PPOOrchestrator"),
+        ConfigError,
+        r"train\.orchestrator is no setting: trainers sample by themselves.*remove it",
+    ),
+    "a place of an earlier version": (
+        changed(model__tokenizer_path="gpt2"),
+        ConfigError,
+        r"write tokenizer\.tokenizer_path",
+    ),
+    "a setting of TRL": (
+        changed(train__push_to_hub_if_best=True),
+        ConfigError,
+        r"train\.push_to_hub_if_best is no setting; train has",
+    ),
+    "a setting is missing": (
+        lambda _: TRLConfig.from_dict(plain("method.gamma")),
+        ConfigError,
+        r"method lacks gamma; add them, or begin with a configuration of data\.default_configs",
+    ),
+    "a section is missing": (
+        lambda t: t.file(yaml.safe_dump({"train": {}, "method": {"name": "PPOConfig"}})),
+        ConfigError,
+        r"the section model is missing.*a configuration has method, model, tokenizer, optimizer, scheduler, train",
+    ),
+    "an unknown section": (changed(trian={}), ConfigError, r"'trian' is no section; did you mean 'train'\?"),
+    "an empty file": (lambda t: t.file(""), ConfigError, r"a configuration has the sections method, model.*given None"),
+    "a section that is a number": (changed(train=3), ConfigError, r"train should be a mapping of settings; given 3"),
+    "an update that is a number": (
+        lambda _: TRLConfig.update(plain(), {"train": 3}),
+        ConfigError,
+        r"train should be changed by a mapping of settings; given 3",
+    ),
+    "a method without name": (
+        lambda _: TRLConfig.from_dict(plain("method.name")),
+        ConfigError,
+        r"method\.name should say which method.*add it",
+    ),
+    "a configuration that is a dict": (
+        lambda t: t.ppo(config=plain()),
+        ConfigError,
+        r"write TRLConfig\.from_dict\(config\)",
+    ),
+    # names
+    "an unknown method": (
+        lambda _: get_method("ppocnfig"),
+        ConfigError,
+        r"method\.name is 'ppocnfig'.*did you mean 'ppoconfig'\?; known are ilqlconfig",
+    ),
+    "an unknown trainer": (
+        lambda _: get_trainer("PPOTrainer"),
+        ConfigError,
+        r"train\.trainer is 'PPOTrainer'.*did you mean 'accelerateppotrainer'\?; known are",
+    ),
+    "an unknown pipeline": (
+        lambda _: get_pipeline("PPOPipeline"),
+        ConfigError,
+        r"train\.pipeline is 'PPOPipeline'.*did you mean 'promptpipeline'\?; known are",
+    ),
+    "a trainer of another method": (
+        lambda t: t.ppo({"train": {"trainer": "AccelerateILQLTrainer"}}),
+        ConfigError,
+        r"'AccelerateILQLTrainer', which does not train with 'PPOConfig'",
+    ),
+    "an argument that the trainer does not take": (
+        lambda t: t.ppo({"train": {"trainer_kwargs": {"logitmask": 1}}}),
+        ConfigError,
+        r"'logitmask'; did you mean 'logit_mask'\?; the trainer takes reward_fn",
+    ),
+    # functions
+    "a reward function of other arguments": (
+        lambda t: t.ppo(reward_fn=lambda texts: [0.0]),
+        RewardError,
+        r"reward_fn takes texts, and there is none: it is called with samples, prompts, outputs, tokenizer, by name",
+    ),
+    "a reward function of positions": (
+        lambda t: t.ppo(reward_fn=lambda a, b, c: [0.0]),
+        RewardError,
+        r"reward_fn takes a, b, c, and there is none",
+    ),
+    "a reward function without result": (
+        lambda t: t.ppo(reward_fn=lambda samples: None),
+        RewardError,
+        r"returned None.*return one finite number per sample",
+    ),
+    "a reward function with one result": (
+        lambda t: t.ppo(reward_fn=lambda samples: [1.0]),
+        RewardError,
+        r"returned 1 scores for 4 samples",
+    ),
+    "a reward function that is none": (
+        lambda t: t.ppo(reward_fn=3),
+        ConfigError,
+        r"reward_fn should be a function of samples, prompts and outputs; given 3",
+    ),
+    "a metric function of other arguments": (
+        lambda t: t.ppo(metric_fn=lambda texts: {}),
+        RewardError,
+        r"metric_fn takes texts, and there is none",
+    ),
+    "a metric function that returns a list": (
+        lambda t: t.ppo(metric_fn=lambda samples: [0.0]),
+        RewardError,
+        r"returned \[0\.0\].*return a dict of name",
+    ),
+    "a log function without arguments": (
+        lambda t: t.learn(log_fn=lambda: None),
+        ConfigError,
+        r"log_fn is called with one argument, the metrics by their names; given",
+    ),
+    "a save function that is a path": (
+        lambda t: t.learn(save_fn="saved"),
+        ConfigError,
+        r"save_fn is called with one argument, the directory of the checkpoint; given 'saved'",
+    ),
+    "an evaluation function of two arguments": (
+        lambda t: t.learn(eval_fn=lambda a, b: None),
+        ConfigError,
+        r"eval_fn is called with one argument, the metrics of the evaluation",
+    ),
+    # data
+    "no prompts": (lambda t: t.ppo(prompts=[]), DataError, "prompts is empty; give at least one"),
+    "prompts without prompt": (
+        lambda t: t.ppo(prompts=["b", {"text": "b"}]),
+        DataError,
+        r"prompt 1 is \{'text': 'b'\}.*strings, or dicts with a 'prompt'",
+    ),
+    "prompts that are numbers": (lambda t: t.ppo(prompts=[1, 2]), DataError, r"prompt 0 is 1 \(int\)"),
+    "a single prompt": (lambda t: t.ppo(prompts="bc"), DataError, r"prompts should be a list of strings.*given 'bc'"),
+    "a pipeline without prompts": (
+        lambda t: AcceleratePPOTrainer(t.config(default_ppo_config), reward_fn=rewards).add_prompt_pipeline(3),
+        DataError,
+        r"prompts should be a list.*given 3",
+    ),
+    "samples that are numbers": (
+        lambda t: t.ilql(samples=[1, 2], rewards=[1.0, 2.0]),
+        DataError,
+        r"sample 0 should be text, \(prompt, output\)",
+    ),
+    "samples with an odd number of turns": (
+        lambda t: t.ilql(samples=[["a", "b", "c"]], rewards=[1.0]),
+        DataError,
+        "sample 0 has 3 turns; turns alternate prompt, output",
+    ),
+    "fewer rewards than samples": (
+        lambda t: t.ilql(rewards=iter([1.0])),
+        DataError,
+        "there are 4 samples and 1 rewards; give one reward for each",
+    ),
+    "rewards that are words": (
+        lambda t: t.ilql(rewards=["good"] * 4),
+        DataError,
+        "reward 0 should be a finite number; given 'good'",
+    ),
+    "a dataset that is no pair": (
+        lambda t: t.ilql(dataset=["a", "b", "c"]),
+        ConfigError,
+        r"dataset should be \(samples, rewards\); given 3 items",
+    ),
+    "nothing to learn from": (
+        lambda t: t.ppo(reward_fn=None),
+        ConfigError,
+        r"neither of reward_fn and samples is given; give train\(\) reward_fn",
+    ),
+    "both kinds of data": (lambda t: t.ppo(samples=["a"]), ConfigError, "each of reward_fn and samples is given"),
+    "a mask of another shape": (
+        lambda t: t.masked(torch.zeros(3, 3, dtype=torch.bool)),
+        ConfigError,
+        r"of shape \(10,\) or \(10, 10\); given torch\.bool \(3, 3\)",
+    ),
+    "a mask of the opposite sense": (
+        lambda t: t.masked(~torch.zeros(10, 10, dtype=torch.bool)),
+        ConfigError,
+        r"True = forbidden, as in trlX; if it should mean allowed, give ~logit_mask",
+    ),
+    # settings without counterpart
+    "a checkpoint that is not there": (
+        lambda t: t.ppo({"train": {"resume_from_checkpoint": "nowhere"}}),
+        CheckpointError,
+        r"no intact checkpoint at or under nowhere; look for directories step_\*",
+    ),
+    "a model that is not there": (
+        lambda t: t.ppo({"model": {"model_path": "./nowhere"}}),
+        ConfigError,
+        r"there is no directory 'nowhere'\. Give a hub id, or a local directory",
+    ),
+    "an optimizer of 8 bits": (
+        lambda t: t.ppo({"optimizer": {"name": "adamw_8bit_bnb"}}),
+        ConfigError,
+        r"optimizer\.name: write adamw, or give an optimizer of bitsandbytes",
+    ),
+    "an unknown optimizer": (
+        lambda t: t.ppo({"optimizer": {"name": "lion"}}),
+        ConfigError,
+        r"optimizer\.name: given 'lion'.*trainkit knows adam",
+    ),
+    "an unknown schedule": (
+        lambda t: t.ppo({"scheduler": {"name": "cosine"}}),
+        ConfigError,
+        r"given 'cosine'; trlX has cosine_annealing and linear",
+    ),
+    "an unknown tracker": (
+        lambda t: t.ppo({"train": {"tracker": "comet"}}),
+        ConfigError,
+        r"train\.tracker: given 'comet'; trlX has wandb and tensorboard",
+    ),
+    "beam search": (lambda t: t.sampled(num_beams=4), ConfigError, r"method\.gen_kwargs\.num_beams: trainkit samples"),
+    "greedy rollouts": (
+        lambda t: t.sampled(do_sample=False),
+        ConfigError,
+        r"method\.gen_kwargs\.do_sample: .*remove do_sample: false",
+    ),
+    "an argument of generate with a typing error": (
+        lambda t: t.sampled(max_new_token=4),
+        ConfigError,
+        r"no such field; did you mean 'method\.gen_kwargs\.max_new_tokens'",
+    ),
+    "no room for prompts": (
+        lambda t: t.ppo({"train": {"seq_length": 3}}),
+        ConfigError,
+        r"leaves no room for a prompt within 3 tokens; lower it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, error, words = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # dataset= is deprecated
+        with pytest.raises(error, match=words):
+            call(Case())
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("sweep", "its place has trainkit sweep"),
+        ("reference", "its place has trainkit compare"),
+        ("models.modeling_nemo_ppo", r"no NeMo: use trlx\.models\.modeling_ppo.*train\.sharding"),
+        ("trainer.nemo_ppo_trainer", r"no NeMo: write AcceleratePPOTrainer.*train\.sharding"),
+        ("trainer.nemo.gpt", r"no NeMo.*train\.sharding"),
+        ("ray_tune.wandb", "trainkit sweep"),
+        ("orchestrator.ppo_orchestrator", "trainers sample and score by themselves"),
+    ],
+)
+def test_a_module_that_is_lacking_says_what_to_use_instead(module: str, words: str) -> None:
+    with pytest.raises(ImportError, match=rf"there is no module 'trainkit_trlx\..*{words}"):
+        importlib.import_module(f"trainkit_trlx.{module}")
+
+
+def test_a_module_that_trlx_has_not_either_is_not_found() -> None:
+    for module in ("sweeps", "models.nothing"):
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            importlib.import_module(f"trainkit_trlx.{module}")
+
+
+def test_arguments_of_generate_without_effect_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    trainer = AcceleratePPOTrainer(Case().config(default_ppo_config), reward_fn=rewards)
+    asked = trainer.tokenizer(["b"], return_tensors="pt")
+    for _ in range(2):
+        trainer.generate(**asked, pad_token_id=9, max_new_tokens=2)
+    assert caplog.text.count("generate(): pad_token_id: has no effect") == 1
+    with pytest.raises(ConfigError, match="num_beams: trainkit samples"):
+        trainer.generate(**asked, num_beams=2)
+    trainer.make_experience(4, 0)
+    assert "make_experience() has no effect: learn() samples by itself" in caplog.text
+
+
+@pytest.mark.parametrize("metric", ["reward", "length"])
+def test_without_reward_function_the_best_is_that_of_the_metric_reward(
+    metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Evaluations give 1, 3 and 2, so that the second one, at step 1, is exported; other metrics do not count."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    values = iter([1.0, 3.0, 2.0])
+    config = Case().config(default_sft_config, train={"total_steps": 2, "epochs": 4})
+    trlx.train(
+        samples=["ab", "bc"] * 4, eval_prompts=["a"], metric_fn=lambda **_: {metric: next(values)}, config=config
+    )
+    mark = Path("run/best/trainkit.json")
+    if metric == "reward":
+        assert '"step": 1' in mark.read_text(encoding="utf-8")
+        assert "save_best" not in caplog.text
+    else:
+        assert not mark.exists()
+        assert caplog.text.count("train.save_best has no effect: evaluations are compared by the reward function") == 1
+
+
+def test_without_metric_function_the_best_is_told_to_have_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainkit_trlx.data.configs._said", set())
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    trlx.train(samples=["ab", "bc"] * 4, config=Case().config(default_sft_config))
+    assert caplog.text.count("train.save_best: has no effect") == 1
