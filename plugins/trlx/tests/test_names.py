@@ -572,13 +572,13 @@ def test_model_classes_read_virtual_tokens(given: dict[str, Any]) -> None:
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, eos_token_id=11)
     ids, mask = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     model = AutoModelForCausalLMWithHydraValueHead.from_config(config, peft_config=given, num_layers_unfrozen=1).eval()
-    before = model(ids)
+    before = model(ids, return_dict=True)
     assert (before.logits.shape, before.value.shape) == ((2, 3, 12), (2, 3))
-    assert torch.equal(before.logits, model.forward_hydra(ids).logits)
+    assert torch.equal(before.logits, model.forward_hydra(ids))
     trained = [parameter for parameter in model.base_model.parameters() if parameter.requires_grad]
-    model(ids).logits[..., 0].sum().backward()
+    model(ids)[0][..., 0].sum().backward()
     torch.optim.SGD(trained, 0.1).step()
-    assert not torch.equal(before.logits, model(ids).logits)
+    assert not torch.equal(before.logits, model(ids)[0])
     assert torch.equal(before.logits, model.forward_hydra(ids, return_dict=False))
     assert {parameter.numel() for parameter in trained} != set()
 

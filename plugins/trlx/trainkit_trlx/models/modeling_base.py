@@ -321,7 +321,8 @@ class Hydra(PreTrainedModelWrapper):
         super().__init__(base_model, **kwargs)
         self.num_layers_unfrozen = num_layers_unfrozen
         self._frozen: list[Any] = []  # a list, so that it is no submodule
-        if not has_adapter(base_model):
+        reads_virtual_tokens = getattr(getattr(base_model, "active_peft_config", None), "is_prompt_learning", False)
+        if not has_adapter(base_model) or reads_virtual_tokens:  # which change the outputs from the beginning
             layers = hf_get_num_hidden_layers(base_model.config.get_text_config(decoder=True))
             shared = None if num_layers_unfrozen < 0 else layers - num_layers_unfrozen
             self._frozen = [create_reference_model(base_model, shared)]
@@ -345,7 +346,7 @@ class Hydra(PreTrainedModelWrapper):
 
     @property
     def frozen_head(self) -> Any:
-        """The frozen model; None with an adapter, without which the model is the frozen one."""
+        """The frozen model; None with an adapter in the layers, without which the model is the frozen one."""
         return self._frozen[0] if self._frozen else None
 
     @torch.no_grad()
