@@ -97,3 +97,16 @@ def test_a_trainer_chooses_at_construction(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("highest")
     tiny_trainer("sft", tmp_path)
     assert torch.get_float32_matmul_precision() == ("medium" if expected else "highest")
+
+
+@pytest.mark.parametrize(("able", "told"), [({}, True), ({"amx_bf16": True}, False), ({"bf16": True}, False)])
+def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow(
+    able: dict[str, bool], told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "cpu_name": "Some", **able})
+    backend.warn_of_slow_bf16.cache_clear()
+    for _ in range(2):  # once
+        tiny_trainer("sft", tmp_path, train__mixed_precision="bf16")
+    said = [record.message for record in caplog.records if "this CPU (Some) has no instructions" in record.message]
+    assert len(said) == told
+    backend.warn_of_slow_bf16.cache_clear()

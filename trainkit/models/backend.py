@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -52,6 +55,19 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     if exact:
         AttentionInterface.register("sdpa", _attention)
     return exact
+
+
+@cache
+def warn_of_slow_bf16() -> None:
+    """Log a warning, once, if the CPU has no instructions for bfloat16; torch then computes with it more slowly."""
+    able = torch.cpu.get_capabilities()
+    if not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+        log.warning(
+            "train.mixed_precision is 'bf16', and this CPU (%s) has no instructions for bfloat16: products are converted "
+            "to it and back, and are slower than in float32. Set it to 'no' unless you only try out a run for another "
+            "device",
+            able.get("cpu_name", able["architecture"]),
+        )
 
 
 @cache

@@ -23,7 +23,7 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.models.backend import use_fast_exact_matmul, warn_of_slow_bf16
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
@@ -118,6 +118,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
+        if config.train.mixed_precision == "bf16" and self.accelerator.device.type == "cpu":
+            warn_of_slow_bf16()
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
