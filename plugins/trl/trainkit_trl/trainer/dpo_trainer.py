@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -125,6 +125,11 @@ class DPOTrainer(OfflineTrainer):
     def ref_model(self) -> Any:
         """The reference; None without one."""
         return self.trainer.reference if self.trainer.needs_reference else None
+
+    def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the model with its adapter merged into its weights, and the arguments."""
+        log.warning("the adapter of the model is merged into its weights, and peft_config adds a new one")
+        return model.merge_and_unload(), dict(given)
 
     def samples(self, dataset: Any) -> Any:
         """Return the pairs without other columns."""

@@ -20,6 +20,7 @@ from trainkit import get_trainer, hookimpl
 from trainkit.data import is_stream
 from trainkit.errors import ConfigError, DataError
 from trainkit.migrating import framework, translate
+from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_trl.trainer.reward_config import OLD
 
@@ -87,6 +88,8 @@ class OfflineTrainer:
         self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
         self.tokenizer, self._log = tokenizer, Log()
+        if given.get("peft_config") is not None and has_adapter(model):
+            model, given = self._adapted(model, given)
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         optimizer, scheduler = given.get("optimizers") or (None, None)
         live = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
@@ -109,6 +112,11 @@ class OfflineTrainer:
             self.trainer.add_samples(train)
         if held_out is not None:
             self.trainer.add_eval_samples(held_out)
+
+    def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
+        log.warning("peft_config has no effect: the model has an adapter already, which is trained")
+        return model, {**given, "peft_config": None}
 
     def samples(self, dataset: Any) -> Any:
         """Return the rows of a dataset as samples of trainkit."""
