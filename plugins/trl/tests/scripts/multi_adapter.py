@@ -15,9 +15,7 @@ from trl.core import LengthSampler, set_seed
 @dataclass
 class ScriptArguments:
     model_name: Optional[str] = field(default="huggyllama/llama-7b", metadata={"help": "the model name"})
-    rm_adapter: Optional[str] = field(
-        default="trl-lib/llama-7b-hh-rm-adapter", metadata={"help": "the rm adapter name"}
-    )
+    rm_adapter: Optional[str] = field(default="rm-adapter", metadata={"help": "the reward adapter"})
     log_with: Optional[str] = field(default=None, metadata={"help": "use 'wandb' to log with wandb"})
     use_safety_checker: Optional[bool] = field(default=False)
     use_score_scaling: Optional[bool] = field(default=False, metadata={"help": "Use score scaling"})

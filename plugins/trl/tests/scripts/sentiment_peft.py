@@ -88,7 +88,7 @@ generation_kwargs = {
     "max_new_tokens": 6,
 }
 history = []
-for _round in range(3):
+for _round in range(5):
     for batch in tqdm(ppo_trainer.dataloader, disable=True):
         query_tensors = batch["input_ids"]
         response_tensors, ref_response_tensors = ppo_trainer.generate(

@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, TaskType
+from peft import LoraConfig, PeftModel, TaskType
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 from trl import RewardConfig, RewardTrainer
 
@@ -87,3 +87,10 @@ trainer = RewardTrainer(
 trainer.train()
 trainer.save_model(script_args.output_dir)
 metrics = trainer.evaluate()
+
+# what merge_peft_adapter does
+base = AutoModelForSequenceClassification.from_pretrained(script_args.model_name, num_labels=1)
+base.config.pad_token_id = tokenizer.pad_token_id
+merged = PeftModel.from_pretrained(base, script_args.output_dir).merge_and_unload()
+merged.save_pretrained(f"{script_args.output_dir}/merged")
+tokenizer.save_pretrained(f"{script_args.output_dir}/merged")

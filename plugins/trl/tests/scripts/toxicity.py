@@ -19,9 +19,9 @@ class ScriptArguments:
     model_name: Optional[str] = field(default="ybelkada/gpt-j-6b-sharded-bf16", metadata={"help": "the model name"})
     toxicity_model: Optional[str] = field(default="", metadata={"help": "the classifier"})
     log_with: Optional[str] = field(default=None, metadata={"help": "use 'wandb' to log with wandb"})
-    learning_rate: Optional[float] = field(default=3e-3, metadata={"help": "the learning rate"})
-    mini_batch_size: Optional[int] = field(default=4, metadata={"help": "the PPO minibatch size"})
-    batch_size: Optional[int] = field(default=16, metadata={"help": "the batch size"})
+    learning_rate: Optional[float] = field(default=1e-2, metadata={"help": "the learning rate"})
+    mini_batch_size: Optional[int] = field(default=16, metadata={"help": "the PPO minibatch size"})
+    batch_size: Optional[int] = field(default=32, metadata={"help": "the batch size"})
     gradient_accumulation_steps: Optional[int] = field(default=1, metadata={"help": "gradient accumulation steps"})
     model_save_path: Optional[str] = field(default="./detoxified", metadata={"help": "where the model is saved"})
 
@@ -35,7 +35,7 @@ config = PPOConfig(
     mini_batch_size=script_args.mini_batch_size,
     batch_size=script_args.batch_size,
     gradient_accumulation_steps=script_args.gradient_accumulation_steps,
-    init_kl_coef=0.02,
+    init_kl_coef=0.0,
 )
 
 
@@ -46,7 +46,7 @@ def build_dataset(config, input_min_text_length=2, input_max_text_length=4):
         {"prompt": {"text": text, "toxicity": value}, "continuation": {"text": "de"}}
         for text, value in (("bc", 0.9), ("cd", 0.5), ("ef", 0.8), ("gh", 0.1), ("fb", None))
     ]
-    ds = Dataset.from_list(rows * 32)
+    ds = Dataset.from_list(rows * 40)
 
     def filter_fn(sample):
         toxicity = sample["prompt"]["toxicity"]
@@ -99,7 +99,7 @@ generation_kwargs = {
 }
 output_length_sampler = LengthSampler(4, 6)
 history = []
-for _round in range(3):
+for _round in range(4):
     for epoch, batch in tqdm(enumerate(ppo_trainer.dataloader), disable=True):
         query_tensors = batch["input_ids"]
         response_tensors = []
@@ -117,6 +117,5 @@ for _round in range(3):
         stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
         ppo_trainer.log_stats(stats, batch, rewards)
         history.append(float(torch.stack(rewards).mean()))
-        if epoch % 100 == 0:
-            if ppo_trainer.accelerator.is_main_process:
-                ppo_trainer.save_pretrained(script_args.model_save_path)
+        if epoch % 100 == 0 and ppo_trainer.accelerator.is_main_process:
+            ppo_trainer.save_pretrained(script_args.model_save_path)

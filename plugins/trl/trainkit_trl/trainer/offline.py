@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
@@ -191,10 +192,11 @@ class OfflineTrainer:
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, which the run has exported."""
         best = self.trainer.run_dir / "best"
-        if (best / "adapter_config.json").exists():
-            from peft import load_peft_weights, set_peft_model_state_dict
-
-            set_peft_model_state_dict(self.model, load_peft_weights(str(best), device="cpu"))
+        adapter = best / "adapter_model.safetensors"
+        if adapter.exists():
+            found = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(adapter).items()}
+            names = {_saved(name): name for name, _ in self.model.named_parameters() if _saved(name) in found}
+            self.model.load_state_dict({names[name]: tensor for name, tensor in found.items()}, strict=False)
         else:
             self.model.load_state_dict(type(self.model).from_pretrained(best).state_dict())
         log.info("the weights of the best evaluation are loaded from %s", best)
@@ -319,6 +321,11 @@ def _telling(section: str, values: Mapping[str, Any], defaults: Mapping[str, Any
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
+
+
+def _saved(name: str) -> str:
+    """Return the name that a parameter of an adapter has in a file of peft."""
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".")
 
 
 def single(dataset: Any) -> Any:
