@@ -68,7 +68,7 @@ def offline(trainer: Any, data: Any, **changes: Any) -> Any:
 
 
 BAD: list[tuple[str, Callable[[], Any], str]] = [
-    ("too few queries", lambda: step(queries=[torch.tensor([1])]), r"Batch size \(2\) does not match .* got 1 for: quer"),
+    ("too few queries", lambda: step(queries=[torch.tensor([1])]), r"Batch size \(2\) does not match .* 1 for: quer"),
     ("no list", lambda: step(responses=torch.ones(2, 2)), r"responses must be a list of tensors - got <class 'torch"),
     ("numbers", lambda: step(scores=[1.0, 2.0]), r"Elements in scores must be tensors - got <class 'float'>"),
     ("the second is no tensor", lambda: step(scores=[torch.tensor(1.0), 2.0]), r"Elements in scores must be tensors"),
@@ -76,7 +76,7 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("a score in a matrix", lambda: step(scores=[torch.ones(1, 1)] * 2), r"Scores must be 0- or 1-dimensional"),
     ("NaN", lambda: step(scores=[torch.tensor(float("nan"))] * 2), r"scores\[0\] is nan; .* correct the reward"),
     ("infinite", lambda: step(scores=[torch.tensor(1.0), torch.tensor(float("inf"))]), r"scores\[1\] is inf"),
-    ("rows of one", lambda: step(queries=[torch.tensor([[1, 2]])] * 2), r"queries\[0\] must be .* \(1, 2\); .* squeeze"),
+    ("rows of one", lambda: step(queries=[torch.tensor([[1, 2]])] * 2), r"queries\[0\] must be .* \(1, 2\); .*squeeze"),
     (
         "empty response",
         lambda: step(responses=[torch.tensor([4]), torch.tensor([], dtype=torch.long)]),
@@ -89,13 +89,13 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
         r"response_masks\[1\] has the shape \(2,\), and its response \(1,\); give 1 or 0 for each token",
     ),
     ("one mask", lambda: step(response_masks=[torch.ones(2)]), r"does not match .* for: response_masks"),
-    ("ids of no token", lambda: step(responses=[torch.tensor([99]), torch.tensor([1])]), r"99"),
+    ("ids of no token", lambda: step(responses=[torch.tensor([99])] * 2), r"outside the model's vocabulary of 10"),
     ("no tokenizer", lambda: ppo(tokenizer=None), r"tokenizer should be a tokenizer of transformers; given NoneType"),
-    ("no value head", lambda: ppo(model=model()), r"model should be an AutoModelForCausalLMWithValueHead .* given GPT2"),
+    ("no value head", lambda: ppo(model=model()), r"model should be an AutoModelForCausalLM.* given GPT2"),
     ("no config", lambda: ppo(model=valued()) and PPOTrainer({}, valued()), r"config should be a PPOConfig"),
-    ("a reference by name", lambda: ppo(ref_model="gpt2"), r"ref_model should be a model with a value head; given str"),
+    ("a reference by name", lambda: ppo(ref_model="gpt2"), r"ref_model should be a model with .* given str"),
     ("another vocabulary", lambda: ppo(ref_model=valued(vocab_size=99)), r"vocab|99"),
-    ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function .* given int"),
+    ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function .*int"),
     ("a dataset without length", lambda: ppo(dataset=iter([1])), r"dataset should have a length"),
     (
         "rows of several lengths",
@@ -112,15 +112,15 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     (
         "several sets of held-out samples",
         lambda: offline(DPOTrainer, PAIRS, eval_dataset={"one": PAIRS, "two": PAIRS}),
-        r"mapping of 2 datasets, one, two; give one of them",
+        r"mapping of 2 datasets, one, two; give one",
     ),
-    ("pairs without prompts", lambda: offline(DPOTrainer, [{"chosen": "a", "rejected": "b"}]), r"has no prompt; it has"),
+    ("pairs without prompts", lambda: offline(DPOTrainer, [{"chosen": "a", "rejected": "b"}]), r"has no prompt; it"),
     (
         "texts in the place of token ids",
         lambda: offline(RewardTrainer, Dataset.from_list(PAIRS)),
         r"has no input_ids_chosen, input_ids_rejected; it has prompt, chosen, rejected; name its columns so",
     ),
-    ("no column", lambda: offline(SFTTrainer, [{"words": "abc"}]), r"give dataset_text_field, the column with the text"),
+    ("no column", lambda: offline(SFTTrainer, [{"words": "abc"}]), r"give dataset_text_field, the column"),
     (
         "one text for a batch",
         lambda: offline(SFTTrainer, [{"text": "abc"}], formatting_func=lambda row: row["text"][0]),

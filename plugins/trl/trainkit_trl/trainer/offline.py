@@ -364,9 +364,8 @@ def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> 
     """
     found = columns(dataset)
     if missing := [name for name in needed if name not in found]:
-        raise DataError(
-            f"the dataset has no {', '.join(missing)}; it has {', '.join(found) or 'no columns'}; rename one"
-        )
+        has = ", ".join(found) or "no columns"
+        raise DataError(f"the dataset has no {', '.join(missing)}; it has {has}; name its columns so")
     wanted = [name for name in names if name in found]
     if hasattr(dataset, "select_columns"):
         chosen = dataset.select_columns(wanted)

@@ -88,13 +88,13 @@ class SFTTrainer(OfflineTrainer):
         eval_packing: bool | None = None,
     ) -> None:
         given = dict(locals())
+        if packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+            raise ValueError("a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False")
         if model is not None and tokenizer is None:
             given["tokenizer"] = tokenizer = tokenizer_of(model)
         if isinstance(train_dataset, ConstantLengthDataset):  # its rows are packed already
             given["packing"] = False
             train_dataset.infinite = args is not None and args.max_steps > 0
-        if packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
-            raise ValueError("a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False")
         self.data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
