@@ -388,6 +388,7 @@ def test_the_dropout_of_an_adapter_is_switched_off_by_dpo(tmp_path: Path, caplog
     assert config.lora_dropout == 0.05, "the object of the script stays as it is"
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_an_adapter_of_the_model_is_merged_by_dpo_and_trained_by_sft(tmp_path: Path) -> None:
     model, tokenizer = made()
     adapted = get_peft_model(

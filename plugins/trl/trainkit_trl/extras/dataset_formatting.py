@@ -49,7 +49,7 @@ def get_formatting_func_from_dataset(dataset: Any, tokenizer: Any) -> Callable[[
         return None
     for name in ("messages", "conversations"):
         if name in features and _keys(features[name]) == MESSAGE:
-            return conversations_formatting_function(tokenizer, name)  # type: ignore[arg-type]
+            return conversations_formatting_function(tokenizer, name)
     return instructions_formatting_function(tokenizer) if set(features) == INSTRUCTION else None
 
 
