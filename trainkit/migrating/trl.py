@@ -204,8 +204,19 @@ def evaluation(value: Any, context: Context) -> Settings:
 def saving(value: Any, context: Context) -> Settings:
     """Return the steps between checkpoints."""
     if value == "best":
-        raise RefusedError("checkpoints are saved at steps or epochs; write 'steps'")
+        return {"train.save_interval": 0, **best(True, context)}
     return {"train.save_interval": _interval(value, _argument(context, "save_steps", 500), context)}
+
+
+def best(value: Any, context: Context) -> Settings:
+    """Return which evaluation is the best one, whose model is exported; the adapter loads it at the end."""
+    if not value:
+        return {}
+    name = str(_argument(context, "metric_for_best_model") or "loss").removeprefix("eval_")
+    greater = _argument(context, "greater_is_better")
+    greater = not name.endswith("loss") if greater is None else greater
+    metric = "eval/loss/total" if name == "loss" else f"eval/{name}"
+    return {"train.save_best": {"metric": metric, "mode": "max" if greater else "min"}}
 
 
 def repository(value: Any, context: Context) -> Settings:

@@ -63,7 +63,7 @@ def warn_of_slow_bf16() -> None:
     able = torch.cpu.get_capabilities()
     if not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
         log.warning(
-            "train.mixed_precision is 'bf16', and this CPU (%s) has no instructions for bfloat16, so products are slower "
+            "train.mixed_precision is 'bf16', and this CPU (%s) has no instructions for bfloat16: products are slower "
             "than in float32. Set it to 'no' unless you only try out a run for another device",
             able.get("cpu_name", able["architecture"]),
         )

@@ -115,6 +115,16 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """The model's own method."""
         return self.pretrained_model.prepare_inputs_for_generation
 
+    @property
+    def gradient_checkpointing_enable(self) -> Any:
+        """The model's own method."""
+        return self.pretrained_model.gradient_checkpointing_enable
+
+    @property
+    def gradient_checkpointing_disable(self) -> Any:
+        """The model's own method."""
+        return self.pretrained_model.gradient_checkpointing_disable
+
     # ----------------------------------------------------------------------------------------------------- loading
 
     @classmethod

@@ -225,6 +225,8 @@ class PPOTrainer(Declared, AccelerateRLTrainer[PPOConfig]):
             "policy/approx_kl": Mean.of(ratio - 1 - log_ratio, mask),
             # where the clipped term is the larger one, so that the gradient is 0
             "policy/clipfrac": Mean.of(policy > -batch.advantages * ratio, mask),
+            "values/predicted": Mean.of(new.values, mask),
+            "values/error": Mean.of((new.values - batch.returns) ** 2, mask),
             "values/clipfrac": Mean.of(value > 0.5 * (new.values - batch.returns) ** 2, mask),
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,17 +20,25 @@ from transformers import (
 )
 
 from trainkit.errors import ConfigError
-from trainkit.migrating import framework
+from trainkit.migrating import framework, translate
 from trainkit.testing import character_tokenizer
 from trainkit_trl import (
+    ConstantLengthDataset,
     DataCollatorForCompletionOnlyLM,
+    DpoScriptArguments,
     DPOTrainer,
     IterativeSFTTrainer,
+    ModelConfig,
     RewardConfig,
     RewardTrainer,
     SFTTrainer,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
     set_seed,
+    setup_chat_format,
 )
+from trainkit_trl.extras.dataset_formatting import get_formatting_func_from_dataset
 
 LETTERS = "abcdefgh: #\n"
 TRAINERS = (SFTTrainer, DPOTrainer, RewardTrainer, IterativeSFTTrainer)
@@ -240,8 +249,6 @@ def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
     [
         ({"tf32": False, "optim": "adamw_8bit"}, "an optimizer of bitsandbytes"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
-        ({"dataloader_drop_last": True}, "the last, smaller batch"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "the last one"),
         ({"lr_scheduler_type": "cosine_warmup_with_min_lr"}, "trainkit knows linear"),
         ({"data_seed": 3}, "data_seed"),
     ],
@@ -333,3 +340,151 @@ def test_optimizers_are_named(optim: str, name: str, tmp_path: Path) -> None:
     assert trainer.trainer.config.optimizer.name == name
     assert trainer.trainer.config.scheduler.name == "cosine_with_restarts"
     trainer.train()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_best_evaluation_is_loaded_at_the_end(adapter: bool, tmp_path: Path) -> None:
+    """Overfitting to texts that the held-out ones contradict, the first evaluation after a step is the best."""
+    model, tokenizer = made()
+    learnt, contrary = (Dataset.from_dict({"text": [text] * 8}) for text in ("abab", "baba"))
+    args = arguments(
+        tmp_path, max_steps=40, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=20,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    peft = {"peft_config": LoraConfig(r=4, target_modules=["c_fc"], modules_to_save=["wte"])} if adapter else {}
+    trainer = SFTTrainer(model, args, train_dataset=learnt, eval_dataset=contrary, tokenizer=tokenizer,
+                         dataset_text_field="text", **peft)  # fmt: skip
+    trainer.train()
+    losses = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+    assert losses[-1] > min(losses) + 0.005
+    trainer.trainer.config = trainer.trainer.config.evolve(train={"save_best": False})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), abs=1e-4)
+    assert trainer.trainer.config.train.keep_checkpoints == 1_000_000
+
+
+def test_which_evaluation_is_the_best_is_that_of_transformers() -> None:
+    """Losses are better if they are lower, other metrics if they are higher, unless ``greater_is_better`` says so."""
+    for given, expected in (
+        ({}, {"metric": "eval/loss/total", "mode": "min"}),
+        ({"metric_for_best_model": "rewards/accuracies"}, {"metric": "eval/rewards/accuracies", "mode": "max"}),
+        (
+            {"metric_for_best_model": "eval_logps/chosen", "greater_is_better": False},
+            {"metric": "eval/logps/chosen", "mode": "min"},
+        ),
+    ):
+        fields = {"TrainingArguments": {"load_best_model_at_end": True, **given}, "DPOTrainer": {}}
+        assert translate("trl", fields, rows=8).config["train"]["save_best"] == expected
+    fields = {"TrainingArguments": {"save_strategy": "best", "max_steps": 2}, "DPOTrainer": {}}
+    assert translate("trl", fields).config["train"]["save_best"]["mode"] == "min"
+
+
+def test_the_dropout_of_an_adapter_is_switched_off_by_dpo(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = made()
+    config = LoraConfig(r=4, lora_dropout=0.05, task_type="CAUSAL_LM", fan_in_fan_out=True)
+    given = {"args": arguments(tmp_path), "train_dataset": PAIRS, "tokenizer": tokenizer, "peft_config": config}
+    trainer = DPOTrainer(model, **given)
+    assert "lora_dropout is 0.05, and disable_dropout switches it off" in caplog.text
+    assert trainer.trainer.config.model.peft_config.get("lora_dropout", 0.0) == 0.0
+    assert config.lora_dropout == 0.05, "the object of the script stays as it is"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_of_the_model_is_merged_by_dpo_and_trained_by_sft(tmp_path: Path) -> None:
+    model, tokenizer = made()
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=True)
+    )
+    new = LoraConfig(r=4, task_type="CAUSAL_LM", fan_in_fan_out=True)
+    ids = torch.tensor([tokenizer.encode("abc")])
+    before = adapted.eval()(ids).logits
+    data = Dataset.from_dict({"text": ["ab"]})
+    sft = SFTTrainer(adapted, arguments(tmp_path), train_dataset=data, tokenizer=tokenizer, dataset_text_field="text",
+                     peft_config=new)  # fmt: skip
+    assert {p.shape[0] for n, p in sft.model.named_parameters() if "lora_A" in n} == {2}
+    dpo = DPOTrainer(adapted, args=arguments(tmp_path), train_dataset=PAIRS, tokenizer=tokenizer, peft_config=new)
+    assert {p.shape[0] for n, p in dpo.trainer.unwrapped.named_parameters() if "lora_A" in n} == {4}
+    torch.testing.assert_close(dpo.model.eval()(ids).logits, before)
+
+
+def test_predictions_are_shares_of_both_sides(tmp_path: Path) -> None:
+    model, tokenizer = made(AutoModelForSequenceClassification)
+    row = {"input_ids_chosen": tokenizer.encode("ab"), "input_ids_rejected": tokenizer.encode("cde"), "margin": [0.5]}
+    data = Dataset.from_list([row] * 5)
+    args = arguments(tmp_path, RewardConfig, per_device_eval_batch_size=2)
+    trainer = RewardTrainer(model, args, tokenizer=tokenizer, train_dataset=data)
+    found = trainer.predict(data)
+    assert found.predictions.shape == (5, 2)
+    scores = [model.eval()(torch.tensor([row[name]])).logits for name in list(row)[:2]]
+    expected = torch.cat(scores, dim=1).softmax(1)
+    torch.testing.assert_close(torch.tensor(found.predictions[:1]), expected, atol=1e-4, rtol=0)
+    assert found.metrics["test_accuracy"] == float(expected[0, 0] > expected[0, 1])
+    batch = trainer.data_collator([{**row, **{f"attention_mask_{side}": [1] * len(row[f"input_ids_{side}"])
+                                              for side in ("chosen", "rejected")}}])  # fmt: skip
+    assert trainer.compute_loss(model, batch).isfinite()
+
+
+def test_rows_of_one_length_know_their_epochs(tmp_path: Path) -> None:
+    """Their rows are not packed again; without max_steps an endless dataset ends after its epoch."""
+    model, tokenizer = made()
+    rows = ConstantLengthDataset(tokenizer, [{"text": "abcdefg"}] * 4, dataset_text_field="text", infinite=True,
+                                 seq_length=8)  # fmt: skip
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="epoch", dataloader_drop_last=True)
+    trainer = SFTTrainer(model, args, train_dataset=rows, tokenizer=tokenizer, packing=True)
+    assert len(rows) == 4
+    assert not rows.infinite
+    assert trainer.train_dataset is rows
+    assert not trainer.trainer.config.method.packing
+    assert trainer.train().global_step == 2
+    SFTTrainer(model, arguments(tmp_path), train_dataset=rows, tokenizer=tokenizer, packing=True)
+    assert rows.infinite
+
+
+def test_conversations_are_texts_by_the_template_of_the_tokenizer() -> None:
+    tokenizer = character_tokenizer("ab<|im_start>d\nuserti c")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for name in ("messages", "conversations"):
+        data = Dataset.from_dict({name: [turns, turns]})
+        function = get_formatting_func_from_dataset(data, tokenizer)
+        assert function is not None
+        assert (function(data[0]), function(data[0:2])) == ("uaab", ["uaab"] * 2)
+    data = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+    function = get_formatting_func_from_dataset(data, tokenizer)
+    assert function is not None
+    assert (function(data[0]), function(data[0:1])) == ("uaab", ["uaab"])
+    assert get_formatting_func_from_dataset(Dataset.from_dict({"text": ["a"]}), tokenizer) is None
+
+
+def test_a_chat_format_gets_tokens_of_the_model() -> None:
+    model, tokenizer = made()
+    before = len(tokenizer)
+    setup_chat_format(model, tokenizer, resize_to_multiple_of=16)
+    assert len(tokenizer) == before + 2
+    assert model.get_input_embeddings().weight.shape[0] == 16 * -(-len(tokenizer) // 16)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+    with pytest.raises(ValueError, match="format should be 'chatml'; given 'alpaca'"):
+        setup_chat_format(model, tokenizer, format="alpaca")  # type: ignore[arg-type]
+
+
+def test_arguments_of_the_command_come_before_those_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("beta: 0.5\nlora_target_modules: [all-linear]\nuse_peft: true\n", encoding="utf-8")
+    parser = TrlParser((DpoScriptArguments, ModelConfig))
+    own, config = parser.parse_args_and_config(["--config", str(file), "--beta", "0.2"])
+    assert (own.beta, own.max_length, config.lora_target_modules) == (0.2, 512, "all-linear")
+    adapter = get_peft_config(config)
+    assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (16, 32, 0.05)
+    assert get_quantization_config(config) is None
+    assert get_peft_config(ModelConfig()) is None
+    (only,) = TrlParser(ModelConfig).parse_args_and_config(["--lora_r", "4"])
+    assert only.lora_r == 4
+    for content, words in (("beat: 1", "has beat; arguments are"), ("- 1", "should be a mapping")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match=words):
+            TrlParser(DpoScriptArguments).parse_args_and_config(["--config", str(file)])
+    with pytest.raises(ValueError, match="choose one"):
+        ModelConfig(load_in_8bit=True, load_in_4bit=True)

@@ -110,7 +110,7 @@ def test_normalisation_without_scaling_is_said_to_have_no_effect(trainer: Any, c
 def test_a_step_is_made_with_each_formula(changes: dict[str, Any], trainer: Any) -> None:
     made = trainer(**changes)
     stats = made.step(QUERIES, RESPONSES, [torch.tensor(1.0), torch.tensor(-1.0)])
-    assert all(value == value for value in stats.values())
+    assert all(torch.as_tensor(value).isfinite().all() for value in stats.values())
 
 
 def test_the_parts_of_a_step_give_the_golden_numbers(trainer: Any) -> None:

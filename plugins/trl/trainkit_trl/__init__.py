@@ -4,6 +4,7 @@ Everything that computes is trainkit's.
 """
 
 from trainkit.migrating import refusing
+from trainkit_trl.commands.cli_utils import DpoScriptArguments, SftScriptArguments, TrlParser, init_zero_verbose
 from trainkit_trl.core import LengthSampler, set_seed
 from trainkit_trl.environment import TextEnvironment, TextHistory
 from trainkit_trl.extras import BestOfNSampler
@@ -12,6 +13,7 @@ from trainkit_trl.import_utils import (
     is_diffusers_available,
     is_npu_available,
     is_peft_available,
+    is_pil_available,
     is_wandb_available,
     is_xpu_available,
 )
@@ -25,6 +27,7 @@ from trainkit_trl.models import (
     DefaultDDPOStableDiffusionPipeline,
     PreTrainedModelWrapper,
     create_reference_model,
+    setup_chat_format,
 )
 from trainkit_trl.trainer import (
     AdaptiveKLController,
@@ -35,12 +38,14 @@ from trainkit_trl.trainer import (
     DPOTrainer,
     FixedKLController,
     IterativeSFTTrainer,
+    ModelConfig,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTTrainer,
 )
+from trainkit_trl.trainer.utils import get_kbit_device_map, get_peft_config, get_quantization_config
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -57,25 +62,35 @@ __all__ = [
     "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "DefaultDDPOStableDiffusionPipeline",
+    "DpoScriptArguments",
     "FixedKLController",
     "IterativeSFTTrainer",
     "LengthSampler",
+    "ModelConfig",
     "PPOConfig",
     "PPOTrainer",
     "PreTrainedModelWrapper",
     "RewardConfig",
     "RewardTrainer",
     "SFTTrainer",
+    "SftScriptArguments",
     "TextEnvironment",
     "TextHistory",
+    "TrlParser",
     "create_reference_model",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "init_zero_verbose",
     "is_bitsandbytes_available",
     "is_diffusers_available",
     "is_npu_available",
     "is_peft_available",
+    "is_pil_available",
     "is_wandb_available",
     "is_xpu_available",
     "set_seed",
+    "setup_chat_format",
 ]
 
 __getattr__ = refusing(__name__)

@@ -21,6 +21,40 @@ WANDB_PADDING = -1
 """What `stack_dicts` pads with."""
 
 
+def top_k_top_p_filtering(
+    logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -torch.inf, min_tokens_to_keep: int = 1
+) -> Tensor:
+    """Return logits [B, V] with ``filter_value`` but for the ``top_k`` largest, and of these the ``top_p`` of the mass.
+
+    Raises:
+        ValueError: more than one token should be kept in any case.
+    """
+    if min_tokens_to_keep != 1:
+        raise ValueError(f"min_tokens_to_keep should be 1; given {min_tokens_to_keep}; raise top_k or top_p instead")
+    kept = F.truncate_logits(logits, top_k=int(top_k), top_p=top_p)
+    return kept.masked_fill(kept == -torch.inf, filter_value)
+
+
+@torch.no_grad()
+def respond_to_batch(model: Any, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Return ``txt_len`` sampled tokens after each query, whatever they are. [B, P] -> [B, ``txt_len``].
+
+    EOS ends nothing; `PPOTrainer.generate` samples responses that end.
+
+    Args:
+        model: a model whose first output are the logits.
+        queries: token ids of one length, without padding.
+        txt_len: the number of tokens.
+        top_k: of how many tokens the most likely are sampled from; 0: of all.
+        top_p: the mass of the tokens that are sampled from.
+    """
+    ids = queries
+    for _ in range(txt_len):
+        logits = top_k_top_p_filtering(model(ids)[0][:, -1].float(), top_k, top_p)
+        ids = torch.cat([ids, logits.softmax(-1).multinomial(1)], dim=1)
+    return ids[:, queries.shape[1] :]
+
+
 def set_seed(seed: int) -> None:
     """Seed `random`, NumPy and torch."""
     random.seed(seed)

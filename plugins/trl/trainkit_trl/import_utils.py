@@ -53,6 +53,11 @@ def is_rich_available() -> bool:
     return _has("rich")
 
 
+def is_pil_available() -> bool:
+    """Return whether Pillow is installed."""
+    return _has("PIL")
+
+
 def is_wandb_available() -> bool:
     """Return whether wandb is installed."""
     return _has("wandb")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ class TextEnvironment:
     def generate(self, histories: list[TextHistory]) -> list[TextHistory]:
         """Let the model write in the episodes that have not ended."""
         active = [history for history in histories if not history.completed]
-        for history, response in zip(active, self._responses([each.tokens for each in active]), strict=True):
+        for history, response in zip(active, self._generate_batched([each.tokens for each in active]), strict=True):
             history.append_segment(self.tokenizer.decode(response), response, system=False)
         return histories
 
@@ -243,8 +243,9 @@ class TextEnvironment:
         return ids.to(self.current_device)
 
     @torch.no_grad()
-    def _responses(self, queries: list[Tensor], batch_size: int = 16) -> Iterable[Tensor]:
-        """Yield what the model writes after each query, up to and with a call, an answer or EOS."""
+    def _generate_batched(self, queries: list[Tensor], batch_size: int = 16) -> list[Tensor]:
+        """Return what the model writes after each query, up to and with a call, an answer or EOS."""
+        found = []
         pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         for start in range(0, len(queries), batch_size):
             batch = queries[start : start + batch_size]
@@ -260,4 +261,5 @@ class TextEnvironment:
             )
             for row, length in zip(written[:, width:], stops.generated_tokens, strict=True):
                 ended = (row[:length] == self.tokenizer.eos_token_id).nonzero()
-                yield row[: int(ended[0]) + 1] if len(ended) else row[:length]
+                found.append(row[: int(ended[0]) + 1] if len(ended) else row[:length])
+        return found

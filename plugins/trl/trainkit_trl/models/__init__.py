@@ -12,6 +12,7 @@ from trainkit_trl.models.modeling_sd_base import (
     DDPOStableDiffusionPipeline,
     DefaultDDPOStableDiffusionPipeline,
 )
+from trainkit_trl.models.utils import setup_chat_format
 
 SUPPORTED_ARCHITECTURES = (AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead)
 
@@ -25,4 +26,5 @@ __all__ = [
     "DefaultDDPOStableDiffusionPipeline",
     "PreTrainedModelWrapper",
     "create_reference_model",
+    "setup_chat_format",
 ]

@@ -5,6 +5,7 @@ from trainkit_trl.trainer.ddpo_config import DDPOConfig
 from trainkit_trl.trainer.ddpo_trainer import DDPOTrainer
 from trainkit_trl.trainer.dpo_trainer import DPOTrainer
 from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
+from trainkit_trl.trainer.model_config import ModelConfig
 from trainkit_trl.trainer.ppo_config import PPOConfig
 from trainkit_trl.trainer.ppo_trainer import PPOTrainer
 from trainkit_trl.trainer.reward_config import RewardConfig
@@ -29,6 +30,7 @@ __all__ = [
     "DataCollatorForCompletionOnlyLM",
     "FixedKLController",
     "IterativeSFTTrainer",
+    "ModelConfig",
     "PPOConfig",
     "PPOTrainer",
     "RewardConfig",

@@ -315,7 +315,11 @@ def _check(config: Any, reward_function: Any, prompt_function: Any, hook: Any) -
 
 def _translated(config: DDPOConfig) -> trainkit.TRLConfig[Any]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    found = translate("trl", {"DDPOConfig": asdict(config)}, processes=processes)
+    found = translate(
+        "trl",
+        {"DDPOConfig": {**asdict(config), "mixed_precision": config.mixed_precision or "no"}},
+        processes=processes,
+    )
     if found.refused:
         raise ConfigError("settings of TRL without counterpart:\n  " + "\n  ".join(map(str, found.refused)))
     for remark in found.remarks:

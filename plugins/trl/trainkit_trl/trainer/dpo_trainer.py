@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -13,9 +15,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit import Sequences
 from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
+from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
 from trainkit_trl.trainer.utils import pad_to_length
 
+log = logging.getLogger(__name__)
 COLUMNS = ("prompt", "chosen", "rejected")
 
 
@@ -106,11 +109,15 @@ class DPOTrainer(OfflineTrainer):
             raise TypeError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
         self.beta, self.loss_type, self.label_pad_token_id = beta, loss_type, label_pad_token_id
         given["max_length"] = max_length or longest(model, tokenizer, 512)
+        if disable_dropout and getattr(peft_config, "lora_dropout", 0):
+            given["peft_config"] = _without_dropout(peft_config)
         if isinstance(ref_model, str):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (None if each is None else self.samples(each) for each in (train_dataset, eval_dataset))
+        train, held_out = (
+            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
+        )
         reference = None if reference_free else ref_model
         self._begin(given, train, held_out, rows=rows, reference=reference)
 
@@ -119,9 +126,14 @@ class DPOTrainer(OfflineTrainer):
         """The reference; None without one."""
         return self.trainer.reference if self.trainer.needs_reference else None
 
+    def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the model with its adapter merged into its weights, and the arguments."""
+        log.warning("the adapter of the model is merged into its weights, and peft_config adds a new one")
+        return model.merge_and_unload(), dict(given)
+
     def samples(self, dataset: Any) -> Any:
         """Return the pairs without other columns."""
-        return selected(dataset, COLUMNS)
+        return selected(dataset, COLUMNS, needed=COLUMNS)
 
     def get_train_dataloader(self) -> Iterator[dict[str, Tensor]]:
         """Yield the pairs in the order of the dataset, in batches of ``per_device_train_batch_size`` by TRL's names."""
@@ -308,3 +320,11 @@ class DPOTrainer(OfflineTrainer):
                 sums[name] = sums.get(name, 0.0) + rows * float(value)
         means = {f"{metric_key_prefix}_{name}": total / pairs for name, total in sums.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=pairs)  # type: ignore[arg-type]
+
+
+def _without_dropout(peft_config: Any) -> Any:
+    """Return an adapter's configuration without dropout, which TRL switches off in adapters, too."""
+    log.warning("lora_dropout is %s, and disable_dropout switches it off, as in TRL", peft_config.lora_dropout)
+    found = copy.deepcopy(peft_config)
+    found.lora_dropout = 0.0
+    return found

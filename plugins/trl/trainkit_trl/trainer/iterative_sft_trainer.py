@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -77,7 +78,7 @@ class IterativeSFTTrainer(OfflineTrainer):
             attention_mask: which of the ids are real.
             labels: the ids again, or -100 where they are not trained on; None: all are trained on.
             texts: texts in the place of token ids; of an encoder-decoder, what the encoder reads.
-            texts_labels: of an encoder-decoder, what the decoder writes.
+            texts_labels: of an encoder-decoder, what the decoder writes; of another model, the texts again.
 
         Raises:
             ValueError: neither or both of ids and texts are given, or lists are not of one length.
@@ -85,12 +86,17 @@ class IterativeSFTTrainer(OfflineTrainer):
         if (input_ids is None) == (texts is None):
             raise ValueError("give either input_ids or texts")
         if texts_labels is not None and not self.trainer.apart:
-            raise ValueError("texts_labels are for encoder-decoders; give input_ids and labels")
+            if not isinstance(texts_labels, Sequence) or list(texts_labels) != list(texts or ()):
+                raise ValueError(
+                    "texts_labels of a model that is no encoder-decoder should be the texts themselves; give input_ids "
+                    "and labels, to train on some of the tokens alone"
+                )
+            texts_labels = None
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         given = {name: value for name, value in named.items() if value is not None}
         lists = {**given, "texts": texts, "texts_labels": texts_labels}
         for name, value in lists.items():
-            if value is not None and not isinstance(value, list):
+            if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
                 raise ValueError(f"{name} should be a list; given {type(value).__name__}")
         if len({len(value) for value in lists.values() if value is not None}) > 1:
             raise ValueError("input_ids, attention_mask, labels, texts and texts_labels should have one length")
@@ -99,6 +105,6 @@ class IterativeSFTTrainer(OfflineTrainer):
         if texts is None:
             samples = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
         else:
-            samples = texts if texts_labels is None else list(zip(texts, texts_labels, strict=True))
+            samples = list(texts) if texts_labels is None else list(zip(texts, texts_labels, strict=True))
         metrics: dict[str, float] = self.trainer.learn_from(samples)
         return metrics

@@ -12,14 +12,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, TrainerState, TrainingArguments
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import trainkit
 from trainkit import get_trainer, hookimpl
 from trainkit.data import is_stream
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 from trainkit.migrating import framework, translate
+from trainkit.models import has_adapter
 from trainkit.runs import free_directory
 from trainkit_trl.trainer.reward_config import OLD
 
@@ -84,8 +86,11 @@ class OfflineTrainer:
             reference: the reference model of DPO.
         """
         model, tokenizer = given["model"], given["tokenizer"]
+        self.train_dataset, self.eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
         self.args: TrainingArguments = given["args"] or TrainingArguments("tmp_trainer")
         self.tokenizer, self._log = tokenizer, Log()
+        if given.get("peft_config") is not None and has_adapter(model):
+            model, given = self._adapted(model, given)
         settings = {name: value for name, value in given.items() if name not in OBJECTS}
         optimizer, scheduler = given.get("optimizers") or (None, None)
         live = {"optimizer": optimizer, "scheduler": scheduler, "reference": reference}
@@ -108,6 +113,11 @@ class OfflineTrainer:
             self.trainer.add_samples(train)
         if held_out is not None:
             self.trainer.add_eval_samples(held_out)
+
+    def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a model that has an adapter already, which is trained on, and the arguments without a further one."""
+        log.warning("peft_config has no effect: the model has an adapter already, which is trained")
+        return model, {**given, "peft_config": None}
 
     def samples(self, dataset: Any) -> Any:
         """Return the rows of a dataset as samples of trainkit."""
@@ -171,11 +181,25 @@ class OfflineTrainer:
         self._choose_directory(resume_from_checkpoint)
         started = time.perf_counter()
         self.trainer.learn()
+        if self.args.load_best_model_at_end:
+            self._load_best()
         losses = [each["loss"] for each in self.state.log_history if "loss" in each]
         mean = sum(losses) / len(losses) if losses else 0.0
         metrics = {"train_runtime": time.perf_counter() - started, "train_loss": mean}
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         return TrainOutput(self.state.global_step, mean, metrics)
+
+    def _load_best(self) -> None:
+        """Load the weights of the best evaluation, which the run has exported."""
+        best = self.trainer.run_dir / "best"
+        adapter = best / "adapter_model.safetensors"
+        if adapter.exists():
+            found = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(adapter).items()}
+            names = {_saved(name): name for name, _ in self.model.named_parameters() if _saved(name) in found}
+            self.model.load_state_dict({names[name]: tensor for name, tensor in found.items()}, strict=False)
+        else:
+            self.model.load_state_dict(type(self.model).from_pretrained(best).state_dict())
+        log.info("the weights of the best evaluation are loaded from %s", best)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -299,6 +323,25 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
+def _saved(name: str) -> str:
+    """Return the name that a parameter of an adapter has in a file of peft."""
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".")
+
+
+def single(dataset: Any) -> Any:
+    """Return a dataset as it is.
+
+    Raises:
+        ConfigError: it is a mapping of several.
+    """
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"eval_dataset is a mapping of {len(dataset)} datasets, {', '.join(map(str, dataset))}; give one of them, "
+            "and measure the others with trainer.evaluate(dataset, metric_key_prefix=...)"
+        )
+    return dataset
+
+
 def count(dataset: Any) -> int | None:
     """Return the number of rows of a dataset; None of a stream."""
     return len(dataset) if hasattr(dataset, "__len__") else None
@@ -313,13 +356,26 @@ def columns(dataset: Any) -> list[str]:
     return list(first) if isinstance(first, Mapping) else []
 
 
-def selected(dataset: Any, names: Iterable[str]) -> Any:
-    """Return the rows of a dataset with some of its columns alone; of a stream, as they are read."""
-    wanted = [name for name in names if name in columns(dataset)]
+def selected(dataset: Any, names: Iterable[str], needed: Iterable[str] = ()) -> Any:
+    """Return the rows of a dataset with some of its columns alone; of a stream, as they are read.
+
+    Raises:
+        DataError: it lacks a column that is needed.
+    """
+    found = columns(dataset)
+    if missing := [name for name in needed if name not in found]:
+        has = ", ".join(found) or "no columns"
+        raise DataError(f"the dataset has no {', '.join(missing)}; it has {has}; name its columns so")
+    wanted = [name for name in names if name in found]
     if hasattr(dataset, "select_columns"):
         chosen = dataset.select_columns(wanted)
         return chosen if is_stream(dataset) else [dict(row) for row in chosen]
     return [{name: row[name] for name in wanted} for row in dataset]
+
+
+def tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer of a model, whose name or directory is known."""
+    return AutoTokenizer.from_pretrained(model if isinstance(model, str) else model.config._name_or_path)
 
 
 def longest(model: Any, tokenizer: Any, most: int) -> int:

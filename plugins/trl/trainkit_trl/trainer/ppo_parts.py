@@ -29,7 +29,21 @@ class Parts:
         trainer: Any
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """Return queries and responses together as padded inputs of a model: ids and mask [B, T]."""
+        """Return queries and responses together as padded inputs of a model: ids and mask [B, T].
+
+        An encoder-decoder gets ids and masks of the queries [B, P], and those of the responses after the token that its
+        decoder starts with [B, R + 1].
+        """
+        if self.model.config.is_encoder_decoder:
+            started = self._decoded(responses, None)
+            device = started.input_ids.device
+            asked = Sequences.from_lists([query.tolist() for query in queries], [[]] * len(queries)).to(device)
+            return {
+                "input_ids": asked.input_ids,
+                "attention_mask": asked.attention_mask.long(),
+                "decoder_input_ids": started.input_ids,
+                "decoder_attention_mask": started.attention_mask.long(),
+            }
         sequences = self._sequences(queries, responses, None)
         return {"input_ids": sequences.input_ids, "attention_mask": sequences.attention_mask.long()}
 
@@ -55,9 +69,12 @@ class Parts:
 
         Returns:
             Log-probabilities [B, T − 1], logits [B, T − 1, V] or None, values [B, T − 1], and a mask [B, T − 1] of the
-            tokens that are trained on.
+            tokens that are trained on. T is the length of the decoder's input.
         """
-        sequences = self._sequences(queries, responses, response_masks)
+        apart = model.config.is_encoder_decoder
+        sequences = (
+            self._decoded(responses, response_masks) if apart else self._sequences(queries, responses, response_masks)
+        )
         logits, _, values = model(**model_inputs)
         logprobs = F.token_logprobs(logits[:, :-1].float(), sequences.input_ids[:, 1:])
         return logprobs, logits[:, :-1] if return_logits else None, values[:, :-1], sequences.response_mask[:, 1:]
@@ -70,10 +87,14 @@ class Parts:
         ``kl_penalty="full"`` needs log-probabilities [B, T, V].
         """
         mask, scores = masks.bool(), torch.stack([torch.as_tensor(score).reshape(()) for score in scores])
-        penalty = F.kl_exact if self.config.kl_penalty == "full" else PENALTIES[self.config.kl_penalty]
-        kls = F.zero_masked(penalty(logprobs, ref_logprobs), mask)
+        kls = F.zero_masked(self._kl_penalty(logprobs, ref_logprobs), mask)
         without = -self.trainer.kl.coef * kls
         return without + F.place_scores(scores.to(without), mask), without, kls
+
+    def _kl_penalty(self, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+        """Return the penalty per token; of log-probabilities [B, T, V] if it is that of whole distributions."""
+        penalty = F.kl_exact if self.config.kl_penalty == "full" else PENALTIES[self.config.kl_penalty]
+        return penalty(logprob, ref_logprob)
 
     def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return masked values, whitened advantages and returns; [B, T] each."""
@@ -181,6 +202,11 @@ class Parts:
         }
         trained = {f"ppo/{name}": value.float().mean() for name, value in data.get("train_stats", {}).items()}
         return {**stats, **trained}
+
+    def _decoded(self, responses: list[Tensor], masks: list[Tensor] | None) -> Sequences:
+        """Return responses after the token that the decoder starts with, and what is trained on."""
+        start = torch.tensor([self.model.config.decoder_start_token_id])
+        return self._sequences([start] * len(responses), responses, masks)
 
     def _sequences(self, queries: list[Tensor], responses: list[Tensor], masks: list[Tensor] | None) -> Sequences:
         """Return queries and responses together, with the tokens that are trained on."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
+from transformers import PreTrainedModel
 
 import trainkit
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError, describe
 from trainkit.migrating import translate, translate_sampling
 from trainkit.models import PreTrainedModelWrapper
+from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
 from trainkit_trl.trainer.ppo_config import PPOConfig
 from trainkit_trl.trainer.ppo_formulas import trainer_class
 from trainkit_trl.trainer.ppo_parts import Parts
@@ -40,11 +44,17 @@ STATISTICS = {
     "ppo/returns/mean": "returns/mean",
     "ppo/val/mean": "values/mean",
     "ppo/val/clipfrac": "values/clipfrac",
+    "ppo/val/error": "values/error",
+    "ppo/val/vpred": "values/predicted",
+    "ppo/policy/advantages_mean": "advantages/mean",
+    "ppo/mean_non_score_reward": "reward/non_score",
     "ppo/val/var_explained": "values/explained_variance",
     "ppo/learning_rate": "train/lr",
     "tokens/responses_len_mean": "rollout/length",
 }
 """The names of TRL for metrics of trainkit."""
+VARIANCES = {"ppo/returns/var": "returns/std", "ppo/val/var": "values/std"}
+"""The names of TRL for squares of metrics of trainkit."""
 
 
 class PPOTrainer(Parts):
@@ -57,8 +67,9 @@ class PPOTrainer(Parts):
         tokenizer: the tokenizer.
         dataset: rows with ``input_ids``, of which `dataloader` makes batches.
         optimizer: an optimizer over the model's parameters; None: Adam with ``config.learning_rate``.
-        data_collator: makes a batch of rows; by default a dict of lists.
-        num_shared_layers: the lowest layers that model and reference share; they are not trained.
+        data_collator: makes a batch of rows; None: that of torch, which stacks tensors of one length.
+        num_shared_layers: the lowest layers that model and reference share; they are not trained. Without effect if
+            ``ref_model`` is given.
         lr_scheduler: a learning-rate schedule of the optimizer, which every step of it advances.
 
     Raises:
@@ -86,12 +97,19 @@ class PPOTrainer(Parts):
             )
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer should be a tokenizer of transformers; given {type(tokenizer).__name__}")
+        if not isinstance(ref_model, PreTrainedModelWrapper | PreTrainedModel | None):
+            raise ValueError(f"ref_model should be a model with a value head; given {type(ref_model).__name__}")
+        if not (data_collator is None or callable(data_collator)):
+            raise ValueError(f"data_collator should be a function of rows; given {type(data_collator).__name__}")
+        if num_shared_layers is not None and ref_model is not None:
+            warnings.warn("num_shared_layers has no effect, since ref_model is given", stacklevel=2)
+            num_shared_layers = None
         self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
         settled = _translated(config, model, num_shared_layers, own_optimizer=optimizer is not None)
         given = {"reference": ref_model, "optimizer": optimizer, "scheduler": lr_scheduler}
         given = {name: value for name, value in given.items() if value is not None}
         self.trainer: Any = trainer_class(config)(settled, model=model, tokenizer=tokenizer, **given)
-        self.model, self.ref_model = model, ref_model
+        self.model, self._given_reference = model, ref_model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
         config.is_encoder_decoder = self.is_encoder_decoder
@@ -115,6 +133,18 @@ class PPOTrainer(Parts):
         return self.trainer.optimizer
 
     @property
+    def lr_scheduler(self) -> Any:
+        """The schedule of the learning rate."""
+        return self.trainer.scheduler
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference, without a value head if it was not given; None if it is the model without its adapter."""
+        if self._given_reference is not None or self.is_peft_model:
+            return self._given_reference
+        return self.trainer.reference.policy.model
+
+    @property
     def kl_ctl(self) -> AdaptiveKLController | FixedKLController:
         """The controller of the KL penalty, with its present β."""
         coef, config = self.trainer.kl.coef, self.config
@@ -123,14 +153,20 @@ class PPOTrainer(Parts):
         return FixedKLController(coef)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Return a loader of shuffled batches of ``config.batch_size`` rows; a last, smaller batch is dropped."""
+        """Return a loader of shuffled batches of ``config.batch_size`` rows; a last, smaller batch is dropped.
+
+        Raises:
+            ValueError: the dataset has no length.
+        """
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(f"dataset should have a length and rows by their indices; given {describe(dataset)}")
         if self.config.remove_unused_columns and hasattr(dataset, "remove_columns"):
             read = {"input_ids", "attention_mask", "label", "query", "response"}
             dataset = dataset.remove_columns([name for name in dataset.column_names if name not in read])
         loader = DataLoader(
             dataset,
             batch_size=self.config.batch_size,
-            collate_fn=data_collator or _lists,
+            collate_fn=data_collator or _stacked,
             shuffle=True,
             drop_last=True,
         )
@@ -207,35 +243,53 @@ class PPOTrainer(Parts):
     ) -> dict[str, Any]:
         """Train on responses and their scores: ``config.ppo_epochs`` passes. Return the statistics by TRL's names.
 
+        Args:
+            queries: token ids [P] of the prompts.
+            responses: token ids [R] after them, at least one each.
+            scores: a score [] or [1] for each response.
+            response_masks: which tokens of the responses are trained on, 1 or 0, [R] each; None: all.
+
         Raises:
-            ValueError: the lists have another length than ``config.batch_size``, or hold something else than tensors.
+            ValueError: the lists have another length than ``config.batch_size``, or hold something else.
         """
-        self._check_step(queries, responses, scores, response_masks)
-        masks = None if response_masks is None else [mask.bool() for mask in response_masks]
-        found = self.trainer.step(queries, responses, [float(score) for score in scores], response_masks=masks)
-        return self.statistics(found)
+        started, size = perf_counter(), self.config.batch_size
+        queries, responses, scores, masks = self._step_safety_checker(size, queries, responses, scores, response_masks)
+        metrics = self.trainer.step(queries, responses, [float(score) for score in scores], response_masks=masks)
+        trained = perf_counter()
+        stats = {**self.statistics(metrics), **self.trainer.seen, **_lengths("queries", queries)}
+        seconds = dict(self.trainer.seconds)
+        seconds["time/ppo/optimize_step"] = trained - started - sum(seconds.values())
+        ended = perf_counter()
+        seconds |= {"time/ppo/calc_stats": ended - trained, "time/ppo/total": ended - started}
+        return {**stats, **seconds}
 
     def statistics(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Return metrics of trainkit by the names of TRL, and those that TRL lacks by their own."""
         known = {theirs: metrics[ours] for theirs, ours in STATISTICS.items() if ours in metrics}
-        rest = {name: value for name, value in metrics.items() if name not in STATISTICS.values()}
-        return {**known, **rest}
+        squares = {theirs: metrics[ours] ** 2 for theirs, ours in VARIANCES.items() if ours in metrics}
+        if {"policy/approx_kl", "policy/ratio"} <= metrics.keys():  # mean of ρ − 1 − log ρ
+            squares["ppo/policy/policykl"] = metrics["policy/approx_kl"] + 1 - metrics["policy/ratio"]
+        named = {*STATISTICS.values(), *VARIANCES.values()}
+        return {**known, **squares, **{name: value for name, value in metrics.items() if name not in named}}
 
-    def _check_step(self, queries: Any, responses: Any, scores: Any, masks: Any) -> None:
-        size = self.config.batch_size
-        named = {"queries": queries, "responses": responses, "scores": scores}
-        for name, given in {**named, **({} if masks is None else {"response_masks": masks})}.items():
-            if not isinstance(given, list):
-                raise ValueError(f"{name} must be a list of tensors - got {type(given)}")
-            if not isinstance(next(iter(given), None), Tensor):
-                raise ValueError(f"Elements in {name} must be tensors - got {type(next(iter(given), None))}")
-            if len(given) != size:
-                raise ValueError(
-                    f"Batch size ({size}) does not match number of examples - but got {len(given)} for: {name}"
-                )
-        for score in scores:
-            if score.dim() > 1 or score.numel() != 1:
-                raise ValueError(f"Scores must be 0- or 1-dimensional with one element - got {tuple(score.shape)}")
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """Return what was given to `step`, with scores [] and boolean masks, after checking it."""
+        named: dict[str, Any] = {"queries": queries, "responses": responses, "scores": scores}
+        check_lists({**named, **({} if masks is None else {"response_masks": masks})}, batch_size)
+        check_ids("queries", queries)
+        check_ids("responses", responses)
+        check_scores(scores)
+        if masks is not None:
+            check_masks(masks, responses)
+            masks = [mask.bool() for mask in masks]
+        return queries, responses, [score.reshape(()) for score in scores], masks
 
     def log_stats(
         self,
@@ -287,8 +341,14 @@ class PPOTrainer(Parts):
         return self.trainer.push_to_hub(repo_id, **kwargs)
 
 
-def _lists(rows: list[Any]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
+def _stacked(rows: list[Any]) -> Any:
+    try:
+        return default_collate(rows)
+    except RuntimeError as error:
+        raise DataError(
+            f"rows cannot be stacked ({error}); give a data_collator, such as lambda rows: {{name: [row[name] for row "
+            "in rows] for name in rows[0]}}"
+        ) from error
 
 
 def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
@@ -302,6 +362,12 @@ def _sampling(given: dict[str, Any], vocabulary: int) -> dict[str, Any]:
         _say_once(str(remark))
     usual = {"top_k": 50, "max_new_tokens": 20, **found.config}  # as in transformers
     return {**usual, **{name: int(usual[name]) for name in ("top_k", "max_new_tokens")}}
+
+
+def _lengths(name: str, rows: list[Tensor]) -> dict[str, Any]:
+    found = torch.tensor([len(row) for row in rows], dtype=torch.float32)
+    spread = found.std().item() if len(found) > 1 else 0.0
+    return {f"tokens/{name}_len_mean": found.mean().item(), f"tokens/{name}_len_std": spread}
 
 
 @cache

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import PredictionOutput
 
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected
-from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding
+from trainkit.data import formatted
+from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy
 
 COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected", "margin")
 
@@ -62,14 +65,42 @@ class RewardTrainer(OfflineTrainer):
             raise ValueError("max_length is given here and in args; give it in args alone")
         if isinstance(data_collator, RewardDataCollatorWithPadding):
             given["data_collator"] = None
+        self.data_collator = data_collator or RewardDataCollatorWithPadding(tokenizer)
         given["max_length"] = max_length or of_args or longest(model, tokenizer, 512)
         rows = None if train_dataset is None else count(train_dataset)
-        train, held_out = (None if each is None else self.samples(each) for each in (train_dataset, eval_dataset))
+        train, held_out = (
+            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
+        )
         self._begin(given, train, held_out, rows=rows)
 
     def samples(self, dataset: Any) -> Any:
         """Return pairs of token ids with their margins."""
-        return selected(dataset, COLUMNS)
+        return formatted(selected(dataset, COLUMNS, needed=COLUMNS[::2][:2]), _with_margin)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Return the shares of both sides [B, 2], the sides that are chosen [B], all 0, and loss and accuracy.
+
+        Args:
+            test_dataset: rows as those that are trained on.
+            ignore_keys: without effect.
+            metric_key_prefix: what the names of the metrics begin with.
+        """
+        rows, size = list(self.samples(test_dataset)), self.args.per_device_eval_batch_size
+        batches = [self._predicted(rows[at : at + size]) for at in range(0, len(rows), size)]
+        shares = torch.cat([found for _, found in batches])
+        loss = sum(each * len(found) for each, found in batches) / len(shares)
+        metrics = {"loss": loss, **compute_accuracy((shares, None))}
+        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return PredictionOutput(shares.numpy(), np.zeros(len(shares)), named)
+
+    @torch.no_grad()
+    def _predicted(self, rows: list[Any]) -> tuple[float, Tensor]:
+        with self.trainer.inference():
+            batch = self.trainer.make_experience(self.trainer.read_samples(rows))
+            loss, rewards = self.trainer.loss(batch)[0], self.trainer.policy(batch.both)
+        return float(loss), torch.stack(rewards.chunk(2), dim=1).softmax(1).cpu()
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         """Return the loss of a batch of pairs [], with ``return_outputs`` also the rewards [B] of both sides.
@@ -80,6 +111,7 @@ class RewardTrainer(OfflineTrainer):
             return_outputs: whether the rewards are returned.
         """
         names = [name for name in COLUMNS if name in inputs]
+        inputs = {name: value.reshape(len(value)) if name == "margin" else value for name, value in inputs.items()}
         rows = [dict(zip(names, row, strict=True)) for row in zip(*(inputs[name] for name in names), strict=True)]
         batch = self.trainer.make_experience(self.trainer.read_samples(rows))
         loss = self.trainer.loss(batch)[0]
@@ -111,3 +143,9 @@ class RewardTrainer(OfflineTrainer):
             return loss, None, None
         shares = torch.stack(list(rewards.values()), dim=1).softmax(1)
         return loss, shares, torch.zeros(len(shares))
+
+
+def _with_margin(row: Any) -> Any:
+    """Return a row whose margin is a number, also if it was a list of one."""
+    margin = row.get("margin")
+    return {**row, "margin": margin[0]} if isinstance(margin, list) and len(margin) == 1 else row

@@ -11,7 +11,8 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from trainkit.data import Completions, formatted, is_stream
 from trainkit.errors import DataError
-from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected
+from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
+from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, single, tokenizer_of
 from trainkit_trl.trainer.utils import ConstantLengthDataset, DataCollatorForCompletionOnlyLM
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,11 @@ class SFTTrainer(OfflineTrainer):
         given = dict(locals())
         if packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             raise ValueError("a DataCollatorForCompletionOnlyLM needs samples one by one; set packing=False")
+        if model is not None and tokenizer is None:
+            given["tokenizer"] = tokenizer = tokenizer_of(model)
+        if isinstance(train_dataset, ConstantLengthDataset):  # its rows are packed already
+            given["packing"] = False
+            train_dataset.infinite = args is not None and args.max_steps > 0
         self.data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
@@ -99,8 +105,12 @@ class SFTTrainer(OfflineTrainer):
         given["max_seq_length"] = max_seq_length or longest(model, tokenizer, 1024)
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
-        rows = None if packing or train_dataset is None else count(train_dataset)
-        train, held_out = (None if each is None else self.samples(each) for each in (train_dataset, eval_dataset))
+        rows = None if packing else count(train_dataset)
+        train, held_out = (
+            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
+        )
+        if isinstance(train_dataset, ConstantLengthDataset):
+            rows = count(train)
         self._begin(given, train, held_out, rows=rows)
 
     def samples(self, dataset: Any) -> Any:
@@ -120,7 +130,7 @@ class SFTTrainer(OfflineTrainer):
         if field is None and function is None:
             if "input_ids" in named:
                 return selected(dataset, TOKENS)
-            if "messages" in named or {*COMPLETION} <= {*named}:
+            if {"messages", "conversations"} & {*named} or {*COMPLETION} <= {*named}:
                 return formatted(dataset, self._chat)
             raise ValueError("give dataset_text_field, the column with the text, or a formatting_func")
         if field is not None:
@@ -136,10 +146,9 @@ class SFTTrainer(OfflineTrainer):
 
     def _chat(self, row: Any) -> str:
         """Return a conversation as the text that the chat template makes of it, all of which is trained on."""
-        assert self.tokenizer is not None, "a tokenizer with a chat template is needed for conversations"
-        roles = zip(("user", "assistant"), COMPLETION, strict=True)
-        messages = row.get("messages") or [{"role": role, "content": row[name]} for role, name in roles]
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        field = next((name for name in ("messages", "conversations") if row.get(name)), None)
+        made = conversations_formatting_function(self.tokenizer, field) if field else None  # type: ignore[arg-type]
+        return str((made or instructions_formatting_function(self.tokenizer))(row))
 
 
 def _listed(texts: Any) -> list[str]:

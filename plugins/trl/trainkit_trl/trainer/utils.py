@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorForLanguageModeling
+from transformers import BitsAndBytesConfig, DataCollatorForLanguageModeling
 
 from trainkit import metrics
 from trainkit.data import Completions
@@ -18,6 +19,7 @@ from trainkit.functional import preference_accuracy
 from trainkit.metrics import PerPromptStatTracker as PerPromptStatTracker
 from trainkit.migrating import refusing
 from trainkit.models import disable_dropout
+from trainkit_trl.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,6 +168,10 @@ class ConstantLengthDataset(IterableDataset[dict[str, Any]]):
         self.add_special_tokens = add_special_tokens
         self.formatting_func = formatting_func or (lambda row: str(row[dataset_text_field]))
 
+    def __len__(self) -> int:
+        """Return the number of texts, as TRL does; how many rows they make is known when they are read."""
+        return len(self.dataset)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for ids in self._rows():
             yield {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
@@ -269,6 +275,39 @@ def compute_accuracy(eval_pred: tuple[Any, Any]) -> dict[str, float]:
     """Return the share of pairs [B, 2] whose first score is the larger one; ties count half."""
     scores = torch.as_tensor(eval_pred[0], dtype=torch.float64)
     return {"accuracy": float(preference_accuracy(scores[:, 0], scores[:, 1]).mean())}
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return the ``device_map`` that puts a model on the GPU of this process; None without one."""
+    return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
+
+
+def get_quantization_config(model_config: ModelConfig) -> BitsAndBytesConfig | None:
+    """Return the quantisation that a configuration asks for; None if it asks for none."""
+    if model_config.load_in_4bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=model_config.torch_dtype,
+            bnb_4bit_quant_type=model_config.bnb_4bit_quant_type or "nf4",
+            bnb_4bit_use_double_quant=model_config.use_bnb_nested_quant,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if model_config.load_in_8bit else None
+
+
+def get_peft_config(model_config: ModelConfig) -> Any:
+    """Return the LoRA adapter that a configuration asks for; None if it asks for none."""
+    if not model_config.use_peft:
+        return None
+    from peft import LoraConfig
+
+    names = ("lora_alpha", "lora_dropout")
+    return LoraConfig(
+        r=model_config.lora_r or 16,
+        target_modules=model_config.lora_target_modules,
+        modules_to_save=model_config.lora_modules_to_save,
+        task_type=model_config.lora_task_type,
+        **{name: getattr(model_config, name) for name in names},
+    )
 
 
 __getattr__ = refusing(__name__)

@@ -1,0 +1,173 @@
+"""What is wrong is told with what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, TrainerCallback, TrainingArguments
+
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+from trainkit_trl import (
+    AutoModelForCausalLMWithValueHead,
+    DPOTrainer,
+    IterativeSFTTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RewardTrainer,
+    SFTTrainer,
+    set_seed,
+)
+
+TOKENIZER = character_tokenizer("abcdefgh")
+PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
+
+
+def model(**fields: Any) -> Any:
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(GPT2Config(**{**tiny_gpt2(len(TOKENIZER)), **fields}))
+
+
+def valued(**fields: Any) -> Any:
+    return AutoModelForCausalLMWithValueHead.from_pretrained(model(**fields))
+
+
+def llama() -> Any:
+    config = LlamaConfig(**{name: value for name, value in tiny_llama(len(TOKENIZER)).items() if name != "model_type"})
+    return AutoModelForCausalLMWithValueHead.from_pretrained(AutoModelForCausalLM.from_config(config))
+
+
+def ppo(**changes: Any) -> Any:
+    """Return a trainer of PPO with other arguments; those of `PPOConfig` are in ``config``."""
+    config = PPOConfig(**{"batch_size": 2, "mini_batch_size": 2, "kl_penalty": "kl", **changes.pop("config", {})})
+    return PPOTrainer(**{"config": config, "model": valued(), "tokenizer": TOKENIZER, **changes})
+
+
+def step(**changes: Any) -> Any:
+    given = {
+        "queries": [torch.tensor([1, 2]), torch.tensor([3])],
+        "responses": [torch.tensor([4, 5]), torch.tensor([6])],
+        "scores": [torch.tensor(1.0), torch.tensor([0.0])],
+    }
+    return ppo().step(**{**given, **changes})
+
+
+def rows(dataset: Any, **changes: Any) -> Any:
+    """Return the first batch of a dataset."""
+    return next(iter(ppo(dataset=dataset, **changes).dataloader))
+
+
+def offline(trainer: Any, data: Any, **changes: Any) -> Any:
+    args = TrainingArguments("out", max_steps=2, report_to="none", **changes.pop("args", {}))
+    named = {} if trainer is IterativeSFTTrainer else {"train_dataset": data}
+    return trainer(**{"model": model(), "args": args, "tokenizer": TOKENIZER, **named, **changes})
+
+
+BAD: list[tuple[str, Callable[[], Any], str]] = [
+    ("too few queries", lambda: step(queries=[torch.tensor([1])]), r"Batch size \(2\) does not match .* 1 for: quer"),
+    ("no list", lambda: step(responses=torch.ones(2, 2)), r"responses must be a list of tensors - got <class 'torch"),
+    ("numbers", lambda: step(scores=[1.0, 2.0]), r"Elements in scores must be tensors - got <class 'float'>"),
+    ("the second is no tensor", lambda: step(scores=[torch.tensor(1.0), 2.0]), r"Elements in scores must be tensors"),
+    ("two scores", lambda: step(scores=[torch.ones(2)] * 2), r"Scores must be 0- or 1-dimensional .* got \(2,\)"),
+    ("a score in a matrix", lambda: step(scores=[torch.ones(1, 1)] * 2), r"Scores must be 0- or 1-dimensional"),
+    ("NaN", lambda: step(scores=[torch.tensor(float("nan"))] * 2), r"scores\[0\] is nan; .* correct the reward"),
+    ("infinite", lambda: step(scores=[torch.tensor(1.0), torch.tensor(float("inf"))]), r"scores\[1\] is inf"),
+    ("rows of one", lambda: step(queries=[torch.tensor([[1, 2]])] * 2), r"queries\[0\] must be .* \(1, 2\); .*squeeze"),
+    (
+        "empty response",
+        lambda: step(responses=[torch.tensor([4]), torch.tensor([], dtype=torch.long)]),
+        r"responses\[1\] must be token ids \[T\], at least one - got torch.int64 of the shape \(0,\)",
+    ),
+    ("floats", lambda: step(responses=[torch.tensor([4.0])] * 2), r"responses\[0\] must be token ids .* torch.float32"),
+    (
+        "mask of another shape",
+        lambda: step(response_masks=[torch.ones(2), torch.ones(2)]),
+        r"response_masks\[1\] has the shape \(2,\), and its response \(1,\); give 1 or 0 for each token",
+    ),
+    ("one mask", lambda: step(response_masks=[torch.ones(2)]), r"does not match .* for: response_masks"),
+    ("ids of no token", lambda: step(responses=[torch.tensor([99])] * 2), r"outside the model's vocabulary of 10"),
+    ("no tokenizer", lambda: ppo(tokenizer=None), r"tokenizer should be a tokenizer of transformers; given NoneType"),
+    ("no value head", lambda: ppo(model=model()), r"model should be an AutoModelForCausalLM.* given GPT2"),
+    ("no config", lambda: ppo(model=valued()) and PPOTrainer({}, valued()), r"config should be a PPOConfig"),
+    ("a reference by name", lambda: ppo(ref_model="gpt2"), r"ref_model should be a model with .* given str"),
+    ("another vocabulary", lambda: ppo(ref_model=valued(vocab_size=99)), r"vocab|99"),
+    ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function .*int"),
+    ("a dataset without length", lambda: ppo(dataset=iter([1])), r"dataset should have a length"),
+    (
+        "rows of several lengths",
+        lambda: rows([{"input_ids": torch.ones(length)} for length in (1, 2)]),
+        r"rows cannot be stacked .* give a data_collator, such as lambda rows",
+    ),
+    (
+        "a field without counterpart",
+        lambda: ppo(config={"push_to_hub_if_best_kwargs": {"repo_id": "a/b"}}),
+        r"push_to_hub_if_best_kwargs: call trainer.push_to_hub\(repo_id\) after training",
+    ),
+    ("sizes", lambda: ppo(config={"batch_size": 3}), r"batch_size \(3\) should be a multiple of mini_batch_size \(2\)"),
+    ("an unknown penalty", lambda: ppo(config={"kl_penalty": "k9"}), r"kl_penalty should be kl, abs, mse or full"),
+    (
+        "several sets of held-out samples",
+        lambda: offline(DPOTrainer, PAIRS, eval_dataset={"one": PAIRS, "two": PAIRS}),
+        r"mapping of 2 datasets, one, two; give one",
+    ),
+    ("pairs without prompts", lambda: offline(DPOTrainer, [{"chosen": "a", "rejected": "b"}]), r"has no prompt; it"),
+    (
+        "texts in the place of token ids",
+        lambda: offline(RewardTrainer, Dataset.from_list(PAIRS)),
+        r"has no input_ids_chosen, input_ids_rejected; it has prompt, chosen, rejected; name its columns so",
+    ),
+    ("no column", lambda: offline(SFTTrainer, [{"words": "abc"}]), r"give dataset_text_field, the column"),
+    (
+        "one text for a batch",
+        lambda: offline(SFTTrainer, [{"text": "abc"}], formatting_func=lambda row: row["text"][0]),
+        r"formatting_func gets a batch of rows, and should return the list of their texts",
+    ),
+    (
+        "a callback of transformers",
+        lambda: offline(SFTTrainer, [{"text": "abc"}], dataset_text_field="text", callbacks=[TrainerCallback()]),
+        r"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl marks",
+    ),
+    (
+        "a collator of another kind",
+        lambda: offline(DPOTrainer, PAIRS, data_collator=lambda rows: rows),
+        r"trainkit makes the batches; give rows with prompt, chosen and rejected",
+    ),
+    (
+        "a metric that evaluations lack",
+        lambda: offline(
+            DPOTrainer, PAIRS, eval_dataset=PAIRS,
+            args={"load_best_model_at_end": True, "metric_for_best_model": "rouge", "eval_strategy": "steps",
+                  "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        ).train(),
+        r"'eval/rouge', which is no metric of this run's evaluations",
+    ),
+    (
+        "labels of a decoder",
+        lambda: offline(IterativeSFTTrainer, None).step(texts=["a"], texts_labels=["b"]),
+        r"texts_labels of a model that is no encoder-decoder should be the texts themselves",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_bad_input_is_told(
+    make: Callable[[], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_reference_of_another_architecture_is_compared_by_its_probabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs the same tokens, and nothing else; with other lower layers nothing is shared."""
+    monkeypatch.chdir(tmp_path)
+    stats = ppo(ref_model=llama()).step([torch.tensor([1])] * 2, [torch.tensor([2])] * 2, [torch.tensor(1.0)] * 2)
+    assert stats["objective/kl"] != 0
+    with pytest.warns(UserWarning, match="num_shared_layers has no effect, since ref_model is given"):
+        ppo(ref_model=llama(), num_shared_layers=1)

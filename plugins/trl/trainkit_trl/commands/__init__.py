@@ -1,0 +1,1 @@
+"""What scripts of TRL 0.8 import from `trl.commands`."""
