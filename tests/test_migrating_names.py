@@ -87,7 +87,7 @@ def test_no_name_is_listed_twice() -> None:
     ("module", "name", "said"),
     [
         ("trainkit_trl", "ORPOTrainer", "docs/guides/preferences.md"),
-        ("trainkit_trl.core", "respond_to_batch", "sample with ppo_trainer.generate"),
+        ("trainkit_trl.core", "randn_tensor", "write torch.randn"),
         ("trainkit_trl.trainer.utils", "DPODataCollatorWithPadding", "remove data_collator"),
         ("trainkit_trlx.models.modeling_ppo", "GPTModelBranch", "its place has trainkit.models.Reference"),
         ("trainkit_trlx.utils.modeling", "get_delta_model_class", "write model.peft_config"),

@@ -29,7 +29,7 @@ MaxNewTokens = Annotated[int | None, typer.Option(metavar="N", help="The longest
 Seed = Annotated[int | None, typer.Option(metavar="N", help="The seed of the random numbers.")]
 BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Responses that are generated at a time.")]
 WRITTEN = ("output", "finish_reason")
-"""The columns that `generate` adds to those of the prompts."""
+"""The columns that `generate` adds to those of the prompts, and with --best-of also ``score``."""
 SHOWN = 3
 """The best and the worst responses that are printed, of each."""
 
@@ -39,6 +39,15 @@ def generate(
     prompts: Annotated[str, typer.Option(metavar="DATA", help="The prompts; DATA as for `trainkit train`.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines; one that was begun is continued.")],
     samples_per_prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")] = 1,
+    best_of: Annotated[
+        int | None,
+        typer.Option(
+            "--best-of", metavar="N", min=1, help="Sample so many to each prompt; write those that score best."
+        ),
+    ] = None,
+    reward_fn: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The reward function, for --best-of.")
+    ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = None,
@@ -51,20 +60,28 @@ def generate(
 
     finish_reason is `stop` (the end token or a stop string) or `length`. The sampling settings are those of the run,
     or of the model's generation config. A response depends on its prompt's position and the seed, not on the batch.
+    With --best-of, the --samples-per-prompt best are written, with the `score` of the reward function, the best first.
     """
     from trainkit.data import prompt_rows
     from trainkit.trainer.trying import respond
 
-    rows = prompt_rows(read_data(prompts))
-    for name in WRITTEN:
+    if (best_of is None) != (reward_fn is None):
+        raise ConfigError("--best-of chooses responses by their scores; give --best-of and --reward-fn, or neither")
+    if best_of is not None and samples_per_prompt > best_of:
+        raise ConfigError(f"--samples-per-prompt is {samples_per_prompt}, and --best-of {best_of}; lower the first")
+    rows, written = prompt_rows(read_data(prompts)), (*WRITTEN, *(["score"] if best_of else []))
+    for name in written:
         if any(name in row for row in rows):
             raise DataError(f"the prompts have a column {name!r}, which is written into {out}; rename the column")
-    tried = load_model(model, best, temperature, top_p, max_new_tokens, seed, batch_size, trust_remote_code)
-    known = _continued(out, rows, samples_per_prompt, _settings(tried, samples_per_prompt))
+    score = {"reward_fn": reward_fn and load_function(reward_fn)}
+    tried = load_model(model, best, temperature, top_p, max_new_tokens, seed, batch_size, trust_remote_code, **score)
+    settings = {**_settings(tried, samples_per_prompt), "best_of": best_of, "reward_fn": reward_fn}
+    known = _continued(out, rows, samples_per_prompt, settings, written)
     total = len(rows) * samples_per_prompt
     with out.open("a", encoding="utf-8") as file:
-        for response in _shown(respond(tried, rows, samples_per_prompt, known), known, total):
+        for response in _shown(respond(tried, rows, samples_per_prompt, known, best_of=best_of), known, total):
             line = {**response.row, "output": response.output, "finish_reason": response.finish_reason}
+            line |= {"score": response.score} if best_of else {}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             file.flush()
     told = f", of which {known} were there" if known else ""
@@ -115,7 +132,13 @@ def _settings(tried: Tried, samples_per_prompt: int) -> dict[str, Any]:
     }
 
 
-def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, settings: dict[str, Any]) -> int:
+def _continued(
+    out: Path,
+    rows: list[dict[str, Any]],
+    samples_per_prompt: int,
+    settings: dict[str, Any],
+    written: tuple[str, ...],
+) -> int:
     """Return how many responses ``out`` has already; remove a last line that is cut off; write the settings beside it.
 
     Raises:
@@ -141,7 +164,7 @@ def _continued(out: Path, rows: list[dict[str, Any]], samples_per_prompt: int, s
     expected = [row for row in rows for _ in range(samples_per_prompt)]
     for at, line in enumerate(lines):
         found = _read_json(line, f"{out}, line {at + 1}", another)
-        row = {name: value for name, value in found.items() if name not in WRITTEN}
+        row = {name: value for name, value in found.items() if name not in written}
         if at >= len(expected) or row != json.loads(json.dumps(expected[at], default=str)):
             raise DataError(f"{out} was begun with other prompts (line {at + 1}); {another}")
     if len(whole) < len(text):

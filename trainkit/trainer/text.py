@@ -62,6 +62,7 @@ from trainkit.rollouts import (
     Player,
     Purpose,
     Request,
+    RewardFn,
     Sampler,
     ServedModel,
     Weights,
@@ -74,6 +75,7 @@ from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
+from trainkit.trainer.best import check_best, choose_best
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.sharding import whole_tensor
 
@@ -725,19 +727,69 @@ class TextTrainer(AcceleratedLoop[M]):
         """
         self._check_generates("generate()")
         given = generation.prompts_as_rows(prompts, input_ids, attention_mask, self.tokenizer.pad_token_id)
-        for index, row in enumerate(given):
-            if row.get("prompt") is None:
-                raise DataError(f"generate() needs prompts, and row {index} has none; {self._instead_of_prompts}")
-        rows = written_prompts(given, self.tokenizer)
-        if self.config.train.resume:
-            run.begin(self)  # the random numbers follow from the progress of the resumed run
-        rows, settings = placed(rows, self.progress.generated), self.settings(**overrides)
-        self.progress.generated += len(rows)
+        rows, settings = self._with_prompts(given, "generate()"), self.settings(**overrides)
+        rows = self._next_places(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
         with self._discarding_records(), self._sampling_model():
             sampler = self._reference_sampler() if reference else None
             rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds, sampler)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
+
+    def best_of(
+        self, prompts: Any, n: int, *, keep: int = 1, reward_fn: RewardFn | None = None, **overrides: Any
+    ) -> tuple[Rollouts, Tensor]:
+        """Sample ``n`` responses to each prompt, and return the best with their scores; training is not affected.
+
+        Each response has random numbers of its own; the first to each prompt is the one that `generate` would return.
+        With an environment they are episodes, as of `play`. Every process samples and scores all of them.
+
+        Args:
+            prompts: one prompt or several, as for `generate`, or as for `play` if there is an environment.
+            n: the number of responses to each prompt.
+            keep: how many of them are returned, the best first. Of equal scores the response that was sampled first is
+                better.
+            reward_fn: scores the responses instead of the run's reward function and environment. Rewards per token are
+                summed.
+            **overrides: sampling settings over those of ``config.rollout``.
+
+        Returns:
+            The rollouts [B·keep], those to one prompt one after the other, and their scores [B·keep].
+
+        Raises:
+            ConfigError: ``n`` or ``keep`` is not allowed, there is no reward function, or a setting is not allowed;
+                with temperature 0 all responses would be the same.
+            DataError: as in `generate`.
+            EpisodeError: as in `play`.
+            RewardError: the scores are not finite numbers, one for each response.
+        """
+        self._check_generates("best_of()")
+        settings = self.settings(**overrides)
+        check_best(self, n, keep, reward_fn, settings)
+        given = generation.prompts_as_rows([] if prompts is None else prompts, None, None, call="best_of()")
+        rows = self._with_prompts(given, "best_of()") if self.environment is None else self._as_episodes(given)
+        rows = [row for row in self._next_places(rows) for _ in range(n)]
+        with self._discarding_records(), self._sampling_model():
+            return choose_best(self, rows, settings, self._seeds(rows, "generate"), n, keep, reward_fn)
+
+    def _with_prompts(self, given: list[Row], call: str) -> list[Row]:
+        """Return rows with their prompts as text or ids; raise a `DataError` if one has none."""
+        for index, row in enumerate(given):
+            if row.get("prompt") is None:
+                raise DataError(f"{call} needs prompts, and row {index} has none; {self._instead_of_prompts}")
+        return written_prompts(given, self.tokenizer)
+
+    def _as_episodes(self, given: Prompts) -> list[Row]:
+        """Return checked rows for episodes."""
+        given = without(given, self.config.data.ignore_columns)
+        return self.fit_prompts(prompt_rows(given, needed=False, replayed=True))
+
+    def _next_places(self, rows: list[Row]) -> list[Row]:
+        """Return rows with the next places among all that were generated; their random numbers follow from these."""
+        if self.config.train.resume:
+            run.begin(self)  # the random numbers follow from the progress of the resumed run
+        first = self.progress.generated
+        self.progress.generated += len(rows)
+        return placed(rows, first)
 
     @property
     def _instead_of_prompts(self) -> str:
@@ -776,13 +828,8 @@ class TextTrainer(AcceleratedLoop[M]):
         if prompts is None and not self.eval_rows:
             raise DataError("play() plays the evaluation prompts, and there are none; give rows: play([{}, {}])")
         given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None, call="play()")
-        given = without(given, self.config.data.ignore_columns)
-        rows = self.fit_prompts(prompt_rows(given, needed=False, replayed=True))
-        settings = self.settings(**overrides)
-        if self.config.train.resume:
-            run.begin(self)  # as in `generate`
-        rows = placed(rows, self.progress.generated)
-        self.progress.generated += len(rows)
+        rows, settings = self._as_episodes(given), self.settings(**overrides)
+        rows = self._next_places(rows)
         with self._discarding_records(), self._sampling_model():
             return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
 

@@ -26,6 +26,7 @@ from trainkit.runs.comparison import quantile
 from trainkit.runs.exports import Source, find_model
 from trainkit.seeding import derive_seed, placed, turn_seed
 from trainkit.trainer.accelerate import AccelerateRLTrainer
+from trainkit.trainer.best import check_best, choose_best
 
 NAME = "_trying"
 """The registered name of the trainer for models without a run; the underscore excludes it from listings."""
@@ -242,14 +243,20 @@ def _room(config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt, and why it ended: ``stop`` (EOS, a stop token or a stop string) or ``length``."""
+    """A response to a prompt, and why it ended: ``stop`` (EOS, a stop token or a stop string) or ``length``.
+
+    It has a score if it is one of the best of several.
+    """
 
     row: Row
     output: str
     finish_reason: str
+    score: float | None = None
 
 
-def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, first: int = 0) -> Iterator[Response]:
+def respond(
+    tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, first: int = 0, *, best_of: int | None = None
+) -> Iterator[Response]:
     """Yield the responses to all prompts in order, those to one prompt one after the other; sample them in batches.
 
     The random numbers of a response follow from the seed of the run, the position of its prompt and its number among
@@ -260,18 +267,27 @@ def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, f
         prompts: text, conversations, or dicts with one of them under ``prompt`` and further columns.
         samples_per_prompt: the number of responses to each prompt.
         first: the number of responses that are skipped at the beginning, because they are known.
+        best_of: sample so many responses to each prompt, and yield the ``samples_per_prompt`` of them with the highest
+            scores of the reward function, the best first.
 
     Raises:
+        ConfigError: the best cannot be chosen; see `trainkit.AccelerateRLTrainer.best_of`.
         DataError: a prompt is none, or too long.
+        RewardError: the reward function failed.
     """
     trainer, settings = tried.trainer, tried.settings
+    if best_of is not None:
+        check_best(trainer, best_of, samples_per_prompt, None, settings)
     given = prompt_rows(prompts)
     rows = placed(written_prompts(given, trainer.tokenizer))
     queries = [trainer.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
-    repeated = [index for index in range(len(rows)) for _ in range(samples_per_prompt)]
-    seeds = [turn_seed(seed, 0) for seed in trainer._seeds([rows[index] for index in repeated], "generate")]
-    size = trainer.config.rollout.batch_size
+    repeated = [index for index in range(len(rows)) for _ in range(best_of or samples_per_prompt)]
+    own = trainer._seeds([rows[index] for index in repeated], "generate")
+    size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in own]
     with trainer._sampling_model():
+        if best_of is not None:
+            yield from _best(tried, given, [rows[index] for index in repeated], own, best_of, samples_per_prompt, first)
+            return
         for start in range(first, len(repeated), size):
             part = repeated[start : start + size]
             rollouts = trainer._respond(
@@ -283,6 +299,21 @@ def respond(tried: Tried, prompts: Sequence[Any], samples_per_prompt: int = 1, f
             )
             for index, output, ended in zip(part, rollouts.outputs, rollouts.terminated.tolist(), strict=True):
                 yield Response(given[index], output, "stop" if ended else "length")
+
+
+def _best(
+    tried: Tried, given: list[Row], rows: list[Row], seeds: list[int], n: int, keep: int, first: int
+) -> Iterator[Response]:
+    """Yield the ``keep`` best of ``n`` responses to each prompt of ``given``; ``rows`` has each of them n times."""
+    trainer = tried.trainer
+    together = max(trainer.config.rollout.batch_size // n, 1)  # prompts; none has responses in two parts
+    for start in range(first // keep, len(given), together):
+        part = slice(start * n, (start + together) * n)
+        rollouts, scores = choose_best(trainer, rows[part], tried.settings, seeds[part], n, keep, None)
+        found = zip(rollouts.outputs, rollouts.terminated.tolist(), scores.tolist(), strict=True)
+        for at, (output, ended, score) in enumerate(found, start * keep):
+            if at >= first:
+                yield Response(given[at // keep], output, "stop" if ended else "length", score)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

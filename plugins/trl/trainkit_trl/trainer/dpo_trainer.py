@@ -129,7 +129,9 @@ class DPOTrainer(OfflineTrainer):
     def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the model with its adapter merged into its weights, and the arguments."""
         log.warning("the adapter of the model is merged into its weights, and peft_config adds a new one")
-        return model.merge_and_unload(), dict(given)
+        merged = model.merge_and_unload()
+        merged._hf_peft_config_loaded = False  # transformers would take the adapter for one that is still there
+        return merged, dict(given)
 
     def samples(self, dataset: Any) -> Any:
         """Return the pairs without other columns."""
