@@ -97,8 +97,8 @@ def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dic
     The trunk was computed for other rows together than those of the loss (in pairs, the best and the worst of more
     responses), and the order of the additions in a product may depend on its number of rows. So gradients may differ by
     rounding: relative to their largest element by at most 2⁻²⁴ for each of m additions after one another. Forward in 3
-    layers and backward in one, with inner dimensions of products of 32, 16, 10, 32, 32 and 128 or less, over 160 tokens,
-    m is below 2¹¹.
+    layers and backward in one, with inner dimensions of products of at most 32, 16, 10, 32, 32 and 128, and over 160
+    tokens, m is below 2¹¹.
     """
     dropout = model is FROZEN_DROPOUT
     trainer = tiny_trainer(
