@@ -33,14 +33,6 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the battery; this file is read before options are, those of folders below are not."""
     parser.addoption("--full", action="store_true", help="the battery: all of each check, not a sample")
-    parser.addoption("--separate-rows", action="store_true", help="do not share prompts, unless a test asks for it")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Share prompts also in runs that are too small for it to pay, so that every test of a trainer tests it."""
-    from trainkit.trainer import sharing
-
-    sharing.GAIN = 0.0 if config.getoption("separate_rows") else 100.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
