@@ -65,6 +65,14 @@ def rows() -> Sequences:
     return Sequences.from_lists([a, a, b, c, c, a], [some(count) for count in (3, 7, 1, 4, 6, 2)])
 
 
+def padded_on_the_left() -> Sequences:
+    """The rows, with their padding on the left."""
+    found = rows()
+    width = found.input_ids.size(1)
+    columns = (torch.arange(width) + found.lengths.unsqueeze(1)) % width
+    return found.map(lambda x: x.gather(1, columns))
+
+
 def with_turns() -> Sequences:
     """The rows, in which tokens 2 and 3 of longer responses are an environment's."""
     found = rows()
@@ -98,7 +106,7 @@ def assert_same(policy: Policy, sequences: Sequences, tolerance: float, **wanted
         assert off <= tolerance, f"{name}: {off}"
 
 
-@pytest.mark.parametrize("sequences", [rows, with_turns])
+@pytest.mark.parametrize("sequences", [rows, with_turns, padded_on_the_left])
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_separate_rows(name: str, sequences: Callable[[], Sequences]) -> None:
     policy = make_policy(make(name), temperature=0.7, value_head=True)

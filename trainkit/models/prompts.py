@@ -56,7 +56,8 @@ class SharedPrompts:
         unique, of = different_prompts(sequences)
         chosen, lengths, device = sequences.response_mask if chosen is None else chosen, (unique >= 0).sum(1), of.device
         source = torch.arange(unique.size(1), device=device) - (unique.size(1) - lengths.unsqueeze(1))
-        before, total = lengths[of].unsqueeze(1), sequences.input_ids.size(1)
+        total = sequences.input_ids.size(1)
+        before = begins(sequences) + lengths[of].unsqueeze(1)  # the column after each prompt
         needed = (chosen * torch.arange(total, device=device)).amax(1, keepdim=True) - before
         places = before + torch.arange(max(int(needed.max()), 1) + 1, device=device)  # [B, S + 1]
         inside, places = places < total, places.clamp(max=total - 1)
@@ -143,9 +144,16 @@ class SharedPrompts:
 
 def different_prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Return the different prompts of rows, -1 in the padding at their right [G, P], and the prompt of each row [B]."""
-    width = int(sequences.prompt_mask.sum(1).max())
-    unique, of = torch.unique(sequences.prompt_ids[:, :width], dim=0, return_inverse=True)
+    width, total = int(sequences.prompt_mask.sum(1).max()), sequences.input_ids.size(1)
+    columns = begins(sequences) + torch.arange(width, device=sequences.input_ids.device)
+    ids = sequences.prompt_ids.gather(1, columns.clamp(max=total - 1)).masked_fill(columns >= total, -1)
+    unique, of = torch.unique(ids, dim=0, return_inverse=True)
     return unique, of
+
+
+def begins(sequences: Sequences) -> Tensor:
+    """Return the column of the first real token of each row [B, 1]: 0, unless rows are padded on the left."""
+    return sequences.attention_mask.int().argmax(1, keepdim=True)
 
 
 def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
