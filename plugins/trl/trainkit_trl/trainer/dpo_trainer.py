@@ -109,7 +109,7 @@ class DPOTrainer(OfflineTrainer):
             raise TypeError("the arguments after beta are in another order in TRL 0.8; name them: args=...")
         self.beta, self.loss_type, self.label_pad_token_id = beta, loss_type, label_pad_token_id
         given["max_length"] = max_length or longest(model, tokenizer, 512)
-        if disable_dropout and getattr(peft_config, "lora_dropout", 0):
+        if disable_dropout and getattr(peft_config, "lora_dropout", None):
             given["peft_config"] = _without_dropout(peft_config)
         if isinstance(ref_model, str):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
