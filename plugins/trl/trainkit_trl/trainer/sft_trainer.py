@@ -94,7 +94,8 @@ class SFTTrainer(OfflineTrainer):
             given["tokenizer"] = tokenizer = tokenizer_of(model)
         if isinstance(train_dataset, ConstantLengthDataset):  # its rows are packed already
             given["packing"] = False
-            train_dataset.infinite = args is not None and args.max_steps > 0
+            if packing:  # as in TRL
+                train_dataset.infinite = args is not None and args.max_steps > 0
         self.data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
