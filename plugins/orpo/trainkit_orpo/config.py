@@ -10,9 +10,9 @@ from trainkit import MethodConfig
 
 
 class ORPOConfig(MethodConfig):
-    """Settings of ORPO. The defaults are those of Hong, Lee, Thorne 2024, of their model Mistral-ORPO."""
+    """Settings of ORPO. λ is that of Mistral-ORPO (Hong, Lee, Thorne 2024), and the learning rate that of TRL."""
 
-    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 5e-6}}
+    section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}}
 
     name: str = "orpo"
     """The registered name."""
@@ -21,7 +21,7 @@ class ORPOConfig(MethodConfig):
 
 
 class CPOConfig(MethodConfig):
-    """Settings of CPO and SimPO. The defaults are those of Xu et al. 2024; `simpo_gamma` is that of TRL."""
+    """Settings of CPO and SimPO. β is that of Xu et al. 2024; `simpo_gamma` and the learning rate are those of TRL."""
 
     section_defaults: ClassVar[dict[str, Any]] = {"optimizer": {"lr": 1e-6}}
 
