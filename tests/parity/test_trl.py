@@ -7,12 +7,13 @@ sides see the same tokens: one letter is one token, so that how texts are joined
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import trainkit
 from trainkit.testing import character_tokenizer, tiny_gpt2
@@ -113,8 +114,9 @@ def theirs(kind: str, path: str, samples: list[dict[str, Any]], out: Path, **set
     from torch.utils.data import SequentialSampler
 
     losses: list[float] = []
+    home: Any = trl if hasattr(trl, f"{kind}Trainer") else import_module(f"trl.experimental.{kind.lower()}")
 
-    class InOrder(getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
+    class InOrder(getattr(home, f"{kind}Trainer")):  # type: ignore[misc]
         def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
             return SequentialSampler(dataset or self.train_dataset)
 
@@ -123,14 +125,15 @@ def theirs(kind: str, path: str, samples: list[dict[str, Any]], out: Path, **set
             losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
             return loss
 
-    arguments = getattr(trl, f"{kind}Config")(
+    arguments = getattr(home, f"{kind}Config")(
         output_dir=str(out), per_device_train_batch_size=ROWS, max_steps=STEPS, learning_rate=OPTIMIZER["lr"],
         lr_scheduler_type="constant", weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-6,
         max_grad_norm=1.0, use_cpu=True, bf16=False, fp16=False, save_strategy="no", report_to="none", seed=1,
         optim="adamw_torch", disable_tqdm=True, **settings,
     )  # fmt: skip
     model: Any = path
-    trainer = InOrder(model=model, args=arguments, train_dataset=Dataset.from_list(samples))
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    trainer = InOrder(model=model, args=arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer)
     trainer.train()
     return losses
 
@@ -160,6 +163,23 @@ def test_dpo_follows_trl(mine: dict[str, Any], trl: dict[str, Any], model_path: 
     """TRL's sigmoid has no label smoothing any more, and its kto_pair is gone; ours stand in the plugin's tests."""
     losses, seen = ours({"name": "dpo", **mine}, model_path, PAIRS, tmp_path / "ours")
     assert_follow(losses, theirs("DPO", model_path, [PAIRS[i] for i in seen], tmp_path / "trl", **trl))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing": 0.1},
+        {"loss_type": "hinge"},
+        {"loss_type": "ipo", "beta": 0.5, "cpo_alpha": 0.5},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+    ],
+    ids=lambda settings: str(settings.get("loss_type", "sigmoid")),
+)
+def test_cpo_and_simpo_follow_trl(settings: dict[str, Any], model_path: str, tmp_path: Path) -> None:
+    """Chosen outputs have one length, so that the mean of their tokens is that of the pairs."""
+    pairs = [{**row, "chosen": (row["chosen"] * 5)[:5]} for row in PAIRS]
+    losses, seen = ours({"name": "cpo", **settings}, model_path, pairs, tmp_path / "ours")
+    assert_follow(losses, theirs("CPO", model_path, [pairs[i] for i in seen], tmp_path / "trl", **settings))
 
 
 LABELLED = [{**row, "label": index % 3 > 0} for index, row in enumerate(SAMPLES)]
