@@ -336,6 +336,9 @@ class TrainConfig(Section):
     """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
     rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
     tokens on an accelerator."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the trained layers for the backward pass, and compute their activations again in it. A
+    step takes less memory and about a third more arithmetic. The gradient is the same."""
     seq_length: int | None = Field(None, ge=2)
     """Maximum length of prompt and response together, in tokens; of an encoder-decoder, of each of the two, the
     decoder's start token included. None: the model's context length."""

@@ -24,6 +24,7 @@ from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe
 from trainkit.models.backend import use_fast_exact_matmul
+from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
@@ -272,7 +273,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def unwrapped(self) -> Any:
         """The trainable model itself, without the wrapper of accelerate."""
         with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
-            return self.get_arch(self.config)
+            model = self.get_arch(self.config)
+        if self.config.train.gradient_checkpointing:
+            recompute_activations(model)
+        return model
 
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
