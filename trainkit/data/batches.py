@@ -93,9 +93,10 @@ class Batch:
         return torch.zeros(len(self), dtype=torch.bool)
 
     def groups(self, size: int | None, tokens: int | None = None, *, together: int = 1) -> list[Tensor]:
-        """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens.
+        """Return the row indices [b] of micro-batches by length: at most ``size`` rows and about ``tokens`` tokens.
 
-        Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end between them.
+        None is no limit. Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end
+        between them.
         """
         if size is None and tokens is None:
             return [torch.arange(len(self))]
@@ -103,7 +104,8 @@ class Batch:
         order = longest.argsort(descending=True, stable=True)
         starts, lengths = [0], longest[order].tolist()
         for index in range(1, len(self)):
-            room = size or max((tokens or 0) // max(lengths[starts[-1]], 1), 1)
+            fit = len(self) if tokens is None else max(tokens // max(lengths[starts[-1]], 1), 1)
+            room = fit if size is None else min(size, fit)
             if index - starts[-1] >= room:
                 starts.append(index)
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))

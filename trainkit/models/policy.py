@@ -30,6 +30,7 @@ from trainkit.functional import (
 )
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.fitting import RowLimit
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -129,6 +130,8 @@ class Policy(nn.Module, ABC):
 
     logit_mask: Tensor | None
     head_alone: bool
+    row_limit: RowLimit | None = None
+    """The most rows of a pass without gradient; None: no limit."""
     one_pass = False
     """Whether each call makes one forward pass, because other processes make it at the same time."""
 
@@ -208,6 +211,11 @@ class Policy(nn.Module, ABC):
             PluginError: the divergence is unknown, is given without a reference, or does not return [N].
         """
         against = _comparison(reference, divergence)
+        if self.row_limit is None or torch.is_grad_enabled():
+            return self._forward(sequences, entropy, against)
+        return self.row_limit.without_gradient(len(sequences), lambda: self._forward(sequences, entropy, against))
+
+    def _forward(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
         buckets = self._buckets(sequences)
         if len(buckets) == 1:
             return self._read(sequences, entropy, against)
@@ -244,13 +252,21 @@ class Policy(nn.Module, ABC):
         """Return the rows of each forward pass."""
         if self.one_pass:
             return [torch.arange(len(sequences), device=sequences.input_ids.device)]
-        return sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        found = sequences.buckets(PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST))
+        if torch.is_grad_enabled() or self.row_limit is None or (most := self.row_limit.rows) is None:
+            return found
+        return [part for rows in found for part in rows.split(most)]
 
     @torch.no_grad()
     def through_trunk(self, sequences: Sequences) -> Sequences:
         """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
+        if self.row_limit is None:
+            return self._with_trunk(sequences)
+        return self.row_limit.without_gradient(len(sequences), lambda: self._with_trunk(sequences))
+
+    def _with_trunk(self, sequences: Sequences) -> Sequences:
         buckets = self._buckets(sequences)
         parts = [self._through_trunk(sequences.select(rows)) for rows in buckets]
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
