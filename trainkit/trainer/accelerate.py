@@ -211,6 +211,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
             else:  # of a model that scores text
                 policy = make_policy(model)
+            policy.row_limit = self.row_limit
         run.check_frozen(self, policy)
         sharing.prepare(self, policy)
         return policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,7 +39,8 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
     found: dict[str, float] = {}
     samples: list[Record] = []
-    with trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
+    unchanged = nullcontext() if trainer.row_limit is None else trainer.row_limit.unchanged()
+    with unchanged, trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
         if trainer.eval_rows:
             with trainer._sampling_model():
                 found, samples = trainer.evaluation()

@@ -37,6 +37,9 @@ class Progress:
     a step that was skipped."""
     tokens: int = 0
     """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, over all processes."""
+    microbatch: int | None = None
+    """The most rows of a micro-batch that fit into memory, where `train.microbatch_size` is ``auto``; None: as many as
+    without the setting."""
     seconds: float = 0.0
     """Wall time of the run, including the parts before it was resumed."""
     unusable: int = 0

@@ -24,6 +24,9 @@ from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.models.backend import use_fast_exact_matmul, warn_of_slow_bf16
+from trainkit.models.fitting import RowLimit
+from trainkit.models.policy import Policy
+from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
@@ -124,6 +127,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
         self._check_split()
+        self._check_retries()
         self._check_collecting()
         if config.train.save_best is True and not self.rewarded and self.metric_fn is None:
             raise ConfigError(
@@ -154,6 +158,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        auto = config.train.microbatch_size == "auto"
+        self.row_limit = RowLimit(lambda: self.progress) if auto else None
+        """The most rows of a micro-batch that fit, if `train.microbatch_size` is ``auto``."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
@@ -246,6 +253,15 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 f"per prompt cannot share equally; give a multiple of {world * k}"
             )
 
+    def _check_retries(self) -> None:
+        """Raise a `ConfigError` if a step cannot be made again after one process ran out of memory."""
+        if self.config.train.microbatch_size == "auto" and not self.sharding.repeats:
+            raise ConfigError(
+                f"train.microbatch_size is 'auto', and with train.sharding {name_of(self.config.train.sharding)!r} "
+                "processes wait for each other within a pass, so none can make it again alone; give a number, which "
+                "trainkit estimate finds"
+            )
+
     def _leave_out_disabled(self) -> None:
         """Remove plugins that are disabled from the configuration, and so from the record of the run."""
         config = self.config
@@ -298,7 +314,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def unwrapped(self) -> Any:
         """The trainable model itself, without the wrapper of accelerate."""
         with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
-            return self.get_arch(self.config)
+            model = self.get_arch(self.config)
+        if self.config.train.gradient_checkpointing:
+            recompute_activations(model)
+        if isinstance(model, Policy):
+            model.row_limit = self.row_limit
+        return model
 
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
