@@ -67,8 +67,9 @@ def kept(trainer: Any, batch: Any) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_activations_that_are_computed_again_give_the_same_gradient(case: str, tmp_path: Path) -> None:
     name, changes = CASES[case]
+    separate = {"train__share_prompts": False, **changes}  # as with checkpointing
     plain, again = (
-        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **changes) for on in (False, True)
+        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **separate) for on in (False, True)
     )
     plain.collect()
     for trainer in (plain, again):
@@ -81,9 +82,9 @@ def test_activations_that_are_computed_again_give_the_same_gradient(case: str, t
 @pytest.mark.parametrize("name", ["rloo", "ppo"])
 def test_sampling_is_not_affected_by_checkpointing(name: str, tmp_path: Path) -> None:
     """transformers drops caches of checkpointed layers in training mode; the sampler runs in evaluation mode."""
+    settings = {"model": tiny_llama(10), "train__share_prompts": False}  # as with checkpointing
     runs = [
-        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, model=tiny_llama(10))
-        for on in (False, True)
+        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **settings) for on in (False, True)
     ]
     for trainer in runs:
         trainer.learn()
