@@ -15,12 +15,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.models.seq2seq import decoder_prefix, encode
-from trainkit.rollouts.tape import NoTape, Tape, record
+from trainkit.rollouts.tape import Tape, TapeError, record
 
 log = logging.getLogger(__name__)
 
 WORTH_A_TAPE = 8
 """A step is recorded if at least so many follow: recording takes about as long as two steps."""
+
+TAPED = frozenset({"cpu"})
+"""The types of devices on which steps are recorded: those on which this was tested."""
 
 UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 """Exceptions that a model may raise if it does not support the cache."""
@@ -148,7 +151,9 @@ def _cache(config: PreTrainedConfig, room: int) -> DynamicCache:
 def _foreign_hooks(module: Any) -> bool:
     """Return whether a module has hooks, other than those by which transformers returns hidden states."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks) or hasattr(module, "_hf_hook")
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks) or hasattr(
+        module, "_hf_hook"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- causal models
@@ -209,7 +214,7 @@ class CausalDecoder:
         try:
             # transformers makes a mask of four dimensions from ``real`` in each step; this one is the same
             played = self._by_tape(active, ids, None if real is None else real[:, None, None], positions)
-        except (NoTape, *UNFIT) as error:
+        except (TapeError, *UNFIT) as error:
             why = str(error)
         if played and allowed:
             return played[0], played[1]
@@ -217,7 +222,7 @@ class CausalDecoder:
             if isinstance(layer, _Preallocated):
                 layer.rewind(width - 1)
         found = self._forward(ids, real, positions, active.cache)
-        if not played or not all(a is b or torch.equal(a, b) for a, b in zip(played, found, strict=True)):
+        if not played or not all(b is None or torch.equal(a, b) for a, b in zip(played, found, strict=True)):
             active.tape, self.taped[active.padded] = None, False
             log.info("the steps of %s are not recorded: %s", type(self.model).__name__, why)
         elif not new:
@@ -229,12 +234,14 @@ class CausalDecoder:
         if active.tape is not None:
             return active.tape.play(*inputs)
         model = self.model
+        if model.device.type not in TAPED:
+            raise TapeError(f"the device is {model.device.type}")
         if not all(type(layer) is _Preallocated for layer in active.cache.layers):
-            raise NoTape("its cache has layers that are not plain")
+            raise TapeError("its cache has layers that are not plain")
         if torch.is_autocast_enabled(model.device.type):
-            raise NoTape("of autocast")
+            raise TapeError("of autocast")
         if any(_foreign_hooks(module) for module in model.modules()):
-            raise NoTape("it has hooks")
+            raise TapeError("it has hooks")
         step = partial(self._forward, cache=active.cache)
         active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()))
         return found
@@ -246,7 +253,7 @@ class CausalDecoder:
         return logits[:, -1].float()
 
     def _forward(
-        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache
+        self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
     ) -> tuple[Tensor, Tensor | None]:
         """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster."""
         inputs = {

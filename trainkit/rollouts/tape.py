@@ -18,26 +18,29 @@ from torch.overrides import TorchFunctionMode
 
 from trainkit.models.backend import by_default_library
 
-KNOWN = frozenset(
+KNOWN = frozenset(  # split, because a list would have a line for each name
     """
     __add__ __getitem__ __mul__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __sub__ __truediv__ add add_ addmm baddbmm
     bmm cat chunk clamp clone contiguous cos div dropout embedding exp expand expand_as flatten float gelu layer_norm
     linear matmul mean mm movedim mul mul_ narrow neg permute pow relu repeat reshape rms_norm rsqrt
     scaled_dot_product_attention select sigmoid silu sin softmax split sqrt square squeeze stack sub sum t tanh
-    to transpose type_as unflatten unsqueeze update view view_as where
-    """.split()
+    to transpose type_as unflatten unsqueeze update view view_as
+    """.split()  # noqa: SIM905
 )
 """The names of functions that may be on a tape: what they do, and the shapes of their results, follow from the shapes
 of their arguments."""
 
+EFFECTS = frozenset(("add_", "mul_", "update"))
+"""Those that change a tensor, or the cache."""
+
 UNRECORDED = frozenset(
-    "__contains__ __get__ __len__ _set_grad_enabled dim is_contiguous is_floating_point numel size stride".split()
+    "__contains__ __get__ __len__ _set_grad_enabled dim is_contiguous is_floating_point numel size stride".split()  # noqa: SIM905
 )
 """The names of functions that are called but not recorded, unless they return a tensor: facts about shapes, and
 transformers' search for padding among the inputs, which leads to nothing but a warning."""
 
 
-class NoTape(Exception):
+class TapeError(Exception):
     """A step cannot be recorded; the message says why."""
 
 
@@ -54,11 +57,12 @@ class Tape:
         needed, kept = {*self.results}, []
         for call in reversed(self.calls):
             function, _, _, places, slot = call
-            if slot in needed or function.__name__ == "update" or function.__name__.endswith("_"):
+            if slot in needed or function.__name__ in EFFECTS:
                 needed |= {at for _, _, at in places}
                 kept.append(call)
         self.calls = kept[::-1]
 
+    @torch.inference_mode()  # faster; no code of the model runs here that might keep a tensor for a backward pass
     def play(self, *inputs: Tensor | None) -> tuple[Any, ...]:
         """Make the calls with ``inputs``, and return the results, as the recorded function did."""
         values = self.values
@@ -81,7 +85,7 @@ def record(
         constants: other tensors that it may read, such as the weights; the tape reads them anew.
 
     Raises:
-        NoTape: a call is not `KNOWN`, or reads another tensor.
+        TapeError: a call is not `KNOWN`, or reads another tensor.
     """
     recorder = _Recorder(inputs, constants)
     with recorder:
@@ -108,7 +112,7 @@ class _Recorder(TorchFunctionMode):
         if name in UNRECORDED and not isinstance(result, Tensor):
             return result
         if name not in KNOWN or (name == "__getitem__" and not _plain(args[1])):
-            raise NoTape(f"it calls {name}")
+            raise TapeError(f"it calls {name}")
         if name in ("contiguous", "dropout", "float", "to") and result is args[0]:
             return result
         places: list[tuple[Any, Any, int]] = []
@@ -132,7 +136,7 @@ class _Recorder(TorchFunctionMode):
     def slot(self, tensor: Tensor) -> int:
         """Return the slot of a tensor that the step has computed."""
         if id(tensor) not in self.slots:
-            raise NoTape("it reads a tensor that is neither an input nor a weight")
+            raise TapeError("it reads a tensor that is neither an input nor a weight")
         return self.slots[id(tensor)]
 
     def held(self, holder: Any, places: list[tuple[Any, Any, int]]) -> Any:
@@ -147,7 +151,7 @@ class _Recorder(TorchFunctionMode):
 
 def _plain(index: Any) -> bool:
     """Return whether an index holds no tensors, so that the shape of what it selects is known."""
-    return not any(isinstance(each, Tensor) for each in (index if isinstance(index, tuple) else (index,)))
+    return not any(isinstance(each, Tensor) for each in (index if isinstance(index, tuple | list) else (index,)))
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
