@@ -92,7 +92,14 @@ def test_the_trunk_runs_once_for_reference_and_all_passes(unfrozen: int, tmp_pat
 @pytest.mark.parametrize("name", ONLINE)
 @pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L), FROZEN_DROPOUT])
 def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dict[str, Any], tmp_path: Path) -> None:
-    """Dropout in the layers below too: the trunk never leaves evaluation mode."""
+    """Dropout in the layers below too: the trunk never leaves evaluation mode.
+
+    The trunk was computed for other rows together than those of the loss (in pairs, the best and the worst of more
+    responses), and the order of the additions in a product may depend on its number of rows. So gradients may differ by
+    rounding: relative to their largest element by at most 2⁻²⁴ for each of m additions after one another. Forward in 3
+    layers and backward in one, with inner dimensions of products of at most 32, 16, 10, 32, 32 and 128, and over 160
+    tokens, m is below 2¹¹.
+    """
     dropout = model is FROZEN_DROPOUT
     trainer = tiny_trainer(
         name, tmp_path, model=model, model__num_layers_unfrozen=1, model__disable_dropout=not dropout
@@ -109,7 +116,8 @@ def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dic
         found.append({n: p.grad.clone() for n, p in trainer.unwrapped.named_parameters() if p.grad is not None})
     assert all(part.trunk is not None for part in parts.values())
     assert found[0].keys() == found[1].keys() == {n for n, p in trainer.unwrapped.named_parameters() if p.requires_grad}
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][key], rtol=0, atol=2**-13 * float(gradient.abs().max()))
 
 
 @pytest.mark.daily(name=("ppo", "rloo"))
