@@ -22,7 +22,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -283,6 +283,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 with self._stop.interruptible(False):
                     self._prepare_store()
                 self._torn = False
+            parking.park(self)
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes

@@ -37,7 +37,7 @@ from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
@@ -189,6 +189,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Whether the algorithm compares with a reference.
 
         It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
+        return False
+
+    @property
+    def reference_makes_experience(self) -> bool:
+        """Whether `make_experience` alone asks the reference, so that its weights leave memory after one collection.
+
+        Whoever asks for it later gets it nevertheless: its weights are then read from a file.
         """
         return False
 
@@ -347,6 +355,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self._prepared[2]
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        parking.back(reference, self.accelerator.device)
         return reference
 
     @cached_property

@@ -201,6 +201,7 @@ class DPOTrainer(PairTrainer[DPOConfig]):
     """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
+    reference_makes_experience: ClassVar[bool] = True
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Return the pairs as token sequences [B, T], with log π_ref of both sides [B]."""

@@ -46,6 +46,7 @@ class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "labels")
     needs_reference: ClassVar[bool] = True
+    reference_makes_experience: ClassVar[bool] = True
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Set the samples to train on, and check their labels; those of a stream are not known in advance."""
