@@ -320,8 +320,11 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.begin_experience(rows)
         for start in range(0, len(rows), size):
             self._stop_if_asked()
-            made = self.make_experience(rows[start : start + size])
-            self.store.push(checked_batch(self, "make_experience", made))
+            self.store.push(self.made_experience(rows[start : start + size]))
+
+    def made_experience(self, rows: list[Row]) -> Batch:
+        """Return what `make_experience` makes of rows of a collection, checked."""
+        return checked_batch(self, "make_experience", self.make_experience(rows))
 
     def begin_experience(self, rows: list[Row]) -> None:
         """Prepare for making experience of ``rows``, those of a collection in this process."""
