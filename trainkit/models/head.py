@@ -103,7 +103,7 @@ class _Read(torch.autograd.Function):
         return chosen - norms, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients: ∂ log π / ∂z = onehot − p, and ∂H / ∂z = −p·(log p + H)."""
         states, weight, bias, tokens, previous, norms, entropies, *kept = ctx.saved_tensors
