@@ -31,6 +31,7 @@ from trainkit.functional import (
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
+from trainkit.models.head import read_head, reads_in_blocks
 from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
@@ -297,6 +298,15 @@ class Policy(nn.Module, ABC):
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, against: _Comparison | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities [N] of tokens, and on request entropies and divergences [N], in chunks."""
+        states, tokens, previous, _ = inputs
+        head: Any = self.model.get_output_embeddings()
+        if against is None and self.head_alone and reads_in_blocks(head, states):
+            settings: dict[str, Any] = {
+                "temperature": self.temperature,
+                "logit_mask": self.logit_mask,
+                "entropy": entropy,
+            }
+            return (*read_head(head, states, tokens, previous, **settings), states.new_empty(0))
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences

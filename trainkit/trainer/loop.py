@@ -31,7 +31,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -292,6 +292,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 with self._stop.interruptible(False):
                     self._prepare_store()
                 self._torn = False
+            parking.park(self)
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
@@ -328,8 +329,11 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.begin_experience(rows)
         for start in range(0, len(rows), size):
             self._stop_if_asked()
-            made = self.make_experience(rows[start : start + size])
-            self.store.push(checked_batch(self, "make_experience", made))
+            self.store.push(self.made_experience(rows[start : start + size]))
+
+    def made_experience(self, rows: list[Row]) -> Batch:
+        """Return what `make_experience` makes of rows of a collection, checked."""
+        return checked_batch(self, "make_experience", self.make_experience(rows))
 
     def begin_experience(self, rows: list[Row]) -> None:
         """Prepare for making experience of ``rows``, those of a collection in this process."""

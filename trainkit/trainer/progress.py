@@ -52,6 +52,8 @@ class Progress:
     """Metrics of the last evaluation."""
     shares_prompts: bool = False
     """Whether the prompts of the current collection are shared among its rows."""
+    keeps_trunk: bool = False
+    """Whether the rows of an offline collection have the output of the frozen layers."""
     sampler: str = ""
     """The engine, or the class of the sampler, that `sampler_exact` describes."""
     sampler_exact: bool | None = None

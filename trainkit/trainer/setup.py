@@ -40,7 +40,7 @@ from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
@@ -147,6 +147,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The checkpoint that is being written while the training goes on."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
+        self.recorded_trunk: bool | None = None
+        """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
@@ -198,6 +200,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Whether the algorithm compares with a reference.
 
         It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
+        return False
+
+    @property
+    def reference_makes_experience(self) -> bool:
+        """Whether `make_experience` alone asks the reference, so that its weights leave memory after one collection.
+
+        Whoever asks for it later gets it nevertheless: its weights are then read from a file.
         """
         return False
 
@@ -394,6 +404,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self._prepared[2]
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        parking.back(reference, self.accelerator.device)
         return reference
 
     @cached_property
