@@ -255,7 +255,7 @@ def _(m: Array, a: float, b: float, x: Array) -> float:
     return -mean(x, m)
 
 
-@form("DPO", 1, lambda m, a, b, x: dpo.sigmoid_loss(x, beta=a, label_smoothing=b / 2))
+@form("DPO", 1, lambda m, a, b, x: functional.sigmoid_loss(x, beta=a, label_smoothing=b / 2))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return -(1 - b / 2) * log_sigmoid(a * x) - b / 2 * log_sigmoid(-a * x)
 
@@ -265,12 +265,12 @@ def _(m: Array, a: float, b: float, x: Array) -> Array:
     return (-(1 - b / 2) * log_sigmoid(a * x) + b / 2 * log_sigmoid(-a * x)) / (1 - b)
 
 
-@form("hinge", 1, lambda m, a, b, x: dpo.hinge_loss(x, beta=a))
+@form("hinge", 1, lambda m, a, b, x: functional.hinge_loss(x, beta=a))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return np.maximum(0, 1 - a * x)
 
 
-@form("IPO", 1, lambda m, a, b, x: dpo.ipo_loss(x, beta=a))
+@form("IPO", 1, lambda m, a, b, x: functional.ipo_loss(x, beta=a))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return (x - 1 / (2 * a)) ** 2
 

@@ -16,6 +16,7 @@ from torch import Tensor
 import trainkit
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
+from trainkit.functional import hinge_loss, ipo_loss, sigmoid_loss
 from trainkit.models.adapters import switch_off, switch_on
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.bandit import Bandit
@@ -23,11 +24,8 @@ from trainkit.testing.trainers import tiny_trainer
 from trainkit_dpo import (
     ScoredResponses,
     best_and_worst,
-    hinge_loss,
-    ipo_loss,
     kto_pair_losses,
     robust_loss,
-    sigmoid_loss,
 )
 
 X = torch.tensor([2.0, -1.0, 0.0])
