@@ -310,7 +310,8 @@ def fields_of(name: str, cls: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "cls", ["SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"]
+    "cls",
+    ["SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"],
 )
 def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
     known = {about.name for about in dataclasses.fields(TrainingArguments)}

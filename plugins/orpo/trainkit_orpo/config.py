@@ -41,7 +41,7 @@ class CPOConfig(MethodConfig):
     @model_validator(mode="after")
     def _settings_fit_the_loss(self) -> Self:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "simpo"):
-            raise ValueError(f"label_smoothing is for loss_type 'sigmoid' or 'simpo', not {self.loss_type!r}; remove it")
+            raise ValueError(f"label_smoothing is for loss_type 'sigmoid' or 'simpo', not {self.loss_type!r}")
         if self.simpo_gamma != type(self).model_fields["simpo_gamma"].default and self.loss_type != "simpo":
             raise ValueError(f"simpo_gamma is for loss_type 'simpo', not {self.loss_type!r}; remove it")
         return self

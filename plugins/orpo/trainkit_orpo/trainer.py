@@ -22,7 +22,7 @@ def log_odds(logps: Tensor) -> Tensor:
     """Return log p − log(1 − p) for log p ≤ 0. [*] -> [*].
 
     log(1 − p) is log(−expm1(log p)) for p above ½ and log1p(−exp(log p)) below, so that neither loses digits. A p that
-    is rounded to 1, whose odds are infinite, is taken as the number before 1.
+    is rounded to 1, whose odds are infinite, is taken as the number before 1. Hong, Lee, Thorne 2024, equation 4.
     """
     x = logps.clamp(max=-torch.finfo(logps.dtype).eps / 2)
     large = x > -math.log(2)
@@ -30,12 +30,12 @@ def log_odds(logps: Tensor) -> Tensor:
     return x - torch.where(large, torch.log(-torch.expm1(above)), torch.log1p(-torch.exp(below)))
 
 
-def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return −log σ(log odds_c − log odds_r), from mean log-probabilities of tokens. [*] ×2 -> [*].
+def odds_ratio_loss(log_ratios: Tensor) -> Tensor:
+    """Return −log σ(x), for x the log of the odds ratio of a pair. [*] -> [*].
 
-    Source: Hong, Lee, Thorne 2024, equations 4, 5 and 7.
+    Source: Hong, Lee, Thorne 2024, equations 5 and 7.
     """
-    return -F.logsigmoid(log_odds(chosen) - log_odds(rejected))
+    return -F.logsigmoid(log_ratios)
 
 
 def simpo_loss(margins: Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
@@ -93,13 +93,17 @@ class PairTrainer(Declared, AccelerateRLTrainer[C]):
 class ORPOTrainer(PairTrainer[ORPOConfig]):
     """Trainer of ORPO: loss = mean (−log p_c − λ log σ(log odds_c − log odds_r)), log p a mean over tokens."""
 
+    def log_ratios(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the log of the odds ratio of each pair, from log p of its two sides. [B] ×2 -> [B]."""
+        return log_odds(chosen) - log_odds(rejected)
+
     def loss(self, batch: Preferences) -> tuple[Tensor, Metrics]:
         """Return the loss of ORPO, a mean over pairs. -> []."""
-        _, means = self.read(batch)
-        losses = odds_ratio_loss(*means)
-        metrics = self.report(means, means, losses, self.method.beta)
-        ratios = log_odds(means.chosen) - log_odds(means.rejected)
-        return (self.method.beta * losses - means.chosen).mean(), {**metrics, "odds/log_ratio": Mean.of(ratios)}
+        beta, (_, means) = self.method.beta, self.read(batch)
+        ratios = self.log_ratios(*means)
+        losses = odds_ratio_loss(ratios)
+        metrics = self.report(means, means, losses, beta)
+        return (beta * losses - means.chosen).mean(), {**metrics, "odds/log_ratio": Mean.of(ratios)}
 
 
 @register_trainer("cpo")
