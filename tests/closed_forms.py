@@ -20,12 +20,13 @@ import trainkit_dpo as dpo
 import trainkit_ilql as ilql
 from test_functional import gae_of_row, log_softmax
 from trainkit import default_config, functional, get_trainer
-from trainkit.data import Sequences
+from trainkit.data import Preferences, Sequences
 from trainkit.metrics import RunningMoments
 from trainkit_ddpo.advantages import PerPromptStatTracker, standardise
 from trainkit_ddpo.ddim import ddim_mean, ddim_sigma, gaussian_logprob
 from trainkit_grpo import GRPOBatch
 from trainkit_kto import KTOBatch, kto_loss
+from trainkit_orpo import log_odds, simpo_loss
 from trainkit_ppo import PPOBatch, PPORollouts
 from trainkit_reward import RewardBatch, preference_loss
 from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
@@ -255,7 +256,7 @@ def _(m: Array, a: float, b: float, x: Array) -> float:
     return -mean(x, m)
 
 
-@form("DPO", 1, lambda m, a, b, x: dpo.sigmoid_loss(x, beta=a, label_smoothing=b / 2))
+@form("DPO", 1, lambda m, a, b, x: functional.sigmoid_loss(x, beta=a, label_smoothing=b / 2))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return -(1 - b / 2) * log_sigmoid(a * x) - b / 2 * log_sigmoid(-a * x)
 
@@ -265,12 +266,12 @@ def _(m: Array, a: float, b: float, x: Array) -> Array:
     return (-(1 - b / 2) * log_sigmoid(a * x) + b / 2 * log_sigmoid(-a * x)) / (1 - b)
 
 
-@form("hinge", 1, lambda m, a, b, x: dpo.hinge_loss(x, beta=a))
+@form("hinge", 1, lambda m, a, b, x: functional.hinge_loss(x, beta=a))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return np.maximum(0, 1 - a * x)
 
 
-@form("IPO", 1, lambda m, a, b, x: dpo.ipo_loss(x, beta=a))
+@form("IPO", 1, lambda m, a, b, x: functional.ipo_loss(x, beta=a))
 def _(m: Array, a: float, b: float, x: Array) -> Array:
     return (x - 1 / (2 * a)) ** 2
 
@@ -283,6 +284,17 @@ def _(m: Array, a: float, b: float, c: Array, r: Array, zc: Array, zr: Array) ->
 @form("KTO", 2, lambda m, a, b, x, y: kto_loss(x, y))
 def _(m: Array, a: float, b: float, x: Array, y: Array) -> Array:
     return y * (1 - sigmoid(x))
+
+
+@form("log odds", 1, lambda m, a, b, x: log_odds(-x.abs() - a))
+def _(m: Array, a: float, b: float, x: Array) -> Array:
+    p = np.exp(-np.abs(x) - a)
+    return np.log(p / (1 - p))
+
+
+@form("SimPO", 1, lambda m, a, b, x: simpo_loss(x, beta=1 + a, gamma=b, label_smoothing=b / 2))
+def _(m: Array, a: float, b: float, x: Array) -> Array:
+    return -(1 - b / 2) * log_sigmoid((1 + a) * x - b) - b / 2 * log_sigmoid(b - (1 + a) * x)
 
 
 @form("reward model", 3, lambda m, a, b, x, y, z: preference_loss(x[:, 0], y[:, 0], z[:, 0], center_coef=a))
@@ -542,6 +554,40 @@ def _(m: Array, a: float, b: float, *x: Array) -> float:
     chosen_kl, rejected_kl = np.maximum(x[4][:2, 0], 0)
     sides = (1 - sigmoid(a * (chosen - rejected_kl)), 1 - sigmoid(a * (chosen_kl - rejected)))
     return float(((sides[0] + sides[1]) / 2).mean())
+
+
+def _pairs(name: str, **method: Any) -> Callable[..., Tensor]:
+    def loss(m: Tensor, a: float, b: float, c: Tensor, r: Tensor) -> Tensor:
+        trainer = trainer_of(name, said(logprobs=-torch.cat([c, r]).abs() - 0.1), method={"beta": a, **method})
+        return trainer.loss(Preferences(sequences(m), sequences(m)))[0]
+
+    return loss
+
+
+def log_probs(m: Array, c: Array, r: Array) -> tuple[Array, Array, Array, Array]:
+    """The sums of log π over both sides, and the means."""
+    sums = [np.where(m, -np.abs(x) - 0.1, 0.0).sum(1) for x in (c, r)]
+    return sums[0], sums[1], sums[0] / m.sum(1), sums[1] / m.sum(1)
+
+
+@form("the loss of ORPO", 2, _pairs("orpo"))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    _, _, chosen, rejected = log_probs(m, *x)
+    odds = [np.exp(p) / (1 - np.exp(p)) for p in (chosen, rejected)]
+    return float((-chosen - a * log_sigmoid(np.log(odds[0] / odds[1]))).mean())
+
+
+@form("the loss of CPO", 2, _pairs("cpo", label_smoothing=0.2))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    chosen, rejected, likelihood, _ = log_probs(m, *x)
+    margins = a * (chosen - rejected)
+    return float((-0.8 * log_sigmoid(margins) - 0.2 * log_sigmoid(-margins) - likelihood).mean())
+
+
+@form("the loss of SimPO", 2, _pairs("cpo", loss_type="simpo", simpo_gamma=0.3))
+def _(m: Array, a: float, b: float, *x: Array) -> float:
+    _, _, chosen, rejected = log_probs(m, *x)
+    return float(-log_sigmoid(a * (chosen - rejected) - 0.3).mean())
 
 
 def _kto(m: Tensor, a: float, b: float, lp: Tensor, ref: Tensor, kl: Tensor) -> Tensor:

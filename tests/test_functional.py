@@ -19,6 +19,8 @@ from trainkit.functional import (
     entropy_from_logits,
     explained_variance,
     gae,
+    hinge_loss,
+    ipo_loss,
     jensen_shannon,
     kl_exact,
     kl_forward,
@@ -37,6 +39,7 @@ from trainkit.functional import (
     place_scores,
     preference_accuracy,
     repetition,
+    sigmoid_loss,
     token_logprobs,
     truncate_logits,
     whiten,
@@ -609,6 +612,42 @@ def test_value_loss_inside_the_range_has_the_gradient_of_the_plain_squared_error
 def test_nll_is_minus_the_mean_over_the_selected_tokens(case):
     mask, (lp,), (dirty,) = case
     close(nll(dirty, torch.from_numpy(mask)), -math.fsum(lp[mask]) / max(int(mask.sum()), 1))
+
+
+def test_losses_of_pairs_are_the_known_numbers():
+    """Golden 10.5, β .1: σ(.2) = .549834, and −log of it is .598139; (2 − 5)² = 9."""
+    margins = torch.tensor([2.0, -1.0, 0.0])
+    close(sigmoid_loss(margins, beta=0.1), [0.598139, 0.744397, 0.693147], **FLOAT32)
+    close(sigmoid_loss(margins, beta=0.1, label_smoothing=0.1), [0.618139, 0.734397, 0.693147], **FLOAT32)
+    close(hinge_loss(margins, beta=0.1), [0.8, 1.1, 1.0], **FLOAT32)
+    close(ipo_loss(margins, beta=0.1), [9.0, 36.0, 25.0], **FLOAT32)
+
+
+def slope(loss, x):
+    """The value of a loss at x, and its derivative."""
+    at = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    found = loss(at)
+    found.backward()
+    return found.item(), at.grad.item()
+
+
+@given(st.floats(-50, 50), st.floats(0.01, 2), st.floats(0, 0.49))
+def test_the_sigmoid_loss_is_least_where_the_preference_has_the_probability_of_the_label(x, beta, eps):
+    """d/dx = β(σ(βx) − (1 − ε))."""
+    value, rise = slope(lambda at: sigmoid_loss(at, beta=beta, label_smoothing=eps), x)
+    log_sigmoid = -float(np.logaddexp(0, -beta * x)), -float(np.logaddexp(0, beta * x))
+    assert value == pytest.approx(-(1 - eps) * log_sigmoid[0] - eps * log_sigmoid[1], abs=1e-12)
+    assert rise == pytest.approx(beta * (math.exp(log_sigmoid[0]) - (1 - eps)), abs=1e-12)
+
+
+@given(st.floats(-50, 50), st.floats(0.01, 2))
+def test_the_hinge_is_flat_behind_its_margin_and_ipo_least_at_it(x, beta):
+    value, rise = slope(lambda at: hinge_loss(at, beta=beta), x)
+    assert value == pytest.approx(max(0.0, 1 - beta * x), abs=1e-12)
+    assert rise == (-beta if beta * x < 1 else 0)
+    value, rise = slope(lambda at: ipo_loss(at, beta=beta), x)
+    assert value == pytest.approx((x - 0.5 / beta) ** 2, rel=1e-12)
+    assert rise == pytest.approx(2 * (x - 0.5 / beta), rel=1e-12)
 
 
 def double(*rows):

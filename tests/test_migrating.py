@@ -309,7 +309,10 @@ def fields_of(name: str, cls: str) -> set[str]:
     return {path.partition(".")[2] for path in framework(name).settings if path.startswith(f"{cls}.")}
 
 
-@pytest.mark.parametrize("cls", ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"])
+@pytest.mark.parametrize(
+    "cls",
+    ["SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"],
+)
 def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
     known = {about.name for about in dataclasses.fields(TrainingArguments)}
     assert known - fields_of("trl1", cls) == set()
@@ -376,6 +379,13 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
         ({"RLOOConfig": {}}, {"method.rloo_k": 2, "rollout.num_rollouts": 24, "optimizer.lr": 1e-6}),
         ({"RewardConfig": {"center_rewards_coefficient": 0.01}}, {"method.center_coef": 0.01, "optimizer.lr": 1e-4}),
         ({"KTOConfig": {"desirable_weight": 2.0}}, {"method.desirable_weight": 2.0}),
+        ({"ORPOConfig": {"beta": 0.2}}, {"method.name": "orpo", "method.beta": 0.2, "train.seq_length": 1024}),
+        # the likelihood of TRL has the weight 1, whatever the loss is
+        (
+            {"CPOConfig": {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}},
+            {"method.name": "cpo", "method.loss_type": "simpo", "method.simpo_gamma": 1.0, "method.cpo_alpha": 1.0},
+        ),
+        ({"CPOConfig": {"loss_type": "simpo", "cpo_alpha": 0.0}}, {"method.cpo_alpha": 0.0}),
         (
             {"SFTConfig": {}, "ModelConfig": {"model_name_or_path": "m", "use_peft": True, "lora_r": 4}},
             {"model.model_path": "m", "model.peft_config.r": 4, "model.peft_config.lora_alpha": 32},

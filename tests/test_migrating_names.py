@@ -86,7 +86,7 @@ def test_no_name_is_listed_twice() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
-        ("trainkit_trl", "ORPOTrainer", "docs/guides/preferences.md"),
+        ("trainkit_trl", "RichProgressCallback", "remove the callback"),
         ("trainkit_trl.core", "randn_tensor", "write torch.randn"),
         ("trainkit_trl.trainer.utils", "DPODataCollatorWithPadding", "remove data_collator"),
         ("trainkit_trlx.models.modeling_ppo", "GPTModelBranch", "its place has trainkit.models.Reference"),

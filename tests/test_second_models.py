@@ -267,7 +267,8 @@ REFERENCE_FREE = {"method__reference_free": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("sft", {}), ("ilql", {}), ("rft", {}), ("reward", {}), ("dpo", REFERENCE_FREE)]
+    ("name", "changes"),
+    [("sft", {}), ("ilql", {}), ("rft", {}), ("reward", {}), ("orpo", {}), ("cpo", {}), ("dpo", REFERENCE_FREE)],
 )
 def test_a_reference_for_an_algorithm_without_one_is_refused(name: str, changes: Any, tmp_path: Path) -> None:
     match = f"model.reference_path is given, and '{name}' with these settings compares with no reference; remove it"

@@ -39,6 +39,7 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("ppo", {"train__mixed_precision": "bf16"}),
     "small micro-batches": ("ppo", {"train__microbatch_size": 1}),
     "unequal micro-batches": ("sft", {"train__microbatch_size": 3}),
+    "pairs without a reference": ("orpo", {}),
     "no clipping": ("dpo", {"train__max_grad_norm": None}),
     "clipping": ("dpo", {"train__max_grad_norm": 0.01}),
     "activations computed again": ("ppo", {"train__gradient_checkpointing": True}),

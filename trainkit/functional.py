@@ -340,6 +340,25 @@ def preference_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     return (chosen > rejected).float() + 0.5 * (chosen == rejected)
 
 
+def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Return −(1 − ε) log σ(βx) − ε log σ(−βx), the loss of a pair in DPO, for x its margin. [*] -> [*].
+
+    Source: Rafailov et al. 2023, equation 7; with ε Mitchell 2023, *A note on DPO with noisy preferences*.
+    """
+    x = beta * margins
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
+
+
+def hinge_loss(margins: Tensor, *, beta: float) -> Tensor:
+    """Return max(0, 1 − βx), the hinge loss of a pair. [*] -> [*]. Source: Liu et al. 2023 (RSO), hinge-norm."""
+    return F.relu(1 - beta * margins)
+
+
+def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
+    """Return (x − 1/2β)², the loss of a pair in IPO, with their τ as β. [*] -> [*]. Azar et al. 2023, equation 17."""
+    return (margins - 1 / (2 * beta)) ** 2
+
+
 def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return −mean log π over the selected tokens. [B, T] ×2 -> []."""
     return -masked_mean(logprobs, mask)

@@ -852,8 +852,8 @@ BUGS = (
         "dpo",
         ("effects_as_declared",),
         patch="""
--    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
-+    return -(1 + label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)
+-        smoothing = {"beta": method.beta, "label_smoothing": method.label_smoothing}
++        smoothing = {"beta": method.beta, "label_smoothing": -method.label_smoothing}
 """,
     ),
     Bug(

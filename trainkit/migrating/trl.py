@@ -9,16 +9,26 @@ from trainkit.migrating.conversions import Context, RefusedError, Settings
 from trainkit.migrating.training_arguments import deepspeed, fsdp
 from trainkit.migrating.training_arguments import given as of_any_class
 
-METHODS = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "RewardTrainer": "reward", "IterativeSFTTrainer": "sft"}
+METHODS = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "ORPOTrainer": "orpo",
+    "CPOTrainer": "cpo",
+    "KTOTrainer": "kto",
+    "RewardTrainer": "reward",
+    "IterativeSFTTrainer": "sft",
+}
 """The methods of the trainers that learn from samples."""
+WITHOUT_DROPOUT = ("DPOTrainer", "ORPOTrainer", "CPOTrainer", "KTOTrainer")
+"""The trainers that switch dropout off; all but KTO's have a setting for it."""
 ARGUMENTS = "TrainingArguments"
 
 
 def implied(_config: Settings, context: Context) -> Settings:
     """Return what TRL does without a field for it."""
     for trainer, method in METHODS.items():
-        if trainer in context.given:  # only DPO switches dropout off, and has a setting for it
-            dropout = {} if trainer == "DPOTrainer" else {"model.disable_dropout": False}
+        if trainer in context.given:
+            dropout = {} if trainer in WITHOUT_DROPOUT else {"model.disable_dropout": False}
             own_loop = {"train.eval_interval": 0, "train.save_interval": 0} if trainer == "IterativeSFTTrainer" else {}
             limited = _argument(context, "save_total_limit") is not None
             kept = {} if limited else {"train.keep_checkpoints": 1_000_000}  # practically all

@@ -11,6 +11,8 @@ METHODS = {
     "SFTConfig": "sft",
     "DPOConfig": "dpo",
     "KTOConfig": "kto",
+    "ORPOConfig": "orpo",
+    "CPOConfig": "cpo",
     "RewardConfig": "reward",
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
@@ -40,6 +42,8 @@ def implied(config: Settings, context: Context) -> Settings:
         usual |= {"method.rloo_k": 2} if name == "rloo" else {}
     else:
         usual["train.seq_length"] = 1024
+    if name == "cpo":
+        usual["method.cpo_alpha"] = 1.0  # with the loss of SimPO too
     return {"method.name": name, **{path: value for path, value in usual.items() if not _has(config, path)}}
 
 
@@ -60,6 +64,14 @@ def preference_loss(value: Any, _context: Context) -> Settings:
     if len(names) != 1 or names[0] not in known:
         raise RefusedError(f"given {value!r}; trainkit-dpo has one loss of {', '.join(known)}")
     return {"method.loss_type": names[0]}
+
+
+def contrastive_loss(value: Any, _context: Context) -> Settings:
+    """Return the loss of a pair in CPO."""
+    known = ("sigmoid", "hinge", "ipo", "simpo")
+    if value not in known:
+        raise RefusedError(f"given {value!r}; trainkit-orpo has {', '.join(known)}")
+    return {"method.loss_type": value}
 
 
 def group_loss(value: Any, _context: Context) -> Settings:

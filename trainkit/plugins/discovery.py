@@ -26,6 +26,7 @@ from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, read_mod
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
+    "cpo": "trainkit-orpo",
     "ddpo": "trainkit-ddpo",
     "distill": "trainkit-distill",
     "distill_offline": "trainkit-distill",
@@ -35,6 +36,7 @@ BUILT_IN = {
     "ilql": "trainkit-ilql",
     "kto": "trainkit-kto",
     "online_dpo": "trainkit-dpo",
+    "orpo": "trainkit-orpo",
     "ppo": "trainkit-ppo",
     "ray": "trainkit-ray",
     "reward": "trainkit-reward",

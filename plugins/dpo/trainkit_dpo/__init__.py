@@ -21,11 +21,8 @@ if TYPE_CHECKING:
         PairTrainer,
         ScoredResponses,
         best_and_worst,
-        hinge_loss,
-        ipo_loss,
         kto_pair_losses,
         robust_loss,
-        sigmoid_loss,
     )
 
 __all__ = [
@@ -40,10 +37,7 @@ __all__ = [
     "PairTrainer",
     "ScoredResponses",
     "best_and_worst",
-    "hinge_loss",
-    "ipo_loss",
     "kto_pair_losses",
     "robust_loss",
-    "sigmoid_loss",
 ]
 __getattr__, __dir__ = lazy_names(__name__, __all__, "config", "trainer")

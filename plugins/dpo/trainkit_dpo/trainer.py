@@ -19,32 +19,24 @@ from trainkit import (
     TokenBatch,
     register_trainer,
 )
-from trainkit.functional import kl_k1, kl_k3, masked_mean, masked_sum, per_response, preference_accuracy, zero_masked
+from trainkit.functional import (
+    hinge_loss,
+    ipo_loss,
+    kl_k1,
+    kl_k3,
+    masked_mean,
+    masked_sum,
+    per_response,
+    preference_accuracy,
+    sigmoid_loss,
+    zero_masked,
+)
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import TokenOutputs, response_logprobs
 from trainkit_dpo.config import BestOfKConfig, DPOConfig, OnlineDPOConfig
 from trainkit_dpo.kit import Declared
 
 # ------------------------------------------------------------------------------------------------ losses of pairs
-
-
-def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Return the loss of DPO, −(1 − ε) log σ(βx) − ε log σ(−βx). [*] -> [*].
-
-    Source: Rafailov et al. 2023, equation 7; with ε Mitchell 2023, *A note on DPO with noisy preferences*.
-    """
-    x = beta * margins
-    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
-
-
-def hinge_loss(margins: Tensor, *, beta: float) -> Tensor:
-    """Return the hinge loss, max(0, 1 − βx). [*] -> [*]. Source: Liu et al. 2023 (RSO), the loss hinge-norm."""
-    return F.relu(1 - beta * margins)
-
-
-def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
-    """Return the loss of IPO, (x − 1/2β)². [*] -> [*]. Source: Azar et al. 2023, equation 17, with β as their τ."""
-    return (margins - 1 / (2 * beta)) ** 2
 
 
 def robust_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:

@@ -1,11 +1,17 @@
 """Trainers and their configurations."""
 
 from trainkit.migrating import refusing
+from trainkit_trl.trainer.cpo_config import CPOConfig
+from trainkit_trl.trainer.cpo_trainer import CPOTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig
 from trainkit_trl.trainer.ddpo_trainer import DDPOTrainer
 from trainkit_trl.trainer.dpo_trainer import DPOTrainer
 from trainkit_trl.trainer.iterative_sft_trainer import IterativeSFTTrainer
+from trainkit_trl.trainer.kto_config import KTOConfig
+from trainkit_trl.trainer.kto_trainer import KTOTrainer
 from trainkit_trl.trainer.model_config import ModelConfig
+from trainkit_trl.trainer.orpo_config import ORPOConfig
+from trainkit_trl.trainer.orpo_trainer import ORPOTrainer
 from trainkit_trl.trainer.ppo_config import PPOConfig
 from trainkit_trl.trainer.ppo_trainer import PPOTrainer
 from trainkit_trl.trainer.reward_config import RewardConfig
@@ -23,6 +29,8 @@ from trainkit_trl.trainer.utils import (
 
 __all__ = [
     "AdaptiveKLController",
+    "CPOConfig",
+    "CPOTrainer",
     "ConstantLengthDataset",
     "DDPOConfig",
     "DDPOTrainer",
@@ -30,7 +38,11 @@ __all__ = [
     "DataCollatorForCompletionOnlyLM",
     "FixedKLController",
     "IterativeSFTTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "ModelConfig",
+    "ORPOConfig",
+    "ORPOTrainer",
     "PPOConfig",
     "PPOTrainer",
     "RewardConfig",

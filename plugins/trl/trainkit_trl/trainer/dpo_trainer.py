@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit import Sequences
-from trainkit.functional import masked_sum, preference_accuracy, token_logprobs
-from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
-from trainkit_trl.trainer.utils import pad_to_length
-
-log = logging.getLogger(__name__)
-COLUMNS = ("prompt", "chosen", "rejected")
+from trainkit.functional import preference_accuracy
+from trainkit_trl.trainer.offline import count, longest, single
+from trainkit_trl.trainer.pairs import PairTrainer, without_dropout
 
 
-class DPOTrainer(OfflineTrainer):
+class DPOTrainer(PairTrainer):
     """DPO and its kin on rows with ``prompt``, ``chosen`` and ``rejected``.
 
     Args:
@@ -110,7 +103,7 @@ class DPOTrainer(OfflineTrainer):
         self.beta, self.loss_type, self.label_pad_token_id = beta, loss_type, label_pad_token_id
         given["max_length"] = max_length or longest(model, tokenizer, 512)
         if disable_dropout and getattr(peft_config, "lora_dropout", None):
-            given["peft_config"] = _without_dropout(peft_config)
+            given["peft_config"] = without_dropout(peft_config)
         if isinstance(ref_model, str):
             auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             ref_model = auto.from_pretrained(ref_model, **(ref_model_init_kwargs or {}))
@@ -126,81 +119,7 @@ class DPOTrainer(OfflineTrainer):
         """The reference; None without one."""
         return self.trainer.reference if self.trainer.needs_reference else None
 
-    def _adapted(self, model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the model with its adapter merged into its weights, and the arguments."""
-        log.warning("the adapter of the model is merged into its weights, and peft_config adds a new one")
-        merged = model.merge_and_unload()
-        merged._hf_peft_config_loaded = False  # transformers would take the adapter for one that is still there
-        return merged, dict(given)
-
-    def samples(self, dataset: Any) -> Any:
-        """Return the pairs without other columns."""
-        return selected(dataset, COLUMNS, needed=COLUMNS)
-
-    def get_train_dataloader(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the pairs in the order of the dataset, in batches of ``per_device_train_batch_size`` by TRL's names."""
-        rows, size = list(self.trainer.pipeline.rows), self.args.per_device_train_batch_size
-        for start in range(0, len(rows), size):
-            pairs = self.trainer.encode_preferences(rows[start : start + size])
-            batch = {}
-            for side in COLUMNS[1:]:
-                sequences = getattr(pairs, side)
-                labels = sequences.input_ids.masked_fill(~sequences.response_mask, self.label_pad_token_id)
-                batch[f"{side}_input_ids"], batch[f"{side}_labels"] = sequences.input_ids, labels
-                batch[f"{side}_attention_mask"] = sequences.attention_mask.long()
-            yield batch
-
     # ------------------------------------------------------------------------------------------------------ losses
-
-    @staticmethod
-    def concatenated_inputs(
-        batch: dict[str, Any],
-        is_encoder_decoder: bool = False,  # noqa: ARG004  (of TRL's signature)
-        label_pad_token_id: int = -100,
-        padding_value: int = 0,
-        device: torch.device | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the chosen and then the rejected sides as one batch [2B, T], named ``concatenated_*``.
-
-        Args:
-            batch: ids, attention masks and labels of both sides.
-            is_encoder_decoder: without effect.
-            label_pad_token_id: fills up labels.
-            padding_value: fills up ids.
-            device: where the tensors are put; None: where they are.
-        """
-        fills = {"input_ids": padding_value, "attention_mask": 0, "labels": label_pad_token_id}
-        found = {}
-        for name, fill in fills.items():
-            sides = [batch[f"{side}_{name}"] for side in COLUMNS[1:] if f"{side}_{name}" in batch]
-            if sides:
-                width = max(side.shape[1] for side in sides)
-                found[f"concatenated_{name}"] = torch.cat([pad_to_length(x, width, fill) for x in sides]).to(device)
-        return found
-
-    @staticmethod
-    def get_batch_logps(
-        logits: Tensor,
-        labels: Tensor,
-        average_log_prob: bool = False,
-        label_pad_token_id: int = -100,
-        is_encoder_decoder: bool = False,
-    ) -> Tensor:
-        """Return the sum, or the mean, of the log-probabilities of the labels. [B, T, V], [B, T] -> [B].
-
-        Args:
-            logits: [B, T, V]; those of a decoder-only model are of the next token.
-            labels: [B, T].
-            average_log_prob: whether it is the mean.
-            label_pad_token_id: the label of tokens that do not count.
-            is_encoder_decoder: whether logits and labels are at the same places.
-        """
-        if not is_encoder_decoder:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        mask = labels != label_pad_token_id
-        picked = token_logprobs(logits.flatten(0, 1), labels.masked_fill(~mask, 0).flatten()).view_as(labels)
-        sums = masked_sum(picked, mask, dim=1)
-        return sums / mask.sum(1) if average_log_prob else sums
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides: two and two."""
@@ -294,39 +213,3 @@ class DPOTrainer(OfflineTrainer):
             for reference in (False, True)
         )
         return own.samples, others.samples
-
-    def evaluation_loop(
-        self,
-        dataloader: Iterable[dict[str, Tensor]],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Return the metrics of `get_batch_loss_metrics` over batches, as means over their pairs.
-
-        Args:
-            dataloader: batches as those of `get_train_dataloader`.
-            description: without effect.
-            prediction_loss_only: without effect: only metrics are returned.
-            ignore_keys: without effect.
-            metric_key_prefix: what the names of metrics begin with.
-        """
-        sums, pairs = dict[str, float](), 0
-        for batch in dataloader:
-            with torch.no_grad():
-                loss, metrics = self.get_batch_loss_metrics(self.model, batch)
-            rows = len(batch["chosen_input_ids"])
-            pairs += rows
-            for name, value in {"loss": loss, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + rows * float(value)
-        means = {f"{metric_key_prefix}_{name}": total / pairs for name, total in sums.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=means, num_samples=pairs)  # type: ignore[arg-type]
-
-
-def _without_dropout(peft_config: Any) -> Any:
-    """Return an adapter's configuration without dropout, which TRL switches off in adapters, too."""
-    log.warning("lora_dropout is %s, and disable_dropout switches it off, as in TRL", peft_config.lora_dropout)
-    found = copy.deepcopy(peft_config)
-    found.lora_dropout = 0.0
-    return found

@@ -289,13 +289,14 @@ def settled(
     """
     defaults = dict(zip(reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
                         reversed(function.__defaults__), strict=False))  # fmt: skip
-    own = _telling(section, given, {name: defaults.get(name) for name in given})
-    usual = type(args)(output_dir=args.output_dir)
+    of_trainer = _telling(section, given, {name: defaults.get(name) for name in given})
+    table, usual = framework("trl").settings, type(args)(output_dir=args.output_dir)
     known = [name for name in (*(field.name for field in fields(TrainingArguments)), *OLD) if hasattr(args, name)]
     values, unset = ({name: _plain(getattr(each, name)) for name in known} for each in (args, usual))
-    sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: own}
-    if (longest := getattr(args, "max_length", None)) is not None:
-        sections["RewardConfig"] = {"max_length": longest}
+    sections = {"TrainingArguments": _telling("TrainingArguments", values, unset), section: of_trainer}
+    own = [field.name for field in fields(args) if field.name not in known]
+    if home := next((cls.__name__ for cls in type(args).__mro__ if f"{cls.__name__}.max_length" in table), None):
+        sections[home] = _telling(home, *({name: getattr(each, name) for name in own} for each in (args, usual)))
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = translate("trl", sections, processes=processes, rows=rows)
     if found.refused:

@@ -1,4 +1,4 @@
-"""The configuration of reward modelling."""
+"""The configuration of reward modelling, and what the configurations of trainers have in common."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ OLD = (
 
 
 @dataclass
-class RewardConfig(TrainingArguments):
-    """Settings of `RewardTrainer`: those of `transformers.TrainingArguments`, some that it no longer has, and two more.
+class OldArguments(TrainingArguments):
+    """The settings of `transformers.TrainingArguments`, and some that it no longer has."""
 
-    ``max_length`` is the largest number of tokens of a side.
-    """
-
-    max_length: int | None = None
-    gradient_checkpointing: bool | None = True
     adafactor: bool = False
     evaluation_strategy: str | None = None
     group_by_length: bool = False
@@ -37,3 +32,14 @@ class RewardConfig(TrainingArguments):
         if getattr(self, "activation_checkpointing", False) is None:  # its new name, which also sets the old one
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class RewardConfig(OldArguments):
+    """Settings of `RewardTrainer`: those of `OldArguments`, and one more.
+
+    ``max_length`` is the largest number of tokens of a side.
+    """
+
+    max_length: int | None = None
+    gradient_checkpointing: bool | None = True

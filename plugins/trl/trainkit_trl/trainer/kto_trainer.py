@@ -1,0 +1,85 @@
+"""Kahneman-Tversky optimisation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase, TrainingArguments
+
+from trainkit_trl.trainer.kto_config import KTOConfig
+from trainkit_trl.trainer.offline import OfflineTrainer, count, longest, selected, single
+from trainkit_trl.trainer.pairs import without_dropout
+
+COLUMNS = ("prompt", "completion", "label")
+
+
+class KTOTrainer(OfflineTrainer):
+    """KTO on rows with ``prompt``, ``completion`` and ``label``.
+
+    Args:
+        model: a model, or its name or directory.
+        ref_model: the reference, or its name or directory; None: the model as it is now, or without its adapter.
+        args: the arguments of training, a `KTOConfig`.
+        train_dataset: the rows.
+        eval_dataset: held-out rows.
+        tokenizer: the tokenizer; None: that of the model.
+        data_collator: refused.
+        model_init: refused, as are ``callbacks``, ``preprocess_logits_for_metrics`` and ``compute_metrics``.
+        callbacks: refused.
+        optimizers: an optimizer and its schedule.
+        preprocess_logits_for_metrics: refused.
+        peft_config: the adapter that is trained.
+        compute_metrics: refused.
+        model_adapter_name: refused.
+        ref_adapter_name: refused.
+
+    Raises:
+        ValueError: ``args`` is a `TrainingArguments`, without the settings of the loss.
+        ConfigError: a setting has no counterpart in trainkit; says what to write instead.
+    """
+
+    method: ClassVar[str] = "kto"
+    section: ClassVar[str] = "KTOTrainer"
+
+    def __init__(
+        self,
+        model: Any = None,
+        ref_model: Any = None,
+        args: KTOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        data_collator: Any = None,
+        model_init: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        compute_metrics: Any = None,
+        model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if value is not None or name in ("args", "tokenizer")}
+        if type(args) is TrainingArguments:
+            raise ValueError("args should be a KTOConfig, which has the settings of the loss; given TrainingArguments")
+        if getattr(peft_config, "lora_dropout", None):
+            given["peft_config"] = without_dropout(peft_config)
+        if isinstance(ref_model, str):
+            auto = AutoModelForSeq2SeqLM if getattr(args, "is_encoder_decoder", False) else AutoModelForCausalLM
+            ref_model = auto.from_pretrained(ref_model, **(getattr(args, "ref_model_init_kwargs", None) or {}))
+        rows = None if train_dataset is None else count(train_dataset)
+        train, held_out = (
+            None if each is None else self.samples(each) for each in (train_dataset, single(eval_dataset))
+        )
+        room = getattr(args, "max_length", None) or longest(model, tokenizer, 512)
+        self._begin(given, train, held_out, rows=rows, reference=ref_model, changes={"train": {"seq_length": room}})
+        self.beta = self.trainer.method.beta
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference."""
+        return self.trainer.reference
+
+    def samples(self, dataset: Any) -> Any:
+        """Return the labelled samples without other columns."""
+        return selected(dataset, COLUMNS, needed=COLUMNS)
