@@ -301,12 +301,8 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            settings: dict[str, Any] = {
-                "temperature": self.temperature,
-                "logit_mask": self.logit_mask,
-                "entropy": entropy,
-            }
-            return (*read_head(head, states, tokens, previous, **settings), states.new_empty(0))
+            scaled = partial(read_head, temperature=self.temperature, logit_mask=self.logit_mask)
+            return (*scaled(head, states, tokens, previous, entropy=entropy), states.new_empty(0))
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
