@@ -89,6 +89,8 @@ ELSEWHERE = {
     "rollout.max_episode_tokens": "test_environments.py::test_an_episode_is_truncated_at_the_limit_of_tokens",
     "rollout.max_refills": "test_dynamic.py::test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line",
     "train.share_prompts": "test_shared_prompts.py::test_a_run_with_shared_prompts_ends_with_the_same_weights",
+    "train.gradient_checkpointing":
+        "test_memory.py::test_activations_that_are_computed_again_give_the_same_gradient",
     "train.timeout": "reliability/test_distributed.py::test_g2_one_process_that_hangs_ends_both",
     "train.on_save_error": "test_checkpoint.py::test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written",
     "train.push_to_hub": "test_publishing.py::test_a_run_publishes_its_model_when_it_ends",

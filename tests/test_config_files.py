@@ -180,7 +180,10 @@ MISTAKES: list[tuple[str, str]] = [
     (M + "train:\n  trackers: {name: wandb}", "train.trackers@3): should be a list; write '- ' before its first line"),
     (M + "train: {trackers: [{wandb: {project: x}}]}", "train.trackers.0@2): ~write name: wandb, with the settings"),
     (M + "train: {save_strategy: steps}", "train.save_strategy@2): unknown field; did you mean train.save_interval?"),
-    (M + "train: {gradient_checkpointing: true}", "train.gradient_checkpointing@2): unknown field; activations are"),
+    (
+        M + "train: {activation_checkpointing: true}",
+        "train.activation_checkpointing@2): unknown field; did you mean train.gradient_checkpointing?",
+    ),
     (M + "train: {warmup_ratio: 0.1}", "train.warmup_ratio@2): unknown field; warm-up is given in steps: scheduler"),
     (M + "train: {pipeline: PromptPipeline}", "train.pipeline@2): unknown field; trainkit tokenises prompts"),
     (M + "train: {push_to_hub: mine}", "train.push_to_hub@2): should be the id of a repository, owner/name"),

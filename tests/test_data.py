@@ -317,7 +317,8 @@ def test_micro_batches_of_so_many_tokens_count_the_longest_row_of_each() -> None
     parts = [part.lengths.tolist() for part in batch.split(None, tokens=20)]
     assert parts == [[10, 10], [5, 4, 4, 2]]
     assert [len(part) for part in batch.split(None, tokens=1)] == [1] * 6
-    assert [len(part) for part in batch.split(4, tokens=1)] == [4, 2]
+    assert [len(part) for part in batch.split(4)] == [4, 2]
+    assert [len(part) for part in batch.split(3, tokens=20)] == [2, 3, 1]
 
 
 def test_a_pair_takes_up_two_rows_as_wide_as_its_longer_side() -> None:

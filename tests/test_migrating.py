@@ -703,11 +703,10 @@ def test_the_configurations_of_a_script_of_trl_are_printed(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     config = TRLConfig.from_dict(yaml.safe_load(result.stdout))
     assert (config.method.name, config.train.run_dir, config.train.sharding) == ("dpo", "out", "fsdp2")
-    assert config.method.beta == 0.3
+    assert (config.method.beta, config.train.gradient_checkpointing) == (0.3, True)
     for told in (
         "dpo.py:1: trl.DPOTrainer: its place has trainkit_dpo.DPOTrainer",
         "dpo.py:3: DPOConfig.learning_rate is computed; set optimizer.lr",
-        "DPOConfig.gradient_checkpointing: has no effect",
     ):
         assert told in result.stderr
     assert configured(MODERN.replace("DPOConfig", "TrainingArguments").replace("processing_class", "tokenizer")) is None

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import trainkit.models.head as head
 import trainkit.models.policy as module
 from trainkit.config import ModelConfig
 from trainkit.data import Sequences
@@ -162,7 +163,8 @@ def peak(vocab: int, full: bool) -> int:
 
 def test_peak_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both vocabularies fill more than a chunk: beyond the weights' own gradient, the larger needs no more."""
-    monkeypatch.setattr(module, "CHUNK", 2**18)
+    monkeypatch.setattr(head, "BLOCK", 2**18)
+    monkeypatch.setattr(head, "KEPT", 2**18)
     small, large = 2_048, 16_384
     gradient, logits = (rows * 4 * (large - small) for rows in (32, 256))
     grown = peak(large, full=False) - peak(small, full=False)

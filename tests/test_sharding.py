@@ -42,6 +42,11 @@ CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs without a reference": ("orpo", {}),
     "no clipping": ("dpo", {"train__max_grad_norm": None}),
     "clipping": ("dpo", {"train__max_grad_norm": 0.01}),
+    "activations computed again": ("ppo", {"train__gradient_checkpointing": True}),
+    "activations of an adapter computed again": (
+        "dpo",
+        {"train__gradient_checkpointing": True, "model__peft_config": LORA, "model": tiny_llama(10)},
+    ),
     "several turns": ("ppo", {"game": True, "rollout__max_new_tokens": 4}),
     "sampled ahead": ("rloo", {"rollout__staleness": 1}),
     "layers of the critic": ("_test_branch", {}),

@@ -19,6 +19,7 @@ from trainkit.models import CausalPolicy, Reference
 from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import language_trainers, tiny_trainer
+from trainkit.trainer import stored
 
 L = 3
 TRAINERS = language_trainers()
@@ -242,3 +243,70 @@ def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_the
     frozen = {key for key, p in straight.unwrapped.named_parameters() if not p.requires_grad}
     assert frozen
     assert not frozen & saved.keys()
+
+
+OFFLINE = [name for name in ("sft", "dpo", "kto", "ilql", "reward") if name in (*TRAINERS, "reward")]
+
+
+def trained_offline(name: str, path: Path, **changes: Any) -> tuple[Any, int]:
+    """Return a trainer after its run, and how often the lowest block ran after the collection was made."""
+    model = tiny_llama(20, num_hidden_layers=L)
+    trainer = tiny_trainer(name, path, model=model, model__num_layers_unfrozen=1, train__total_steps=6, **changes)
+    trainer.begin()
+    if not len(trainer.store):
+        trainer.collect()
+    calls: list[int] = []
+    trainer.unwrapped.trunk.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    trainer.learn()
+    return trainer, len(calls)
+
+
+def weights(trainer: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_offline_the_trunk_runs_once_and_the_run_ends_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, calls = trained_offline(name, tmp_path / "kept")
+    assert kept.progress.keeps_trunk
+    assert calls == 0
+    monkeypatch.setattr(stored, "SHARE", 0)
+    usual, calls = trained_offline(name, tmp_path / "usual")
+    assert not usual.progress.keeps_trunk
+    assert calls >= 6
+    assert caplog.text.count("it is not kept, and they are run in every pass") == 1
+    assert all(map(torch.equal, weights(kept), weights(usual)))
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_a_run_that_resumes_keeps_the_trunk_if_it_did_so_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, _ = trained_offline(name, tmp_path / "whole", train__save_interval=2)
+    (tmp_path / "whole" / "model").rename(tmp_path / "export")
+    cut = sorted((tmp_path / "whole" / "checkpoints").glob("step_*"))[0]
+    monkeypatch.setattr(stored, "SHARE", 0)  # less memory than at the start of the run
+    resumed, calls = trained_offline(name, tmp_path / "resumed", train__resume=str(cut))
+    assert resumed.progress.keeps_trunk
+    assert calls == 0
+    assert all(map(torch.equal, weights(usual), weights(resumed)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "keeps"),
+    [
+        ("sft", {"train__total_steps": 2, "train__epochs": 1}, False),  # read once
+        ("dpo", {"train__total_steps": 2, "train__epochs": 1}, True),  # the reference starts from it, too
+        ("dpo", {"train__total_steps": 2, "train__epochs": 1, "method__reference_free": True}, False),
+        ("sft", {"method__neftune_alpha": 5.0}, False),  # noise is added below
+    ],
+)
+def test_the_trunk_is_kept_where_it_is_read_again(
+    name: str, changes: dict[str, Any], keeps: bool, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(name, tmp_path, model=LLAMA, model__num_layers_unfrozen=1, **changes)
+    trainer.collect()
+    flat = trainer.store.experience.flatten()
+    assert any(key.endswith("trunk") for key in flat) is keeps

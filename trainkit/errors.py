@@ -71,6 +71,10 @@ class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or gradient that is NaN or infinite; the weights were not updated."""
 
 
+class OutOfMemoryError(TrainkitError, RuntimeError):
+    """A pass that does not fit into memory, and that cannot be made with fewer rows; the weights were not updated."""
+
+
 class ProcessError(TrainkitError, RuntimeError):
     """Another process of the run has ended, or did not answer within `train.timeout`."""
 

@@ -200,7 +200,16 @@ def global_rng(seed: int, purpose: str, *keys: int, device: torch.device) -> Ite
 
     This is for code that takes no generator: the initialisation of weights, and dropout.
     """
+    derived = derive_seed(seed, purpose, *keys)
+    if device.type == "cpu":  # fork_rng and torch.manual_seed visit all kinds of devices, which takes longer
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(derived)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+        return
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive_seed(seed, purpose, *keys))
+        torch.manual_seed(derived)
         yield

@@ -333,10 +333,14 @@ class TrainConfig(Section):
     """Passes over the prompts or samples. None: as many as `total_steps` needs, or one if that is not set either."""
     batch_size: int = Field(32, ge=1)
     """Rows per optimizer step, over all processes."""
-    microbatch_size: int | None = Field(None, ge=1)
+    microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Rows per forward and backward pass in one process; affects memory and speed. The gradient is the same up to
     rounding, unless dropout is on, which draws different masks. None: as many as make up 2,048 tokens on a CPU, 32,768
-    tokens on an accelerator."""
+    tokens on an accelerator. `auto`: no more of these than fit into memory; when a pass does not fit, the step is made
+    again with half as many rows. It needs a model that is not divided among processes."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the trained layers for the backward pass, and compute their activations again in it. A
+    step takes less memory and about a third more arithmetic. The gradient is the same."""
     share_prompts: bool | None = None
     """Whether the model runs a prompt once for all rows of a micro-batch that have it, such as the responses of a group
     or the two sides of a pair. Results are the same up to rounding. None: where the model allows it and it saves work.

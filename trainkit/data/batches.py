@@ -97,10 +97,11 @@ class Batch:
     def groups(
         self, size: int | None, tokens: int | None = None, *, together: int = 1, shared: bool = False
     ) -> list[Tensor]:
-        """Return the row indices [b] of micro-batches by length: ``size`` rows each, or about ``tokens`` tokens.
+        """Return the row indices [b] of micro-batches by length: at most ``size`` rows and about ``tokens`` tokens.
 
-        Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end between them. With
-        ``shared``, a prompt that a micro-batch has several times counts once, because the model runs it once.
+        None is no limit. Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end
+        between them. With ``shared``, a prompt that a micro-batch has several times counts once, because the model runs
+        it once.
         """
         if size is None and tokens is None:
             return [torch.arange(len(self))]
@@ -111,11 +112,11 @@ class Batch:
         starts, counted = [0], _Counted()
         rows = zip(group[order].tolist(), own[order].tolist(), common[order].tolist(), strict=True)
         for index, row in enumerate(rows):
-            full = index - starts[-1] >= size if size else counted.with_row(*row).tokens > (tokens or 0)
-            if full and index > starts[-1]:
-                starts.append(index)
-                counted = _Counted()
             counted = counted.with_row(*row)
+            full = size is not None and index - starts[-1] >= size
+            if index > starts[-1] and (full or (tokens is not None and counted.tokens > tokens)):
+                starts.append(index)
+                counted = _Counted().with_row(*row)
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
 
     def _prompts(self, together: int) -> Tensor:

@@ -30,6 +30,8 @@ from trainkit.functional import (
 )
 from trainkit.models.adapters import HEADS, hub_arguments
 from trainkit.models.critic import ValueBranch, make_critic
+from trainkit.models.fitting import RowLimit
+from trainkit.models.head import read_head, reads_in_blocks
 from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
@@ -130,6 +132,8 @@ class Policy(nn.Module, ABC):
 
     logit_mask: Tensor | None
     head_alone: bool
+    row_limit: RowLimit | None = None
+    """The most rows of a pass without gradient; None: no limit."""
     one_pass = False
     """Whether each call makes one forward pass, because other processes make it at the same time; with shared prompts
     two, one for the prompts and one for what follows them."""
@@ -218,6 +222,11 @@ class Policy(nn.Module, ABC):
             PluginError: the divergence is unknown, is given without a reference, or does not return [N].
         """
         against = _comparison(reference, divergence)
+        if self.row_limit is None or torch.is_grad_enabled():
+            return self._forward(sequences, entropy, against)
+        return self.row_limit.without_gradient(len(sequences), lambda: self._forward(sequences, entropy, against))
+
+    def _forward(self, sequences: Sequences, entropy: bool, against: _Comparison | None) -> TokenOutputs:
         buckets = self._buckets(sequences)
         if len(buckets) == 1:
             return self._read(sequences, entropy, against)
@@ -253,7 +262,15 @@ class Policy(nn.Module, ABC):
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass."""
         cost = self._cost(sequences)
-        return [every_row(sequences)] if cost is None else sequences.buckets(cost)
+        if cost is None:
+            return [every_row(sequences)]
+        return self._limited(sequences.buckets(cost))
+
+    def _limited(self, buckets: list[Tensor]) -> list[Tensor]:
+        """Return the rows of each pass, without gradient at most as many as `row_limit` allows."""
+        if torch.is_grad_enabled() or self.row_limit is None or (most := self.row_limit.rows) is None:
+            return buckets
+        return [part for rows in buckets for part in rows.split(most)]
 
     def _cost(self, sequences: Sequences) -> int | None:
         """Return the cost of one more pass, in tokens; None if no pass may be added."""
@@ -268,6 +285,11 @@ class Policy(nn.Module, ABC):
         """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
+        if self.row_limit is None:
+            return self._with_trunk(sequences)
+        return self.row_limit.without_gradient(len(sequences), lambda: self._with_trunk(sequences))
+
+    def _with_trunk(self, sequences: Sequences) -> Sequences:
         buckets = self._buckets(sequences)
         parts = [self._through_trunk(sequences.select(rows)) for rows in buckets]
         return replace(sequences, trunk=sequences.reunite(buckets, parts))
@@ -276,6 +298,11 @@ class Policy(nn.Module, ABC):
         self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], entropy: bool, against: _Comparison | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute log-probabilities [N] of tokens, and on request entropies and divergences [N], in chunks."""
+        states, tokens, previous, _ = inputs
+        head: Any = self.model.get_output_embeddings()
+        if against is None and self.head_alone and reads_in_blocks(head, states):
+            scaled = partial(read_head, temperature=self.temperature, logit_mask=self.logit_mask)
+            return (*scaled(head, states, tokens, previous, entropy=entropy), states.new_empty(0))
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
@@ -344,7 +371,9 @@ class CausalPolicy(Policy):
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
-        return [every_row(sequences)] if self._shares(sequences) else super()._buckets(sequences)
+        if not self._shares(sequences):
+            return super()._buckets(sequences)
+        return [every_row(sequences)] if self.one_pass else self._limited([every_row(sequences)])
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the hidden states [B, T, D], after the full logits unless `head_alone`."""

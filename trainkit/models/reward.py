@@ -7,6 +7,8 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,7 +27,7 @@ from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads
 from trainkit.models.prompts import SharedPrompts, why_not_shared
-from trainkit.models.trunk import tiny_input
+from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
 from trainkit.models.virtual import count_of
@@ -64,6 +66,26 @@ class Scorer(nn.Module):
         self.model = model
         self.head = None if _is_classifier(model) else _new_head(model)
         self.reads_last = self.head is not None or decided(lambda: _reads_last(model))
+        self.trunk = Trunk(model, None if self.reads_last else 0)
+
+    @property
+    def has_trunk(self) -> bool:
+        """Whether there are frozen lower layers whose output can be computed once and reused."""
+        return self.trunk.depth > 0
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the trained modules; frozen lower layers stay in evaluation mode."""
+        super().train(mode)
+        for module in self.trunk.frozen:
+            module.eval()
+        return self
+
+    @torch.no_grad()
+    def through_trunk(self, sequences: Sequences) -> Sequences:
+        """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
+        if not self.has_trunk or sequences.trunk is not None:
+            return sequences
+        return replace(sequences, trunk=self.trunk(self.model.base_model, inputs_of(sequences)))
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the scores of the sequences, in one forward pass. -> [B]."""
@@ -71,7 +93,7 @@ class Scorer(nn.Module):
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
         head: Any = self.model.score if self.head is None else self.head
-        states = self._last_states(sequences, self.shares_prompts)
+        states = self._last_states(sequences, self.shares_prompts and sequences.trunk is None)
         with torch.autocast(states.device.type, enabled=False):
             scores: Tensor = head(states.to(next(head.parameters()).dtype))
             return scores.float().sum(-1)  # of one number; FSDP2 warns of outputs that are views
@@ -79,7 +101,8 @@ class Scorer(nn.Module):
     def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
         """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
         if not shared:
-            return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
+            with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
+                return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
         wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
         chosen = F.one_hot(sequences.lengths, wider.input_ids.size(1)).bool()
         parts = SharedPrompts.of_rows(wider, chosen)
@@ -90,6 +113,8 @@ class Scorer(nn.Module):
         """Return why the prompts of rows cannot be shared with this model; None if they can."""
         if not self.reads_last:
             return f"{type(self.model).__name__} does not read its score from the last token"
+        if self.has_trunk:
+            return "the output of frozen layers is stored for whole rows"
         return why_not_shared(self.model, self._last_states)
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
+from trainkit.rollouts.tape import Tape, TapeError, record
+
+log = logging.getLogger(__name__)
+
+WORTH_A_TAPE = 8
+"""A step is recorded if at least so many follow: recording takes about as long as two steps."""
+
+TAPED = frozenset({"cpu"})
+"""The types of devices on which steps are recorded: those on which this was tested."""
 
 UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 """Exceptions that a model may raise if it does not support the cache."""
@@ -28,6 +40,11 @@ class _Preallocated(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D] and return all keys and values so far."""
+        if has_torch_function((key_states, value_states)):  # a tape records it as one call
+            found: tuple[Tensor, Tensor] = handle_torch_function(
+                _Preallocated.update, (key_states, value_states), self, key_states, value_states
+            )
+            return found
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [
@@ -49,6 +66,11 @@ class _Preallocated(DynamicLayer):
             kept[:, :, : self.length] = buffer[beam_idx, :, : self.length]
             chosen.append(kept)
         self.buffers = chosen
+        self._view()
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens but the first ``length``."""
+        self.length = length
         self._view()
 
     def _view(self) -> tuple[Tensor, Tensor]:
@@ -127,6 +149,14 @@ def _cache(config: PreTrainedConfig, room: int) -> DynamicCache:
     return cache
 
 
+def _foreign_hooks(module: Any) -> bool:
+    """Return whether a module has hooks, other than those by which transformers returns hidden states."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks) or hasattr(
+        module, "_hf_hook"
+    )
+
+
 # ------------------------------------------------------------------------------------------------- causal models
 
 
@@ -136,10 +166,11 @@ class _ActiveText(Active):
 
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
+    tape: Tape | None = None  # of a step with b rows
 
     def keep(self, at: Tensor) -> None:
         super().keep(at)
-        self.lengths = self.lengths[at]
+        self.lengths, self.tape = self.lengths[at], None
 
 
 @dataclass
@@ -151,6 +182,8 @@ class CausalDecoder:
     """The token id used as padding."""
     head_alone: bool
     hidden: bool
+    taped: dict[bool, bool] = field(default_factory=dict, init=False)
+    """Whether steps may be taken from a tape, without padding and with it; found out when there are such steps."""
 
     @property
     def prefix(self) -> list[int]:
@@ -173,11 +206,47 @@ class CausalDecoder:
 
     def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
-        positions = active.lengths.unsqueeze(1)
-        active.lengths = active.lengths + 1
-        active.width += 1
-        real = active.real[:, : active.width] if active.padded else None
-        return self._forward(active.last.unsqueeze(1), real, positions, active.cache)
+        ids, positions, width = active.last.unsqueeze(1), active.lengths.unsqueeze(1), active.width + 1
+        real = active.real[:, :width] if active.padded else None
+        active.lengths, active.width = active.lengths + 1, width
+        allowed, new, why = self.taped.get(active.padded), active.tape is None, "the next step makes other calls"
+        if allowed is False or (new and active.real.size(1) - width < WORTH_A_TAPE):
+            return self._forward(ids, real, positions, active.cache)
+        played: tuple[Any, ...] = ()
+        try:
+            # transformers makes a mask of four dimensions from ``real`` in each step; this one is the same
+            played = self._by_tape(active, ids, None if real is None else real[:, None, None], positions)
+        except (TapeError, *UNFIT) as error:
+            why = str(error)
+        if played and allowed:
+            return played[0], played[1]
+        for layer in active.cache.layers:
+            if isinstance(layer, _Preallocated):
+                layer.rewind(width - 1)
+        found = self._forward(ids, real, positions, active.cache)
+        if not played or not all(b is None or torch.equal(a, b) for a, b in zip(played, found, strict=True)):
+            active.tape, self.taped[active.padded] = None, False
+            log.info("the steps of %s are not recorded: %s", type(self.model).__name__, why)
+        elif not new:
+            self.taped[active.padded] = True
+        return found
+
+    def _by_tape(self, active: _ActiveText, *inputs: Tensor | None) -> tuple[Any, ...]:
+        """Make a step from the tape, or make and record one, and return what it returns."""
+        if active.tape is not None:
+            return active.tape.play(*inputs)
+        model = self.model
+        if model.device.type not in TAPED:
+            raise TapeError(f"the device is {model.device.type}")
+        if not all(type(layer) is _Preallocated for layer in active.cache.layers):
+            raise TapeError("its cache has layers that are not plain")
+        if torch.is_autocast_enabled(model.device.type):
+            raise TapeError("of autocast")
+        if any(_foreign_hooks(module) for module in model.modules()):
+            raise TapeError("it has hooks")
+        step = partial(self._forward, cache=active.cache)
+        active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()))
+        return found
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
         """Do as `Decoder` describes."""

@@ -247,13 +247,14 @@ class _Responses:
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         (count, self.room), device, self.watch = draws.shape, draws.device, watch
-        self.sampler, self.settings, self.draws = sampler, settings, draws
+        self.sampler, self.settings = sampler, settings
         self.eos = torch.tensor([*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids], device=device)
-        self.tokens = torch.zeros((count, self.room), dtype=torch.long, device=device)
-        self.logprobs = torch.zeros((count, self.room), device=device)
-        self.entropy = torch.zeros((count, self.room), device=device)
-        self.hidden: Tensor | None = None  # [B, R, D], if requested
-        self.lengths = torch.zeros(count, dtype=torch.long, device=device)  # the terminating token included
+        self.draws = draws.t().contiguous()  # [R, B]: a step reads and writes one row of each of these tensors
+        self.tokens = torch.zeros((self.room, count), dtype=torch.long, device=device)
+        self.logprobs = torch.zeros((self.room, count), device=device)
+        self.entropy = torch.zeros((self.room, count), device=device)
+        self.hidden: Tensor | None = None  # [R, B, D], if requested
+        self.taken = torch.zeros((self.room, count), dtype=torch.bool, device=device)  # the terminating token included
         self.alive = torch.ones(count, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # bool [B, V], tokens that have occurred, if they are penalised
         if settings.repetition_penalty != 1:
@@ -262,38 +263,46 @@ class _Responses:
                 row[sampler.decoder.prefix or query] = True
             self.seen = self.seen.to(device)
 
-    def extend(self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None) -> Tensor:
-        """Choose the next token of ``rows`` [b] and store it in column ``step``.
+    def extend(
+        self, step: int, rows: Tensor, previous: Tensor, logits: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose and store the next token of ``rows`` [b].
 
         Tokens stored after the end of a response are ignored.
 
         Args:
             step: the number of tokens that the responses have already.
-            rows: the indices [b] of these rows among the B rows.
+            rows: the indices [b] of these rows among the B rows, in ascending order.
             previous: the previous tokens [b].
             logits: the model's logits [b, V], in float32.
             hidden: the states [b, D] that the logits come from.
 
         Returns:
-            The chosen tokens [b].
+            The chosen tokens [b], and which of these responses go on, bool [b].
         """
+        every = len(rows) == len(self.alive)
+        at: Any = step if every else (step, rows)  # indexing by ``rows`` is slow
         plain = _Odds(self._scale(logits, previous))
         odds = self._restrict(plain, step, rows, previous, logits, hidden)
-        tokens = odds.draw(self.draws[rows, step], self.settings.temperature)
-        self.tokens[rows, step] = tokens
-        self.logprobs[rows, step], self.entropy[rows, step] = plain.logprobs(tokens), plain.entropy()
+        tokens = odds.draw(self.draws[at], self.settings.temperature)
+        self.tokens[at] = tokens
+        self.logprobs[at], self.entropy[at] = plain.logprobs_and_entropy(tokens)
         if self.sampler.keeps_states and hidden is not None:
             if self.hidden is None:
-                self.hidden = hidden.new_zeros((len(self.alive), self.room, hidden.size(-1)))
-            self.hidden[rows, step] = hidden
+                self.hidden = hidden.new_zeros((*self.tokens.shape, hidden.size(-1)))
+            self.hidden[at] = hidden
         if self.seen is not None:
             self.seen[rows, tokens] = True
-        alive = self.alive[rows]
+        alive = self.alive if every else self.alive[rows]
         if self.watch is not None:
             self.watch(rows[alive], tokens[alive])
-        self.lengths[rows] += alive
-        self.alive[rows] = alive & ~self._ended(step, rows, tokens)
-        return tokens
+        self.taken[at] = alive
+        goes_on = alive & ~self._ended(step, rows, tokens)
+        if every:
+            self.alive = goes_on
+        else:
+            self.alive[rows] = goes_on
+        return tokens, goes_on
 
     def _scale(self, logits: Tensor, previous: Tensor) -> Tensor:
         scaled = logits if self.settings.temperature in (0, 1) else logits / self.settings.temperature
@@ -318,25 +327,24 @@ class _Responses:
 
     def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return bool [b]: the rows whose last token is EOS or a stop token, or completes a stop string."""
-        ended, stops = torch.isin(tokens, self.eos), self.settings.stop_sequences
+        ended, stops = (tokens.unsqueeze(-1) == self.eos).any(-1), self.settings.stop_sequences
         if stops:
-            so_far = self.tokens[rows, : step + 1]
+            so_far = self.tokens[: step + 1, rows].t()
             texts = decode(self.sampler.tokenizer, so_far, self.sampler.skip_special_tokens)
             ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=ended.device)
         return ended
 
     def generated(self, version: int) -> Generated:
         """Return the sampled responses."""
-        lengths, alive = self.lengths.tolist(), self.alive.tolist()
-        taken = torch.arange(self.room, device=self.lengths.device) < self.lengths.unsqueeze(1)
+        lengths, alive, taken = self.taken.sum(0).tolist(), self.alive.tolist(), self.taken.t()
         known = not self.sampler.fault
         return Generated(
-            [row[:length] for row, length in zip(self.tokens.tolist(), lengths, strict=True)],
+            [row[:length] for row, length in zip(self.tokens.t().tolist(), lengths, strict=True)],
             ["length" if goes_on else "stop" for goes_on in alive],
             [version] * len(lengths),
-            logprobs=self.logprobs[taken] if known else None,
-            entropy=self.entropy[taken] if known else None,
-            hidden=None if self.hidden is None else self.hidden[taken],
+            logprobs=self.logprobs.t()[taken] if known else None,
+            entropy=self.entropy.t()[taken] if known else None,
+            hidden=None if self.hidden is None else self.hidden.transpose(0, 1)[taken],
         )
 
 
@@ -345,30 +353,28 @@ class _Odds:
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
-        self.largest, self.likeliest = scores.max(-1, keepdim=True)  # [b, 1] each
-        self.weights = (scores - self.largest).exp_()  # [b, V], the largest 1
-        self.total = self.weights.sum(-1, keepdim=True)  # [b, 1]
+        self.shifted = scores - scores.amax(-1, keepdim=True)  # [b, V], the largest 0
+        self.weights = self.shifted.exp()
 
     def draw(self, uniforms: Tensor, temperature: float) -> Tensor:
         """Sample one token per row by inverse-transform sampling at ``uniforms`` [b]; greedy at temperature 0. [b]."""
         if temperature == 0:
-            return self.likeliest.squeeze(-1)
+            return self.scores.argmax(-1)
         mass = self.weights.cumsum(-1)
         at = uniforms.unsqueeze(-1) * mass[:, -1:]
         token = torch.searchsorted(mass, at, right=True).clamp_(max=mass.size(-1) - 1)
-        possible = self.weights.gather(-1, token) > 0  # rounding may select a token of probability 0
-        return torch.where(possible, token, self.likeliest).squeeze(-1)
+        possible = self.weights.gather(-1, token) > 0
+        if not possible.all():  # rounding may select a token of probability 0
+            token = torch.where(possible, token, self.scores.argmax(-1, keepdim=True))
+        return token.squeeze(-1)
 
-    def logprobs(self, tokens: Tensor) -> Tensor:
-        """Return log softmax(scores)[token]. [b] -> [b]."""
-        chosen = self.scores.gather(-1, tokens.unsqueeze(-1))
-        return (chosen - self.largest - self.total.log()).squeeze(-1)
-
-    def entropy(self) -> Tensor:
-        """Return the entropy, H = log Σ exp(z) − Σ softmax(z)·z. [b]."""
-        finite = (self.scores - self.largest).clamp_(min=-1e4)  # 0 * -inf is NaN
-        mean: Tensor = torch.linalg.vecdot(self.weights, finite).unsqueeze(-1) / self.total
-        return (self.total.log() - mean).squeeze(-1)
+    def logprobs_and_entropy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log softmax(scores)[token], and the entropy H = log Σ exp(z) − Σ softmax(z)·z. [b] -> [b], [b]."""
+        total = self.weights.sum(-1)
+        log_total, chosen = total.log(), self.shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        finite = self.shifted.clamp_(min=-1e4)  # 0 * -inf is NaN
+        mean: Tensor = torch.linalg.vecdot(self.weights, finite) / total
+        return chosen - log_total, log_total - mean
 
 
 # -------------------------------------------------------------------------------------------- running the model
@@ -378,13 +384,13 @@ def _by_steps(decoder: Decoder, queries: list[list[int]], responses: _Responses)
     """Sample all responses with a key-value cache."""
     active, logits, hidden = decoder.prefill(queries, responses.room)
     for step in range(responses.room):
-        tokens = responses.extend(step, active.rows, active.last, logits, hidden)
-        alive = responses.alive[active.rows]
-        active.last = torch.where(alive, tokens, active.last)  # an EOS that ended a row may equal padding
-        left = int(alive.sum())
+        tokens, alive = responses.extend(step, active.rows, active.last, logits, hidden)
+        left, rows = int(alive.sum()), len(active.rows)
         if left == 0 or step == responses.room - 1:
             break
-        if left <= len(active.rows) * SHRINK_AT:
+        # an EOS that ended a row may equal padding
+        active.last = tokens if left == rows else torch.where(alive, tokens, active.last)
+        if left <= rows * SHRINK_AT:
             active.keep(alive.nonzero().squeeze(-1))
         logits, hidden = decoder.next(active)
 
@@ -458,7 +464,7 @@ class _Chooser(LogitsProcessor):
         """Return logits [b, V] that are 0 at the token sampled from ``scores`` [b, V] and −inf elsewhere."""
         step = input_ids.size(1) - self.width
         states = self.states[0] if self.states else None
-        tokens = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), states)
+        tokens, _ = self.responses.extend(step, self.rows, input_ids[:, -1], scores.float(), states)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(-1), 0.0)
 
 

@@ -371,6 +371,7 @@ def load(trainer: Trainer, path: Path) -> None:
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer._recorded_frozen = state["frozen"]
     trainer.store.clear()
+    trainer.recorded_trunk = state.get("progress", {}).get("keeps_trunk")
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts

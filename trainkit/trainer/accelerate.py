@@ -54,7 +54,7 @@ from trainkit.rollouts import EngineSampler
 from trainkit.runs import run
 from trainkit.runs.health import Health
 from trainkit.seeding import global_rng
-from trainkit.trainer import collecting, generation, sharing
+from trainkit.trainer import collecting, generation, sharing, stored
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.returns import checked_batch
@@ -63,6 +63,7 @@ from trainkit.trainer.text import TextTrainer
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=MethodConfig)
+B = TypeVar("B", bound=Batch)
 
 SAMPLER_TOLERANCE = 1e-4
 """Largest difference between log-probabilities of sampler and policy that counts as rounding in float32."""
@@ -127,6 +128,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
         self._equal_scores_told = self._drops_told = False
+        self.collected_rows, self.checks_memory = 0, True
+        """The rows of the offline collection at hand; whether it is still open if their frozen layers' output fits."""
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -211,6 +214,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
             else:  # of a model that scores text
                 policy = make_policy(model)
+            policy.row_limit = self.row_limit
         run.check_frozen(self, policy)
         sharing.prepare(self, policy)
         return policy
@@ -282,9 +286,24 @@ class AccelerateRLTrainer(TextTrainer[M]):
         sharing.decide(self, parts[0][0].sequences if parts else None)
 
     def begin_experience(self, rows: list[Row]) -> None:
-        """Decide by the lengths of some pairs whether their prompts are shared."""
+        """Decide whether the output of frozen layers is kept, and by some pairs whether prompts are shared."""
+        if not self.online:
+            stored.begin(self, len(rows))
         pairs = "pairs" in self.inputs and bool(rows)
         sharing.decide(self, self.encode_preferences(rows[: sharing.SEEN]).both if pairs else None)
+
+    def made_experience(self, rows: list[Row]) -> Batch:
+        """Return what `make_experience` makes of rows of a collection; offline with the output of frozen layers."""
+        made = super().made_experience(rows)
+        return made if self.online else self.through_trunk(made)
+
+    def through_trunk(self, batch: B) -> B:
+        """Return a batch of an offline collection whose sequences have the output of the frozen lower layers.
+
+        These layers then run once for all passes. It is unchanged if no layer is frozen, or the output is not kept. The
+        loop calls it on what `make_experience` returns; an algorithm that asks the reference calls it before.
+        """
+        return stored.with_trunk(self, batch) if self.collected_rows else batch
 
     @property
     def scores_rollouts(self) -> bool:
@@ -306,6 +325,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
         super().fill_store()
+        self.collected_rows = 0
         if not self.rewarded:
             return
         scores = torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collection.scores])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,7 +39,8 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
     found: dict[str, float] = {}
     samples: list[Record] = []
-    with trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
+    unchanged = nullcontext() if trainer.row_limit is None else trainer.row_limit.unchanged()
+    with unchanged, trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
         if trainer.eval_rows:
             with trainer._sampling_model():
                 found, samples = trainer.evaluation()
@@ -76,9 +78,8 @@ def on_prompts(trainer: Trainer) -> tuple[dict[str, float], list[Record]]:
 @torch.no_grad()
 def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     """Return the loss and metrics over the held-out samples as ``eval/<name>``: exact means over all processes."""
-    if trainer.held_out is None:
-        trainer.held_out = _experience(trainer)
-    experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(trainer.held_out))
+    held = trainer.held_out = _experience(trainer) if trainer.held_out is None else trainer.held_out
+    experience = checked_batch(trainer, "prepare_step", trainer.prepare_step(held))
 
     def measured(micro: Batch) -> m.Metrics:
         trainer._stop.progressed()
@@ -86,6 +87,13 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
 
     found = m.merge(*trainer.each_together(trainer.micro_batches(experience), measured))
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
+
+
+def prepare_held_out(trainer: AcceleratedLoop[Any]) -> None:
+    """Make the experience of the held-out samples, if evaluations will need it; inside `inference`."""
+    if trainer.eval_samples and trainer.config.train.eval_interval and trainer.held_out is None:
+        with trainer._discarding_records():
+            trainer.held_out = _experience(trainer)
 
 
 def _experience(trainer: AcceleratedLoop[Any]) -> Batch:

@@ -16,13 +16,22 @@ from torch import Tensor
 from trainkit import metrics as m
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, RolloutStore, Row, shuffled
-from trainkit.errors import ConfigError, DataError, NonFiniteError, PluginError, RewardError
+from trainkit.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PluginError,
+    RewardError,
+    TrainkitError,
+)
 from trainkit.functional import exact
+from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
 from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -283,6 +292,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 with self._stop.interruptible(False):
                     self._prepare_store()
                 self._torn = False
+            parking.park(self)
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
@@ -319,8 +329,11 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.begin_experience(rows)
         for start in range(0, len(rows), size):
             self._stop_if_asked()
-            made = self.make_experience(rows[start : start + size])
-            self.store.push(checked_batch(self, "make_experience", made))
+            self.store.push(self.made_experience(rows[start : start + size]))
+
+    def made_experience(self, rows: list[Row]) -> Batch:
+        """Return what `make_experience` makes of rows of a collection, checked."""
+        return checked_batch(self, "make_experience", self.make_experience(rows))
 
     def begin_experience(self, rows: list[Row]) -> None:
         """Prepare for making experience of ``rows``, those of a collection in this process."""
@@ -478,9 +491,64 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
-        device, rank = self.accelerator.device, self.accelerator.process_index
-        micros = self.micro_batches(self._prepared_for_step(batch))
         share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
+        prepared = self._prepared_for_step(batch)
+        recorded = self._pending
+        while (found := self._attempt(self.micro_batches(prepared), share)) is None:
+            self._pending = recorded
+            self.optimizer.zero_grad()
+            release()
+        self.sharding.exchange()
+        return found
+
+    def _attempt(self, micros: list[Batch], share: Tensor) -> m.Metrics | None:
+        """Make the passes of a step; return None if they are to be made again with the new `row_limit`.
+
+        That is when they did not fit into the memory of some process. Random numbers are drawn anew in each attempt, so
+        the gradient is that of a step which was made with this number of rows from the beginning.
+
+        Raises:
+            OutOfMemoryError: they did not fit, and there are no smaller micro-batches.
+        """
+        found: m.Metrics = {}
+        fault = ""
+        try:
+            found = self._passes(micros, share)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, TrainkitError) or not out_of_memory(error):
+                raise
+            self.optimizer.zero_grad()
+            fault = first_line(error)
+            if self.row_limit is None:
+                raise OutOfMemoryError(
+                    f"a micro-batch of {max(map(len, micros))} rows does not fit into memory ({fault}). Set "
+                    f"train.microbatch_size to a smaller number, or to 'auto'. {ADVICE}"
+                ) from error
+        return found if self.row_limit is None or self._fits(self.row_limit, max(map(len, micros)), fault) else None
+
+    def _fits(self, limit: RowLimit, rows: int, fault: str) -> bool:
+        """Return whether a step with micro-batches of ``rows`` rows has fit on every process; if not, halve the limit.
+
+        All processes then have the same limit.
+        """
+        most = torch.tensor([rows // 2 if fault else limit.rows or math.inf, -float(bool(fault))])
+        least, failed = self.min(most).tolist()
+        if failed and not least:
+            error = OutOfMemoryError(no_smaller(fault or "on another process"))
+            error.everywhere = True
+            raise error
+        limit.rows = int(least) if least < math.inf else None
+        if failed and self.accelerator.is_main_process:
+            log.warning(
+                "step %d does not fit into memory; it is made again with micro-batches of %d rows (gradient unchanged)",
+                self.progress.step + 1,
+                limit.rows,
+            )
+        return not failed
+
+    def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
+        """Make the passes of a step: accumulate the gradient, and return the metrics."""
+        device, rank = self.accelerator.device, self.accelerator.process_index
         found: m.Metrics = {}
         self.policy.train()
         with global_rng(self.config.train.seed, "dropout", self.progress.step, rank, device=device):
@@ -526,24 +594,36 @@ class AcceleratedLoop(TrainerInputs[M]):
             made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
         return made
 
+    @property
+    def _most(self) -> tuple[int | None, int | None]:
+        """The most rows and tokens of a micro-batch."""
+        size = self.config.train.microbatch_size
+        if isinstance(size, int):
+            return size, None
+        return None if self.row_limit is None else self.row_limit.rows, self.tokens_of_a_micro_batch
+
     def micro_batches(self, batch: B) -> list[B]:
         """Split a batch into the parts that go through the model one at a time."""
         return [batch] if len(groups := self._groups(batch)) == 1 else [batch.select(rows) for rows in groups]
 
     @property
     def tokens_of_a_micro_batch(self) -> int:
-        """About how many tokens a micro-batch has, unless `train.microbatch_size` is set."""
+        """About how many tokens a micro-batch has, unless `train.microbatch_size` is a number."""
         return MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
 
     def _groups(self, batch: Batch) -> list[Tensor]:
-        size, tokens = self.config.train.microbatch_size, self.tokens_of_a_micro_batch
-        return batch.groups(size, tokens, together=self.samples_per_prompt, shared=self.progress.shares_prompts)
+        return batch.groups(*self._most, together=self.samples_per_prompt, shared=self.progress.shares_prompts)
 
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
 
         While the model is divided among the processes, all of them call it together, and make equally many passes.
         """
+        if self.row_limit is None:
+            return self._read_in_groups(batch, read)
+        return self.row_limit.without_gradient(len(batch), lambda: self._read_in_groups(batch, read))
+
+    def _read_in_groups(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         groups = self._groups(batch)
         found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
         return found[torch.cat(groups).argsort().to(found.device)]

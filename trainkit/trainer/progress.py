@@ -37,6 +37,9 @@ class Progress:
     a step that was skipped."""
     tokens: int = 0
     """Units of averaging (`Batch.unit`: tokens, pairs, rows) in the steps so far, over all processes."""
+    microbatch: int | None = None
+    """The most rows of a micro-batch that fit into memory, where `train.microbatch_size` is ``auto``; None: as many as
+    without the setting."""
     seconds: float = 0.0
     """Wall time of the run, including the parts before it was resumed."""
     unusable: int = 0
@@ -49,6 +52,8 @@ class Progress:
     """Metrics of the last evaluation."""
     shares_prompts: bool = False
     """Whether the prompts of the current collection are shared among its rows."""
+    keeps_trunk: bool = False
+    """Whether the rows of an offline collection have the output of the frozen layers."""
     sampler: str = ""
     """The engine, or the class of the sampler, that `sampler_exact` describes."""
     sampler_exact: bool | None = None

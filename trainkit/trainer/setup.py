@@ -24,6 +24,9 @@ from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.models.backend import use_fast_exact_matmul, warn_of_slow_bf16
+from trainkit.models.fitting import RowLimit
+from trainkit.models.policy import Policy
+from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
 from trainkit.models.unloaded import loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
@@ -37,7 +40,7 @@ from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
@@ -124,6 +127,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
         self._check_split()
+        self._check_retries()
         self._check_collecting()
         if config.train.save_best is True and not self.rewarded and self.metric_fn is None:
             raise ConfigError(
@@ -143,6 +147,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The checkpoint that is being written while the training goes on."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
+        self.recorded_trunk: bool | None = None
+        """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
         """Fingerprints of the frozen models of the run that was resumed; None if none was."""
         others = [entry for entry in config.train.trackers if not is_tracker(name_of(entry))]
@@ -154,6 +160,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
+        auto = config.train.microbatch_size == "auto"
+        self.row_limit = RowLimit(lambda: self.progress) if auto else None
+        """The most rows of a micro-batch that fit, if `train.microbatch_size` is ``auto``."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
@@ -191,6 +200,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Whether the algorithm compares with a reference.
 
         It is a frozen copy of the model as it was before the first update, unless the user chooses another model.
+        """
+        return False
+
+    @property
+    def reference_makes_experience(self) -> bool:
+        """Whether `make_experience` alone asks the reference, so that its weights leave memory after one collection.
+
+        Whoever asks for it later gets it nevertheless: its weights are then read from a file.
         """
         return False
 
@@ -246,6 +263,15 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 f"per prompt cannot share equally; give a multiple of {world * k}"
             )
 
+    def _check_retries(self) -> None:
+        """Raise a `ConfigError` if a step cannot be made again after one process ran out of memory."""
+        if self.config.train.microbatch_size == "auto" and not self.sharding.repeats:
+            raise ConfigError(
+                f"train.microbatch_size is 'auto', and with train.sharding {name_of(self.config.train.sharding)!r} "
+                "processes wait for each other within a pass, so none can make it again alone; give a number, which "
+                "trainkit estimate finds"
+            )
+
     def _leave_out_disabled(self) -> None:
         """Remove plugins that are disabled from the configuration, and so from the record of the run."""
         config = self.config
@@ -298,7 +324,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def unwrapped(self) -> Any:
         """The trainable model itself, without the wrapper of accelerate."""
         with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
-            return self.get_arch(self.config)
+            model = self.get_arch(self.config)
+        if self.config.train.gradient_checkpointing:
+            recompute_activations(model)
+        if isinstance(model, Policy):
+            model.row_limit = self.row_limit
+        return model
 
     @cached_property
     def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -373,6 +404,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         reference = self._prepared[2]
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
+        parking.back(reference, self.accelerator.device)
         return reference
 
     @cached_property

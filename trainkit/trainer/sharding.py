@@ -45,6 +45,8 @@ class Sharding(ABC):
     stays_divided: ClassVar[bool] = False
     """Whether the model need not be gathered outside of training steps either: processes run it together, also without
     a gradient, and each writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints."""
+    repeats: ClassVar[bool] = False
+    """Whether a process can make the passes of a step again, because none waits for others before `exchange`."""
     gathered = False
     """Whether `whole` is entered now."""
     policy: nn.Module
@@ -97,6 +99,9 @@ class Sharding(ABC):
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which processes exchange gradients only if this is the last micro-batch."""
 
+    def exchange(self) -> None:  # noqa: B027  (gradients are exchanged in the last pass)
+        """Average the gradients of all processes after the last pass, where `repeats` and steps may be made again."""
+
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of ``loss``; the gradients of all processes are averaged."""
         self.accelerator.backward(loss)
@@ -126,14 +131,28 @@ class Sharding(ABC):
 
 
 class Replicated(Sharding):
-    """Every process has the whole model; gradients are averaged by DDP."""
+    """Every process has the whole model; gradients are averaged by DDP.
+
+    Where `train.microbatch_size` is ``auto``, they are averaged by `exchange` instead: a process that is out of memory
+    in a pass makes it again, and DDP would let the others wait.
+    """
 
     divides = False
+    repeats = True
+    apart = False
+    """Whether processes make the passes of a step without each other."""
+
+    def check(self, config: TRLConfig[Any]) -> None:
+        """Set whether gradients are averaged by `exchange`; every configuration can be trained."""
+        self.apart = config.train.microbatch_size == "auto"
 
     def prepare(
         self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
     ) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""
+        if self.apart:
+            self.policy = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
+            return self.policy, self.accelerator.prepare_optimizer(make(model))
         self.policy, optimizer = self.accelerator.prepare(model, make(model))
         return self.policy, optimizer
 
@@ -147,7 +166,18 @@ class Replicated(Sharding):
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context in which DDP exchanges gradients only if this is the last micro-batch."""
-        return torch.enable_grad() if last else self.accelerator.no_sync(self.policy)
+        return torch.enable_grad() if last or self.apart else self.accelerator.no_sync(self.policy)
+
+    def exchange(self) -> None:
+        """Average the gradients of all processes, if DDP does not; one that a process lacks counts as 0."""
+        if not self.apart or self.accelerator.num_processes == 1:
+            return
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        has = torch.tensor([float(each.grad is not None) for each in trained], device=self.accelerator.device)
+        for parameter, count in zip(trained, self.accelerator.reduce(has, "sum").tolist(), strict=True):
+            if count:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.accelerator.reduce(own, "mean")
 
 
 class FSDP2(Sharding):

@@ -104,7 +104,7 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
     """
     if not rows or prompts == rows:
         return False
-    device, size = trainer.accelerator.device.type, trainer.config.train.microbatch_size
+    device, size = trainer.accelerator.device.type, trainer._most[0]
     prompt, whole = prompt_tokens / rows, tokens / rows
     if "pairs" in trainer.inputs and size is not None:
         size *= 2  # a pair is two rows

@@ -193,10 +193,11 @@ class DPOTrainer(PairTrainer[DPOConfig]):
     """Trainer of DPO on the pairs of a dataset; the reference's log-probabilities are computed once (F-12)."""
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "pairs")
+    reference_makes_experience: ClassVar[bool] = True
 
     def make_experience(self, rows: list[Row]) -> DPOBatch:
         """Return the pairs as token sequences [B, T], with log π_ref of both sides [B]."""
-        pairs = self.encode_preferences(rows)
+        pairs = self.through_trunk(self.encode_preferences(rows))
         ref = torch.zeros(len(rows), 2, device=pairs.chosen.input_ids.device)
         if self.needs_reference:
             ref = self.in_micro_batches(pairs, lambda micro: torch.stack(self.read(self.reference, micro), dim=1))

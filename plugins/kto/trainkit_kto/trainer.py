@@ -46,6 +46,7 @@ class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
 
     inputs: ClassVar[tuple[str, ...]] = ("samples", "labels")
     needs_reference: ClassVar[bool] = True
+    reference_makes_experience: ClassVar[bool] = True
 
     def add_samples(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> None:
         """Set the samples to train on, and check their labels; those of a stream are not known in advance."""
@@ -67,11 +68,11 @@ class KTOTrainer(Declared, AccelerateRLTrainer[KTOConfig]):
 
     def make_experience(self, rows: list[Row]) -> KTOBatch:
         """Return samples and mismatched samples as sequences [B, T], with log π_ref [B]."""
-        own = self.encode_samples(rows)
+        own = self.through_trunk(self.encode_samples(rows))
         desirable = torch.tensor([row["label"] for row in rows], device=own.input_ids.device)
         if self.method.reference_point == "zero":
             return KTOBatch(own, self.ref_logps(own), desirable)
-        others = self.encode_samples([row["mismatched"] for row in rows])
+        others = self.through_trunk(self.encode_samples([row["mismatched"] for row in rows]))
         return KTOBatch(own, self.ref_logps(own), desirable, others, self.ref_logps(others))
 
     def ref_logps(self, sequences: Sequences) -> Tensor:

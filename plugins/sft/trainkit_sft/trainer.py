@@ -5,18 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trainkit import AccelerateRLTrainer, Row, Sequences, TRLConfig, register_trainer
+from trainkit import AccelerateRLTrainer, Batch, Row, Sequences, TRLConfig, register_trainer
 from trainkit.errors import ConfigError
 from trainkit.functional import nll
 from trainkit.metrics import Mean, Metrics
 from trainkit.models import check_packing, embedding_noise, load_model, make_policy
 from trainkit_sft.config import SFTConfig
 from trainkit_sft.kit import Declared
+
+B = TypeVar("B", bound=Batch)
 
 AT_ONCE = 1000
 """Number of samples that are encoded at a time to measure their lengths."""
@@ -64,6 +66,10 @@ class SFTTrainer(Declared, AccelerateRLTrainer[SFTConfig]):
             after_first = torch.arange(sequences.input_ids.size(1), device=sequences.input_ids.device) > 0
             sequences = replace(sequences, response_mask=sequences.attention_mask & after_first)
         return sequences.packed([len(row["samples"]) for row in rows]) if packed else sequences
+
+    def through_trunk(self, batch: B) -> B:
+        """Return the batch with the output of frozen layers; unchanged with noise, which is added below them."""
+        return batch if self.method.neftune_alpha else super().through_trunk(batch)
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
         """Return the negative log-likelihood, a mean over output tokens. -> []."""

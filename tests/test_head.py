@@ -1,0 +1,100 @@
+"""The output head in blocks of the vocabulary: the numbers and gradients of all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainkit.models.head as module
+from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
+from trainkit.models.head import read_head, reads_in_blocks
+
+N, V, D = 20, 50, 8
+SIZES = pytest.mark.parametrize(
+    ("block", "narrowest", "kept"), [(2**22, 1024, 2**23), (64, 7, 0), (64, 7, 2**23)], ids=["one", "again", "kept"]
+)
+
+
+def mask_of(dims: int, generator: torch.Generator) -> Tensor | None:
+    """A mask that forbids whole blocks, and allows token 20 everywhere."""
+    if not dims:
+        return None
+    mask = torch.rand((V,) * dims, generator=generator) < 0.4
+    mask[..., :14], mask[..., 20] = False, True
+    return mask
+
+
+@SIZES
+@pytest.mark.parametrize("dims", [0, 1, 2])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_numbers_and_gradients_are_those_of_all_logits(
+    block: int,
+    narrowest: int,
+    kept: int,
+    dims: int,
+    entropy: bool,
+    bias: bool,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("BLOCK", block), ("NARROWEST", narrowest), ("KEPT", kept)):
+        monkeypatch.setattr(module, name, value)
+    generator = torch.Generator().manual_seed(1)
+    head = nn.Linear(D, V, bias=bias).double()
+    states = torch.randn(N, D, dtype=torch.float64, generator=generator).requires_grad_()
+    mask = mask_of(dims, generator)
+    previous = torch.randint(V, (N,), generator=generator)
+    tokens = torch.randint(V, (N,), generator=generator) if mask is None else torch.full((N,), 20)
+    factors = torch.randn(2, N, dtype=torch.float64, generator=generator)
+    assert reads_in_blocks(head, states)
+
+    def at_once() -> tuple[Tensor, Tensor]:
+        logits = allow_logits(head(states) / temperature, previous, mask)
+        return token_logprobs(logits, tokens), entropy_from_logits(logits)
+
+    def in_blocks() -> tuple[Tensor, Tensor]:
+        return read_head(
+            head, states, tokens, previous, temperature=temperature, logit_mask=mask, entropy=entropy
+        )  # fmt: skip
+
+    found = []
+    for read in (at_once, in_blocks):
+        logprobs, entropies = read()
+        loss = (factors[0] * logprobs).sum() + ((factors[1] * entropies).sum() if entropy else 0)
+        found.append(
+            (logprobs, *([entropies] if entropy else []), *torch.autograd.grad(loss, [states, *head.parameters()]))
+        )
+    for expected, given in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_without_gradient_the_numbers_have_the_same_bits() -> None:
+    """A reference is read without one, and the divergence before the first update is 0."""
+    head, states, tokens = nn.Linear(D, V), torch.randn(N, D), torch.arange(N)
+    with torch.no_grad():
+        alone = read_head(head, states, tokens, tokens)[0]
+    assert torch.equal(read_head(head, states, tokens, tokens)[0], alone)
+
+
+def test_only_what_is_trained_gets_a_gradient() -> None:
+    head, states, tokens = nn.Linear(D, V).requires_grad_(False), torch.randn(N, D).requires_grad_(), torch.arange(N)
+    read_head(head, states, tokens, tokens)[0].sum().backward()
+    assert states.grad is not None
+    assert head.weight.grad is None
+
+
+def test_other_heads_are_left_to_their_own_forward_pass() -> None:
+    states = torch.randn(N, D)
+
+    class Scaled(nn.Linear):
+        pass
+
+    hooked = nn.Linear(D, V)
+    hooked.register_forward_hook(lambda *_: None)
+    for head in (Scaled(D, V), hooked, nn.Linear(D, V).bfloat16()):
+        assert not reads_in_blocks(head, states)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not reads_in_blocks(nn.Linear(D, V), states)

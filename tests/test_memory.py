@@ -1,0 +1,287 @@
+"""Memory: activations that are computed again, and micro-batches that fit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forking
+import researchers.critics  # noqa: F401  (registers two algorithms)
+from trainkit.errors import ConfigError, OutOfMemoryError
+from trainkit.models.recomputing import recompute_activations
+from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.checks.tools import flat_gradient
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.sharding import FSDP2, Replicated
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("sft", {}),
+    "llama": ("dpo", {"model": tiny_llama(10)}),
+    "encoder-decoder": ("rloo", {"model": tiny_t5(10)}),
+    "bart": ("rloo", {"model": tiny_bart(10)}),
+    "value head": ("ppo", {}),
+    "adapter": ("ppo", {"model__peft_config": LORA}),
+    "adapter of an offline method": ("sft", {"model__peft_config": LORA}),
+    "frozen layers": ("ppo", {"model__num_layers_unfrozen": 1}),
+    "frozen layers of an offline method": ("sft", {"model__num_layers_unfrozen": 1}),
+    "layers of the critic": ("_test_branch", {}),
+    "critic of its own": ("_test_critic", {}),
+    "score head": ("reward", {}),
+    "dropout": ("sft", {"model": tiny_gpt2(10, **DROPOUT), "model__disable_dropout": False}),
+}
+
+
+def gradient(trainer: Any, batch: Any) -> Tensor:
+    """The gradient of a step, as the loop computes it."""
+    trainer._gradient(batch, batch.weight)
+    return flat_gradient(trainer)
+
+
+def kept(trainer: Any, batch: Any) -> int:
+    """Bytes that the forward pass keeps for the backward pass, apart from parameters."""
+    own = {p.untyped_storage().data_ptr() for p in trainer.unwrapped.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    prepared = trainer._prepared_for_step(batch)
+    trainer.policy.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss, _ = trainer.measure(prepared)
+    del loss
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_that_are_computed_again_give_the_same_gradient(case: str, tmp_path: Path) -> None:
+    name, changes = CASES[case]
+    separate = {"train__share_prompts": False, **changes}  # as with checkpointing
+    plain, again = (
+        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **separate) for on in (False, True)
+    )
+    plain.collect()
+    for trainer in (plain, again):
+        trainer.policy.double()
+    batch = plain.store.experience.map(lambda x: x.double() if x.is_floating_point() else x)
+    torch.testing.assert_close(gradient(plain, batch), gradient(again, batch), rtol=1e-10, atol=1e-13)
+    assert kept(again, batch) < kept(plain, batch)
+
+
+@pytest.mark.parametrize("name", ["rloo", "ppo"])
+def test_sampling_is_not_affected_by_checkpointing(name: str, tmp_path: Path) -> None:
+    """transformers drops caches of checkpointed layers in training mode; the sampler runs in evaluation mode."""
+    settings = {"model": tiny_llama(10), "train__share_prompts": False}  # as with checkpointing
+    runs = [
+        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **settings) for on in (False, True)
+    ]
+    for trainer in runs:
+        trainer.learn()
+    assert torch.equal(*(run.generate(["a", "bcd"]).sequences.input_ids for run in runs))
+    for a, b in zip(*(run.unwrapped.parameters() for run in runs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_layers_keep_nothing_for_the_backward_pass(tmp_path: Path) -> None:
+    """The hook of transformers by which embeddings require a gradient would run it through frozen layers."""
+    frozen = tiny_trainer(
+        "sft", tmp_path, train__gradient_checkpointing=True, model__num_layers_unfrozen=1, model=tiny_gpt2(10)
+    )
+    frozen.policy.train()
+    assert not frozen.unwrapped.model.get_input_embeddings()(torch.zeros(1, dtype=torch.long)).requires_grad
+
+
+def test_models_that_cannot_compute_activations_again_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Linear does not support it .*set it to false"):
+        recompute_activations(nn.Linear(2, 2))
+    trainer = tiny_trainer("sft", tmp_path)
+    model = copy.deepcopy(trainer.unwrapped)
+    type(model.model).supports_gradient_checkpointing = False
+    try:
+        with pytest.raises(ConfigError, match=r"GPT2LMHeadModel does not support it \(.*\); set it to false"):
+            recompute_activations(model)
+    finally:
+        del type(model.model).supports_gradient_checkpointing
+
+
+# ------------------------------------------------------------------------------------------- micro-batches that fit
+
+
+AUTO: dict[str, Any] = {"train__microbatch_size": "auto"}
+FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes")
+
+
+class Full:
+    """Memory in which only so many rows of a pass fit: a hook before the forward pass of the language model."""
+
+    def __init__(self, trainer: Any, rows: int, error: Exception = FULL, *, after: int = 0) -> None:
+        self.rows, self.error, self.after, self.seen = rows, error, after, []
+        trainer.unwrapped.model.base_model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __deepcopy__(self, memo: Any) -> Full:
+        return self  # the reference, a copy of the model, is limited too
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs.get("use_cache") is not False or "input_ids" not in kwargs:  # the sampler's
+            return
+        rows = len(kwargs["input_ids"])
+        self.seen.append((rows, torch.is_grad_enabled()))
+        self.after -= 1
+        if rows > self.rows and self.after < 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [FULL, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
+@pytest.mark.parametrize("name", ["sft", "ppo", "rloo"])
+def test_a_run_that_is_out_of_memory_equals_one_with_the_size_that_fits(
+    name: str, error: Exception, tmp_path: Path
+) -> None:
+    """With dropout, whose random numbers are drawn anew in every attempt."""
+    changes = {"model": tiny_gpt2(10, **DROPOUT), "model__disable_dropout": False, "train__save_interval": 2}
+    plenty, scarce = (tiny_trainer(name, tmp_path / each, **changes, **AUTO) for each in ("plenty", "scarce"))
+    plenty.progress.microbatch = 2
+    full = Full(scarce, 2, error)
+    for trainer in (plenty, scarce):
+        trainer.learn()
+    assert scarce.progress.microbatch == 2
+    assert max(rows for rows, _ in full.seen) > full.rows
+    for a, b in zip(plenty.unwrapped.parameters(), scarce.unwrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_of_passes_that_fitted_before_are_not_kept(tmp_path: Path) -> None:
+    """The second of two micro-batches does not fit: what the first has accumulated must not count twice."""
+    changes = {"train__total_steps": 1, "train__max_grad_norm": None, "optimizer__name": "sgd", "optimizer__lr": 1.0}
+    fixed = tiny_trainer("sft", tmp_path / "fixed", train__microbatch_size=2, **changes)
+    scarce = tiny_trainer("sft", tmp_path / "scarce", **AUTO, **changes)
+    scarce.progress.microbatch = 4
+    full = Full(scarce, 2, after=1)
+    fixed.learn()
+    scarce.learn()
+    assert full.seen[:2] == [(4, True), (4, True)]
+    for a, b in zip(fixed.unwrapped.parameters(), scarce.unwrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
+def test_passes_without_gradient_are_divided_too(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path, **AUTO)
+    full = Full(trainer, 1)
+    trainer.progress.microbatch = 1
+    trainer.collect()
+    assert set(full.seen) == {(1, False)}
+    assert len(full.seen) == 32  # 16 responses in policy and reference; 32 of the pairs in the reference
+
+
+@pytest.mark.parametrize("name", ["ppo", "sft"])
+def test_resuming_uses_the_size_that_was_found(name: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"train__save_interval": 1, **AUTO}
+    straight = tiny_trainer(name, tmp_path / "straight", **changes)
+    Full(straight, 3)
+    straight.learn()
+    stopped = tiny_trainer(name, tmp_path / "stopped", **changes, train__total_steps=3)
+    Full(stopped, 3)
+    stopped.learn()
+    resumed = tiny_trainer(name, tmp_path / "stopped", **changes, train__resume="auto")
+    resumed.learn()  # with memory enough for any size
+    assert resumed.progress.microbatch == straight.progress.microbatch == 2
+    for a, b in zip(straight.unwrapped.parameters(), resumed.unwrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluating_does_not_change_the_size(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, **AUTO)
+    trainer.add_eval_samples([("a", "bc")] * 8)
+    trainer.progress.microbatch = 8
+    Full(trainer, 3)
+    trainer.policy.eval()
+    trainer.eval_rows = []
+    trainer.evaluate()
+    assert trainer.progress.microbatch == 8
+
+
+@pytest.mark.parametrize("size", ["auto", 1])
+def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do(size: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, train__microbatch_size=size)
+    Full(trainer, 0)
+    before = [parameter.clone() for parameter in trainer.unwrapped.parameters()]
+    with pytest.raises(OutOfMemoryError, match=r"1 rows|one row") as caught:
+        trainer.learn()
+    for told in ("DefaultCPUAllocator", "train.gradient_checkpointing", "model.peft_config", "train.sharding"):
+        assert told in str(caught.value)
+    assert all(map(torch.equal, before, trainer.unwrapped.parameters()))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, **AUTO)
+    Full(trainer, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.learn()
+
+
+def test_divided_models_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicated, "repeats", False)  # as of FSDP2 and DeepSpeed
+    with pytest.raises(ConfigError, match=r"train.microbatch_size is 'auto'.*give a number"):
+        tiny_trainer("sft", tmp_path, **AUTO)
+    assert not FSDP2.repeats
+
+
+def test_two_processes_agree_on_the_size_that_fits(tmp_path: Path) -> None:
+    """One of them is out of memory; both make the step again, and the weights are those of a run with that size."""
+    forking.run(Path(__file__).parent / "scarce.py", 2, str(tmp_path), limit=300)
+    ends = [torch.load(tmp_path / f"{name}.pt") for name in ("fixed", "scarce")]
+    assert ends[1].pop("rows") == [2, 2]
+    ends[0].pop("rows")
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=1e-6)
+
+
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from trainkit.testing import tiny_gpt2
+from trainkit.testing.trainers import tiny_trainer
+
+where, limited = Path(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+model = tiny_gpt2(10, n_embd=256, n_layer=4, n_head=4, n_positions=256)
+trainer = tiny_trainer(
+    "sft", where / "run", model=model, train__microbatch_size="auto" if limited else int(sys.argv[3]),
+    train__total_steps=2, train__seq_length=256, arguments={"samples": [("a", "bcdefgh" * 36)] * 16},
+)
+trainer.policy
+if limited:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(limited) * 2**20,) * 2)
+trainer.learn()
+torch.save({**trainer.unwrapped.state_dict(), "rows": trainer.progress.microbatch}, where / "end.pt")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited so on Linux alone")
+def test_a_process_whose_memory_is_limited_trains_as_one_with_the_size_that_fits(tmp_path: Path) -> None:
+    """Under RLIMIT_AS, with errors of the allocator itself."""
+    ends = []
+    for name, arguments in (("auto", ["120"]), ("fixed", ["", "{rows}"])):
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / name)]
+        command += [each.format(rows=ends[-1]["rows"] if ends else "") for each in arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-3000:]
+        ends.append(torch.load(tmp_path / name / "end.pt"))
+    assert ends[0].pop("rows") in (1, 2, 4)
+    ends[1].pop("rows")
+    for name, tensor in ends[0].items():  # products may take other kernels where memory is scarce, which round
+        torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=1e-5)

@@ -1,0 +1,134 @@
+"""The reference of offline methods leaves memory after its only pass, and whoever asks for it gets it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainkit
+from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import parking
+
+PAIRS = [{"prompt": "a", "chosen": "bc", "rejected": "d"}, {"prompt": "ef", "chosen": "g", "rejected": "ha"}] * 4
+LABELS = [{"prompt": "a", "output": "bc", "label": True}, {"prompt": "ef", "output": "g", "label": False}] * 4
+HELD_OUT = {"dpo": PAIRS, "kto": LABELS}
+METHODS = pytest.mark.parametrize("name", ["dpo", "kto"])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "SMALLEST", 1)
+
+
+class Watch:
+    """A callback that looks whether the reference's weights of the start still exist at each step."""
+
+    def __init__(self, asks: bool = False) -> None:
+        self.asks, self.alive, self.told, self.first = asks, list[bool](), list[Tensor](), dict[str, Tensor]()
+
+    @trainkit.hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        weight = next(iter(trainer.reference.policy.parameters()))
+        self.storage = weakref.ref(weight.untyped_storage())
+        self.first = {name: tensor.clone() for name, tensor in trainer.reference.policy.state_dict().items()}
+
+    @trainkit.hookimpl
+    def on_step(self, trainer: Any) -> None:
+        gc.collect()
+        self.alive.append(self.storage() is not None)
+        if self.asks:
+            for name, tensor in trainer.reference.policy.state_dict().items():
+                assert torch.equal(tensor, self.first[name])
+
+
+def run(name: str, path: Path, watch: Watch | None = None, **changes: Any) -> Any:
+    trainer = tiny_trainer(
+        name, path, callbacks=[watch or Watch()], train__total_steps=4, optimizer__lr=1e-2, **changes
+    )
+    trainer.learn()
+    return trainer
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
+
+
+@METHODS
+def test_its_weights_leave_memory_and_the_run_ends_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, left = Watch(), Watch(asks=True)
+    usual = weights(run(name, tmp_path / "kept", kept))
+    monkeypatch.setattr(parking, "SMALLEST", 1)
+    trainer = run(name, tmp_path / "left", left)
+    assert (kept.alive, left.alive) == ([True] * 4, [False] * 4)
+    assert all(map(torch.equal, usual, weights(trainer)))
+    assert not list((tmp_path / "left").glob("tmp*")), "the file has no name"
+
+
+@METHODS
+@pytest.mark.usefixtures("small")
+def test_a_run_that_resumes_without_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    usual = weights(run(name, tmp_path / "whole"))
+    first = tiny_trainer(name, tmp_path / "cut", train__total_steps=4, optimizer__lr=1e-2, train__save_interval=2)
+    first.update = _stopping(first)
+    with pytest.raises(KeyboardInterrupt):
+        first.learn()
+    watch = Watch(asks=True)
+    second = run(name, tmp_path / "cut", watch, train__save_interval=2, train__resume="auto")
+    assert watch.alive == [True] * 2, "the file that it has left for"
+    assert all(map(torch.equal, watch.first.values(), first.reference.policy.state_dict().values()))
+    assert all(map(torch.equal, usual, weights(second)))
+
+
+def _stopping(trainer: Any) -> Any:
+    honest = trainer.update
+
+    def update(batch: Any) -> Any:
+        if trainer.progress.step == 2:
+            raise KeyboardInterrupt
+        return honest(batch)
+
+    return update
+
+
+@METHODS
+@pytest.mark.usefixtures("small")
+def test_held_out_samples_are_prepared_before_it_leaves(name: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path, train__total_steps=4, train__eval_interval=2)
+    trainer.add_eval_samples(HELD_OUT[name])
+    trainer.begin()
+    trainer.collect()
+    assert trainer.held_out is not None
+    assert trainer.evaluate()["eval/rewards/margins"] == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_one_that_shares_frozen_layers_leaves_with_its_own_alone(tmp_path: Path) -> None:
+    trainer = tiny_trainer("dpo", tmp_path, model__num_layers_unfrozen=1)
+    trainer.begin()
+    shared = {p.data_ptr() for p in trainer.unwrapped.parameters() if not p.requires_grad}
+    trainer.collect()
+    kept = {p.data_ptr() for p in trainer.reference.policy.parameters()}
+    assert shared
+    assert shared < kept
+
+
+@pytest.mark.usefixtures("small")
+def test_it_stays_if_its_weights_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> list[Tensor]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parking, "_written", full)
+    watch = Watch()
+    run("dpo", tmp_path, watch)
+    assert watch.alive == [True] * 4
+    assert "the reference stays in memory, because its weights cannot be written: [Errno 28]" in caplog.text

@@ -1,0 +1,122 @@
+"""Passes that do not fit into memory, and the number of rows that does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from trainkit.errors import OutOfMemoryError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+"""What messages of a `RuntimeError` say if the memory of the CPU does not suffice."""
+ADVICE = (
+    "Set train.gradient_checkpointing to true, shorten sequences (train.seq_length, rollout.max_new_tokens), train an "
+    "adapter (model.peft_config), or divide the model among processes (train.sharding); trainkit estimate CONFIG says "
+    "what fits"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory does not suffice, on an accelerator or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in ON_CPU)
+
+
+class Holder(Protocol):
+    """What holds the number of rows that fit."""
+
+    microbatch: int | None
+
+
+class RowLimit:
+    """The most rows that are run through a model at a time, halved when they do not fit into memory.
+
+    Copies of a model share it.
+
+    Args:
+        holder: returns what holds the number, in the attribute ``microbatch``; None: no limit.
+    """
+
+    def __init__(self, holder: Callable[[], Holder]) -> None:
+        self._holder = holder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    @property
+    def rows(self) -> int | None:
+        """The most rows; None: no limit."""
+        return self._holder().microbatch
+
+    @rows.setter
+    def rows(self, rows: int | None) -> None:
+        self._holder().microbatch = rows
+
+    def without_gradient(self, rows: int, run: Callable[[], T]) -> T:
+        """Return what ``run`` returns, which runs a model without gradient and by no more than `rows` at a time.
+
+        It is called again with half the limit while it does not fit.
+
+        Args:
+            rows: the rows that it reads.
+            run: the function; it has no other effect than what it returns.
+
+        Raises:
+            OutOfMemoryError: one row does not fit.
+        """
+        while True:
+            used = rows if self.rows is None else min(rows, self.rows)
+            try:
+                return run()
+            except (RuntimeError, MemoryError) as error:
+                if isinstance(error, OutOfMemoryError) or not out_of_memory(error):
+                    raise
+                fault = first_line(error)
+            self.rows = halved(used, fault)
+            release()
+            log.warning("%d rows at a time do not fit into memory; trying %d", used, self.rows)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore the limit at the end of the block."""
+        rows = self.rows
+        try:
+            yield
+        finally:
+            self.rows = rows
+
+
+def halved(rows: int, fault: str) -> int:
+    """Return half of ``rows``.
+
+    Raises:
+        OutOfMemoryError: there is one row.
+    """
+    if rows == 1:
+        raise OutOfMemoryError(no_smaller(fault))
+    return rows // 2
+
+
+def no_smaller(fault: str) -> str:
+    """Return the message for a row that does not fit."""
+    return f"a micro-batch of one row does not fit into memory ({fault}). {ADVICE}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def release() -> None:
+    """Give memory that is no longer used back to the device."""
+    clear_device_cache(garbage_collection=True)

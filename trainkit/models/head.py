@@ -1,0 +1,169 @@
+"""Log-probabilities and entropies from an output head, in blocks of the vocabulary, without a tensor of all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+BLOCK = 2**22
+"""The number of logits of a block: 16 MB in float32."""
+NARROWEST = 1024
+"""The smallest number of tokens of the vocabulary in a block; products of fewer are slow."""
+KEPT = 2**23
+"""The largest number of logits that are kept for the backward pass, which computes more of them again."""
+
+
+def reads_in_blocks(head: Any, states: Tensor) -> bool:
+    """Return whether `read_head` gives the log-probabilities of this head.
+
+    It must be a linear layer without hooks, whose product is not rounded to another type.
+    """
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+        return False
+    tensors = [head.weight, *([] if head.bias is None else [head.bias])]
+    plain = all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == states.dtype for tensor in tensors)
+    return plain and states.dtype.itemsize >= 4 and not torch.is_autocast_enabled(states.device.type)
+
+
+def read_head(
+    head: nn.Linear,
+    states: Tensor,
+    tokens: Tensor,
+    previous: Tensor,
+    *,
+    temperature: float = 1.0,
+    logit_mask: Tensor | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
+
+    The logits are those of a linear head, with −inf where ``logit_mask`` forbids a token. The gradient of the head is
+    written block by block, each block once.
+
+    Args:
+        head: the head, as `reads_in_blocks` accepts it.
+        states: its inputs [N, D].
+        tokens: [N].
+        previous: the tokens before these [N], for a mask with a row per previous token.
+        temperature: divides the logits.
+        logit_mask: bool [V] or [V, V], True = allowed.
+        entropy: whether to compute entropies.
+
+    Returns:
+        Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
+    """
+    arguments = (states, head.weight, head.bias, tokens, previous, logit_mask, temperature, entropy)
+    logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
+    return logprobs, entropies
+
+
+class _Read(torch.autograd.Function):
+    """The function of `read_head`; its positional arguments are the tensors and settings."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        previous: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies [N]; the sums over the vocabulary are updated block by block."""
+        top, total = states.new_full((len(states),), -torch.inf), states.new_zeros(len(states))
+        chosen, mean = torch.zeros_like(total), torch.zeros_like(total)
+        ctx.mask, ctx.temperature, kept = mask, temperature, []
+        keeps = any(ctx.needs_input_grad) and len(states) * len(weight) <= KEPT
+        for columns in _blocks(len(states), len(weight)):
+            logits = _logits(states, weight, bias, previous, mask, temperature, columns)
+            own, at = _own(tokens, columns)
+            chosen = torch.where(own, logits.gather(1, at).squeeze(1), chosen)
+            before, top = top, torch.maximum(top, logits.amax(1))
+            least = top.masked_fill(top == -torch.inf, 0.0)  # no token has been allowed so far
+            shifted = logits.sub(least.unsqueeze(1)) if keeps or entropy else logits.sub_(least.unsqueeze(1))
+            factor = (before - least).exp_()
+            exps = shifted.exp() if entropy else shifted.exp_()
+            if entropy:  # of Σ e·(z − top); −inf · 0 counts as 0
+                moved = torch.where(total > 0, total * (before - least), 0.0)
+                mean = (mean + moved) * factor + (exps * shifted.masked_fill_(exps == 0, 0.0)).sum(1)
+            total = total * factor + exps.sum(1)
+            if keeps:
+                kept.append(logits)
+        norms = top + total.log()
+        entropies = total.log() - mean / total if entropy else states.new_empty(0)
+        ctx.save_for_backward(states, weight, bias, tokens, previous, norms, entropies, *kept)
+        return chosen - norms, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients: ∂ log π / ∂z = onehot − p, and ∂H / ∂z = −p·(log p + H)."""
+        states, weight, bias, tokens, previous, norms, entropies, *kept = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        for_states = torch.zeros_like(states) if wants[0] else None
+        for_weight = torch.empty_like(weight) if wants[1] else None
+        for_bias = torch.empty_like(bias) if wants[2] else None
+        given = grads[0].unsqueeze(1)
+        for index, columns in enumerate(_blocks(len(states), len(weight))):
+            if kept:
+                logs = kept[index] - norms.unsqueeze(1)
+            else:
+                logits = _logits(states, weight, bias, previous, ctx.mask, ctx.temperature, columns)
+                logs = logits.sub_(norms.unsqueeze(1))
+            if len(entropies):
+                grad = logs.exp()
+                logs.masked_fill_(grad == 0, 0.0).add_(entropies.unsqueeze(1)).mul_(grads[1].unsqueeze(1)).add_(given)
+                grad.mul_(logs.neg_())
+            else:
+                grad = logs.exp_().mul_(-given)
+            own, at = _own(tokens, columns)
+            grad.scatter_add_(1, at, torch.where(own, grads[0], 0.0).unsqueeze(1))
+            if ctx.temperature != 1:
+                grad.div_(ctx.temperature)
+            if for_states is not None:
+                for_states.addmm_(grad, weight[columns])
+            if for_weight is not None:
+                torch.mm(grad.t(), states, out=for_weight[columns])
+            if for_bias is not None:
+                torch.sum(grad, 0, out=for_bias[columns])
+        return for_states, for_weight, for_bias, None, None, None, None, None
+
+
+def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+    """Yield the blocks of the vocabulary, which depend on nothing but the sizes."""
+    width = max(BLOCK // max(rows, 1), NARROWEST)
+    for start in range(0, vocabulary, width):
+        yield slice(start, min(start + width, vocabulary))
+
+
+def _logits(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    previous: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    columns: slice,
+) -> Tensor:
+    """Return the logits of a block of the vocabulary [N, b]."""
+    logits = F.linear(states, weight[columns], None if bias is None else bias[columns])
+    if temperature != 1:
+        logits.div_(temperature)
+    if mask is not None:
+        allowed = mask[columns] if mask.dim() == 1 else mask[:, columns][previous]
+        logits.masked_fill_(~allowed, -torch.inf)
+    return logits
+
+
+def _own(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return which tokens are in a block, bool [N], and their places in it [N, 1]; of others some place."""
+    own = (tokens >= columns.start) & (tokens < columns.stop)
+    return own, (tokens - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)

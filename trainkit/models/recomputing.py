@@ -1,0 +1,55 @@
+"""Activation checkpointing: blocks whose activations are computed again in the backward pass, and not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from trainkit.errors import ConfigError
+
+ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
+"""Methods that switch it on: of transformers, of transformers before 5.23, and of diffusers."""
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Let the trained blocks of the models in ``model`` keep only their inputs for the backward pass.
+
+    They do so in training mode. Frozen lower layers, which stay in evaluation mode, and models without trained
+    parameters are left as they are.
+
+    Raises:
+        ConfigError: one of them does not support it, or there is none.
+    """
+    models = _outermost(model)
+    for each in models:
+        name = next(name for name in ENABLE if hasattr(each, name))
+        try:
+            getattr(each, name)()
+        except ValueError as error:
+            raise ConfigError(_unsupported(type(each).__name__, str(error))) from error
+        if hasattr(each, "disable_input_require_grads"):
+            # needed for reentrant checkpoints alone; with it, frozen layers would keep activations, too
+            each.disable_input_require_grads()
+    if not models:
+        raise ConfigError(_unsupported(type(model).__name__, "it contains no model of transformers or diffusers"))
+
+
+def _outermost(model: nn.Module) -> list[Any]:
+    """Return the models of libraries in ``model`` that have trained parameters, without those inside others."""
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not any(hasattr(module, name) for name in ENABLE):
+            continue
+        inside.update(module.modules())
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            found.append(module)
+    return found
+
+
+def _unsupported(name: str, why: str) -> str:
+    return (
+        f"train.gradient_checkpointing is true, and {name} does not support it ({why}); set it to false, and for less "
+        "memory lower train.microbatch_size"
+    )
