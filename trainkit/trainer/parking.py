@@ -85,5 +85,6 @@ def _append(tensor: Tensor, file: BinaryIO) -> int:
     """Write the bytes of a tensor at the next aligned place, and return it."""
     start = -(-file.tell() // ALIGNED) * ALIGNED
     file.seek(start)
-    file.write(memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    raw: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    file.write(raw)
     return start
