@@ -17,7 +17,7 @@ TEMPLATES = ROOT / "trainkit/plugins/_templates"
 SPINE = (
     "security", "errors", "plain", "functional", "metrics", "seeding", "report", "migrating",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
-    "sweeps", "api", "examples", "cli",
+    "sweeps", "estimates", "api", "examples", "cli",
     "__init__",  # the public names
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
