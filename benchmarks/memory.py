@@ -50,9 +50,8 @@ def run(work: Work, again: bool) -> None:
     config: Any = trainkit.TRLConfig.from_dict(configuration(work, again))
     tokenizer = work.tokenizer()
     texts = work.texts(64, LENGTH)  # so long that no EOS is added, which the model does not know
-    pairs = [
-        {"prompt": text[:32], "chosen": text[32:] + text[:8], "rejected": text[:31:-1] + text[:8]} for text in texts
-    ]
+    ends = [(text[:32], text[32:] + text[:8], text[:31:-1] + text[:8]) for text in texts]
+    pairs = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in ends]
     data: dict[str, Any] = {"prompts": work.texts(256, work.prompt), "reward_fn": reward}
     if work.case in ("sft", "dpo", "reward"):
         data = {"samples": texts if work.case == "sft" else pairs}

@@ -73,7 +73,8 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     changes = {"train__gradient_checkpointing": again, "train__seq_length": 64}
     need = measure(of(name, **changes))
     long = "abcdefgh" * 20
-    samples: list[Any] = [("a", long)] * 8 if name == "sft" else [{"prompt": "a", "chosen": long, "rejected": long}] * 8
+    pair = {"prompt": "a", "chosen": long, "rejected": long[1:]}
+    samples: list[Any] = [("a", long)] * 8 if name == "sft" else [pair] * 8
     trainer = tiny_trainer(
         name, tmp_path, model__model_path=tiny_gpt2(10, **WIDE), arguments={"samples": samples}, **changes
     )
@@ -84,11 +85,12 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     def run() -> None:
         trainer.measure(batch)[0].backward()
 
-    run()
     counter = Counter()
     with counter:
+        run()  # makes the gradients
         peak = counter.most(run)
-    assert need.update == pytest.approx(peak, rel=0.05)
+    assert need.update == pytest.approx(peak, rel=0.1)
+    assert need.again(4) == pytest.approx(need.update, rel=0.1)
 
 
 def test_recomputed_activations_need_less() -> None:

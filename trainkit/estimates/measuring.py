@@ -72,7 +72,7 @@ class Need:
     """The same of sampling by `local`: the cache of keys and values, and the pass over the prompts."""
     cache: int
     """Of that, the cache of keys and values."""
-    again: Callable[[int], int] = field(repr=False, default=lambda rows: 0)
+    again: Callable[[int], int] = field(repr=False, default=int)
     """Returns `update` for another number of rows."""
 
     def with_rows(self, rows: int) -> Need:
@@ -102,13 +102,15 @@ def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | No
     example = _example(config)
     per_row = max(len(_sequences(example)), 1)
     rows = rows or _rows(trainer, lengths, per_row, device)
-    shapes = Shapes()
-    with without_data(lengths.chosen, shapes) as counter:
+    shapes, counter = Shapes(), Counter()
+    with without_data(lengths.chosen, shapes, counter):
         found = _measured(trainer, counter, lengths, example, rows)
 
     def again(count: int) -> int:
-        with without_data(lengths.chosen, shapes) as counter:
-            return counter.most(lambda: _backward(trainer, _batch(example, count, lengths, trainer.unwrapped)))
+        with without_data(lengths.chosen, shapes, counter):
+            return counter.most(
+                lambda: _backward(trainer, _batch(example, count, lengths, trainer.unwrapped, trainer.online))
+            )
 
     return replace(found, again=again)
 
@@ -129,20 +131,17 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
     blocks = [sum(held(tensors_of(block)).values()) for block in blocks_of(policy)]
 
     def update(count: int) -> int:
-        batch = _batch(example, count, lengths, policy)
+        batch = _batch(example, count, lengths, policy, trainer.online)
         return counter.most(lambda: _backward(trainer, batch))
 
     try:
         update(1)  # makes the gradients
         needed = update(rows)
         step = counter.most(optimizer.step)
-        state = sum(
-            held(x for each in optimizer.state.values() for x in each.values() if isinstance(x, Tensor)).values()
-        )
+        state = sum(held(_tensors_in(optimizer)).values())
         experience = _without_gradient(trainer, counter, lengths, example, rows)
-        sampling, cache = (
-            _sampling(trainer, counter, lengths) if trainer.online and not trainer._samples_apart else (0, 0)
-        )
+        samples = trainer.online and not trainer._samples_apart
+        sampling, cache = _sampling(trainer, counter, lengths) if samples else (0, 0)
     except TrainkitError:
         raise
     except Exception as error:  # of operators that need data, which depend on the model and the algorithm
@@ -169,6 +168,12 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         sampling=sampling,
         cache=cache,
     )
+
+
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Return the tensors of an optimizer's state."""
+    for each in optimizer.state.values():
+        yield from (value for value in each.values() if isinstance(value, Tensor))
 
 
 def _root(models: list[nn.Module], own: dict[int, int]) -> int:
@@ -248,24 +253,28 @@ def _rows(trainer: Any, lengths: Lengths, per_row: int, device: str) -> int:
     return int(min(limit, train.batch_size))
 
 
-def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any) -> Any:
-    """Return a batch like ``example`` without data, of other rows and columns."""
+def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any, stored: bool = True) -> Any:
+    """Return a batch like ``example`` without data, of other rows and columns.
+
+    ``stored``: with the output of the frozen layers, if there are some, which online algorithms compute once.
+    """
 
     def resized(x: Tensor) -> Tensor:
         columns = (lengths.tokens, *x.shape[2:]) if x.dim() > 1 else ()
         return torch.zeros((rows, *columns), dtype=x.dtype)
 
     made = example.map(resized)
-    trunk = isinstance(policy, Policy) and policy.has_trunk
+    trunk = isinstance(policy, Policy) and policy.has_trunk and stored
     return _with_trunk(made, policy) if trunk else made
 
 
 def _with_trunk(batch: Any, policy: Any) -> Any:
     """Return the batch with the output of the frozen layers, if the algorithm computes it once."""
     if isinstance(batch, Sequences):
-        return policy.through_trunk(batch)
+        with torch.no_grad():
+            return replace(batch, trunk=policy._through_trunk(batch))
     parts = {name: value for name, value in batch.parts().items() if isinstance(value, Sequences)}
-    return replace(batch, **{name: policy.through_trunk(value) for name, value in parts.items()})
+    return replace(batch, **{name: _with_trunk(value, policy) for name, value in parts.items()})
 
 
 def _backward(trainer: Any, batch: Batch) -> None:

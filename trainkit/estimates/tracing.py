@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,13 +100,20 @@ class Values(TorchFunctionMode):
 
 
 @contextmanager
-def without_data(chosen: int, shapes: Shapes) -> Iterator[Counter]:
-    """Make and run models without data inside the block; masks [B, T] select ``chosen`` elements of each row."""
-    counter, to = Counter(), nn.Module.to
+def without_data(chosen: int, shapes: Shapes, counter: Counter) -> Iterator[None]:
+    """Make and run models without data inside the block.
+
+    Args:
+        chosen: how many elements of each row a mask [B, T] selects.
+        shapes: makes the tensors; the same for all blocks in which they are used.
+        counter: counts their bytes.
+    """
+    to = nn.Module.to
     nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]  (torch cannot replace such parameters)
     try:
-        with without_weights(), shapes, counter, Values(chosen):
-            yield counter
+        with without_weights(), warnings.catch_warnings(), shapes, counter, Values(chosen):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copies
+            yield
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
 
