@@ -17,13 +17,14 @@ TEMPLATES = ROOT / "trainkit/plugins/_templates"
 SPINE = (
     "security", "errors", "plain", "functional", "metrics", "seeding", "report", "migrating",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
-    "sweeps", "api", "examples", "cli",
+    "sweeps", "estimates", "api", "examples", "cli",
     "__init__",  # the public names
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
 LAZY = {
     ("api", "data"), ("api", "trainer"),
-    ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "data"), ("cli", "migrating"), ("cli", "models"),
+    ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "data"), ("cli", "estimates"),
+    ("cli", "migrating"), ("cli", "models"),
     ("cli", "plain"),
     ("cli", "plugins"), ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "sweeps"), ("cli", "testing"),
     ("cli", "trainer"),
@@ -36,7 +37,7 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "data"), ("cli", "migrating"), ("cli", "runs"), ("cli", "sweeps"), ("cli", "testing"),
+    ("cli", "config"), ("cli", "data"), ("cli", "estimates"), ("cli", "migrating"), ("cli", "runs"), ("cli", "sweeps"), ("cli", "testing"),
     ("cli", "trainer"),
     ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),

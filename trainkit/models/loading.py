@@ -41,7 +41,7 @@ from trainkit.models.adapters import (
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
-from trainkit.models.unloaded import loads_weights
+from trainkit.models.unloaded import loads_weights, reads_weights
 from trainkit.models.value_head import find_file
 from trainkit.models.virtual import count_of, saved_count, virtual_tokens
 from trainkit.security import TRUST, hidden, is_secret
@@ -220,7 +220,9 @@ def make_policy(
 def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel:
     arguments = {"dtype": getattr(torch, config.dtype), **config.kwargs, **trust(config.kwargs)}
     model_config = load_model_config(config, key)
-    if not isinstance(config.model_path, str):
+    if not reads_weights():
+        arguments = {name: value for name, value in arguments.items() if name not in HUB}
+    if not isinstance(config.model_path, str) or not reads_weights():
         with nullcontext() if loads_weights() else torch.device("meta"):
             return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
     try:

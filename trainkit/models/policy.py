@@ -34,7 +34,7 @@ from trainkit.models.fitting import RowLimit
 from trainkit.models.head import read_head, reads_in_blocks
 from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
-from trainkit.models.unloaded import decided
+from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
 
 log = logging.getLogger(__name__)
@@ -464,7 +464,7 @@ def load_heads(policy: P, source: object, arguments: Mapping[str, Any] = Mapping
     own = getattr(source, "v_head", None)
     if critic is not None and isinstance(own, ValueHead):
         critic.value_head = own.to(critic.model.device)
-    if not isinstance(source, str):
+    if not isinstance(source, str) or not reads_weights():
         return policy
     hub, where = hub_arguments(arguments), f"{HEADS} of {source!r}"
     found = saved_heads(source, hub)

@@ -31,6 +31,25 @@ def loaded_by_one(main: bool) -> Iterator[None]:
         _loads.reset(token)
 
 
+_sized: ContextVar[bool] = ContextVar("sized", default=False)
+"""Whether models are made from their configurations alone."""
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Make models inside the block from their configurations, without reading weights."""
+    token = _sized.set(True)
+    try:
+        yield
+    finally:
+        _sized.reset(token)
+
+
+def reads_weights() -> bool:
+    """Return whether models that are made now read weights from files, in this process or another."""
+    return not _sized.get()
+
+
 def loads_weights() -> bool:
     """Return whether models that are made now get weights in this process."""
     return _loads.get() is not False

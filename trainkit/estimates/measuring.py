@@ -1,0 +1,330 @@
+"""What a run needs on one process that holds the whole model: each part, measured on passes without data."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config import TRLConfig
+from trainkit.data import Batch, Sequences
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
+from trainkit.models.loading import length_limit, load_tokenizer
+from trainkit.models.policy import Policy
+from trainkit.plugins import get_trainer
+from trainkit.rollouts.decoding import _cache
+from trainkit.testing import character_tokenizer
+from trainkit.testing.trainers import LETTERS, tiny_trainer
+from trainkit.trainer import optim
+from trainkit.trainer.accelerate import AccelerateRLTrainer
+from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
+from trainkit.trainer.sharding import blocks_of
+
+UNLIMITED = 1024
+"""The length of sequences if neither the model nor the configuration limits it."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sequence; every row is as long."""
+
+    tokens: int
+    """All tokens."""
+    chosen: int
+    """Those that are trained on."""
+
+
+@dataclass
+class Need:
+    """Bytes, of one process that holds the whole model."""
+
+    parameters: int
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    """Weights of the reference and of further frozen models that are not shared with the trained model."""
+    block: int
+    """Weights of the largest block."""
+    root: int
+    """Weights that are in no block: embeddings, head, and what follows the blocks."""
+    reference_root: int
+    step: int
+    """The most that the optimizer's step needs besides."""
+    lengths: Lengths
+    rows: int
+    """Rows of a micro-batch."""
+    update: int
+    """The most that a forward and backward pass needs besides weights and gradients."""
+    experience: int
+    """The same of passes without gradient: old policy, reference."""
+    sampling: int
+    """The same of sampling by `local`: the cache of keys and values, and the pass over the prompts."""
+    cache: int
+    """Of that, the cache of keys and values."""
+    again: Callable[[int], int] = field(repr=False, default=int)
+    """Returns `update` for another number of rows."""
+
+    def with_rows(self, rows: int) -> Need:
+        """Return the need with another number of rows in a micro-batch."""
+        return self if rows == self.rows else replace(self, rows=rows, update=self.again(rows))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the numbers as plain data."""
+        names = [each.name for each in dataclasses.fields(self) if each.name not in ("again", "lengths")]
+        return {name: getattr(self, name) for name in names} | dataclasses.asdict(self.lengths)
+
+
+def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | None = None, device: str = "cpu") -> Need:
+    """Return what a run needs; no weights are loaded, and nothing is read but the model's configuration.
+
+    Args:
+        config: the configuration.
+        prompt: tokens of a prompt. None: as many as leave room for the response.
+        rows: rows of a micro-batch. None: those of the configuration.
+        device: the kind of device, by which a micro-batch is limited where the configuration does not.
+
+    Raises:
+        ConfigError: the model cannot be found, or a pass of the algorithm cannot be made without data.
+    """
+    trainer = _trainer(config)
+    lengths = _lengths(trainer, prompt)
+    example = _example(config)
+    per_row = max(len(_sequences(example)), 1)
+    rows = rows or _rows(trainer, lengths, per_row, device)
+    shapes, counter = Shapes(), Counter()
+    with without_data(lengths.chosen, shapes, counter):
+        found = _measured(trainer, counter, lengths, example, rows)
+
+    def again(count: int) -> int:
+        with without_data(lengths.chosen, shapes, counter):
+            return counter.most(
+                lambda: _backward(trainer, _batch(example, count, lengths, trainer.unwrapped, trainer.online))
+            )
+
+    return replace(found, again=again)
+
+
+def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int) -> Need:
+    policy = trainer.unwrapped
+    own = held(tensors_of(policy))
+    reference = trainer._make_reference(policy) if trainer.needs_reference else None
+    compared: list[nn.Module] = [each.policy for each in ([] if reference is None else [reference])]
+    compared += [each.policy for each in trainer.frozen_models]
+    vars(trainer)["_prepared"] = (policy, None, reference)
+    for each in (policy, *compared):
+        if isinstance(each, Policy):
+            each.one_pass = True  # rows are of one length
+    others = {key: size for each in compared for key, size in held(tensors_of(each), own).items()}
+    trained = held(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    optimizer = optim.make_optimizer(trainer.config.optimizer, policy)
+    blocks = [sum(held(tensors_of(block)).values()) for block in blocks_of(policy)]
+
+    def update(count: int) -> int:
+        batch = _batch(example, count, lengths, policy, trainer.online)
+        return counter.most(lambda: _backward(trainer, batch))
+
+    try:
+        update(1)  # makes the gradients
+        needed = update(rows)
+        step = counter.most(optimizer.step)
+        state = sum(held(_tensors_in(optimizer)).values())
+        experience = _without_gradient(trainer, counter, lengths, example, rows)
+        samples = trainer.online and not trainer._samples_apart
+        sampling, cache = _sampling(trainer, counter, lengths) if samples else (0, 0)
+    except TrainkitError:
+        raise
+    except Exception as error:  # of operators that need data, which depend on the model and the algorithm
+        raise ConfigError(
+            f"a pass of {trainer.config.method.name!r} through {type(policy).__name__} cannot be made without data "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), so its memory cannot be estimated; train "
+            "a few steps with train.microbatch_size 'auto'"
+        ) from error
+    return Need(
+        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        weights=sum(own.values()),
+        gradients=sum(trained.values()),
+        optimizer=state,
+        reference=sum(others.values()),
+        block=max(blocks, default=0),
+        root=sum(own.values()) - sum(blocks),
+        reference_root=_root(compared, others),
+        step=max(step - state, 0),
+        lengths=lengths,
+        rows=rows,
+        update=needed,
+        experience=experience,
+        sampling=sampling,
+        cache=cache,
+    )
+
+
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Return the tensors of an optimizer's state."""
+    for each in optimizer.state.values():
+        yield from (value for value in each.values() if isinstance(value, Tensor))
+
+
+def _root(models: list[nn.Module], own: dict[int, int]) -> int:
+    """Return the bytes of models that are in no block, of the storages ``own``."""
+    inside = {key for model in models for block in blocks_of(model) for key in held(tensors_of(block))}
+    return sum(size for key, size in own.items() if key not in inside)
+
+
+def _trainer(config: TRLConfig[Any]) -> Any:
+    """Return a trainer of the configuration without trackers and plugins, in one process."""
+    alone = config.update({"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []})
+    cls = get_trainer(config.method.name)
+    if not issubclass(cls, AccelerateRLTrainer):
+        raise ConfigError(
+            f"{config.method.name!r} trains no language model, and the memory of other models is not estimated; train "
+            "a few steps with train.microbatch_size 'auto'"
+        )
+    try:
+        tokenizer = load_tokenizer(config)
+    except ConfigError:  # it is not needed: rows have no text
+        tokenizer = character_tokenizer(LETTERS)
+    with _quiet():
+        return cls(alone, tokenizer=tokenizer)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore what a run would log; nothing is run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _lengths(trainer: Any, prompt: int | None) -> Lengths:
+    limit = length_limit(trainer.model_config, trainer.config.train.seq_length) or UNLIMITED
+    if not trainer.online:
+        return Lengths(limit, limit - 1)
+    new = trainer.config.rollout.max_new_tokens
+    if prompt is not None and prompt + new > limit:
+        raise ConfigError(
+            f"prompts of {prompt} tokens and responses of {new} (rollout.max_new_tokens) are longer than the limit of "
+            f"{limit}; give at most {limit - new}"
+        )
+    return Lengths(limit if prompt is None else prompt + new, new)
+
+
+def _example(config: TRLConfig[Any]) -> Batch:
+    """Return experience of the algorithm, of a tiny run: which tensors it has, of which types and dimensions."""
+    cls: Any = get_trainer(config.method.name)
+    needed = cls.tiny_arguments().get("config", {}).get("method", {})
+    given = {name: getattr(config.method, name) for name in config.method.model_fields_set - {"name", *needed}}
+    changes = {f"method__{name}": value for name, value in given.items() if name != cls.group}
+    with tempfile.TemporaryDirectory() as place, _quiet():
+        trainer = tiny_trainer(config.method.name, Path(place), **changes)
+        trainer.collect()
+        batch: Batch = trainer.store.experience
+        with torch.no_grad():
+            batch = trainer.prepare_step(batch.take(torch.arange(len(batch))))
+    return batch
+
+
+def _sequences(batch: Batch) -> list[Sequences]:
+    if isinstance(batch, Sequences):
+        return [batch]
+    return [found for part in batch.parts().values() if isinstance(part, Batch) for found in _sequences(part)]
+
+
+def _rows(trainer: Any, lengths: Lengths, per_row: int, device: str) -> int:
+    """Return the rows of a micro-batch of this configuration."""
+    train = trainer.config.train
+    limit = train.microbatch_size
+    if not isinstance(limit, int):
+        limit = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (lengths.tokens * per_row), 1)
+    return int(min(limit, train.batch_size))
+
+
+def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any, stored: bool = True) -> Any:
+    """Return a batch like ``example`` without data, of other rows and columns.
+
+    ``stored``: with the output of the frozen layers, if there are some, which online algorithms compute once.
+    """
+
+    def resized(x: Tensor) -> Tensor:
+        columns = (lengths.tokens, *x.shape[2:]) if x.dim() > 1 else ()
+        return torch.zeros((rows, *columns), dtype=x.dtype)
+
+    made = example.map(resized)
+    trunk = isinstance(policy, Policy) and policy.has_trunk and stored
+    return _with_trunk(made, policy) if trunk else made
+
+
+def _with_trunk(batch: Any, policy: Any) -> Any:
+    """Return the batch with the output of the frozen layers, if the algorithm computes it once."""
+    if isinstance(batch, Sequences):
+        with torch.no_grad():
+            return replace(batch, trunk=policy._through_trunk(batch))
+    parts = {name: value for name, value in batch.parts().items() if isinstance(value, Sequences)}
+    return replace(batch, **{name: _with_trunk(value, policy) for name, value in parts.items()})
+
+
+def _backward(trainer: Any, batch: Batch) -> None:
+    trainer.policy.train()
+    with trainer.accelerator.autocast():
+        loss, _ = trainer.loss(batch)
+    loss.backward()
+
+
+def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int) -> int:
+    """Return the most that passes of the old policy and the reference need, as experience is made."""
+    policy, reference = trainer.unwrapped.eval(), trainer._prepared[2]
+    if not isinstance(policy, Policy) or not (trainer.online or reference is not None):
+        return 0
+    count = min(trainer.config.rollout.batch_size, trainer.collection_rows * trainer.samples_per_prompt)
+    count = count if trainer.online else rows * len(_sequences(example))
+    sequences = _batch(_sequences(example)[0], count, lengths, policy)
+
+    def run() -> None:
+        with torch.no_grad(), trainer.accelerator.autocast():
+            if trainer.online:
+                policy(sequences, entropy=True)
+            if reference is not None:
+                reference(sequences)
+
+    return counter.most(run)
+
+
+def _sampling(trainer: Any, counter: Counter, lengths: Lengths) -> tuple[int, int]:
+    """Return the most that sampling needs, and the bytes of the cache of keys and values."""
+    model, rollout = trainer.unwrapped.model, trainer.config.rollout
+    prompt, vocabulary = lengths.tokens - lengths.chosen, model.config.get_text_config().vocab_size
+    rows = min(rollout.batch_size, rollout.num_rollouts)
+    cache = 0
+
+    def run() -> None:
+        nonlocal cache
+        made = _cache(model.config, lengths.tokens)
+        ids = torch.zeros(rows, prompt, dtype=torch.long)
+        model.eval()
+        with torch.no_grad(), trainer.accelerator.autocast():
+            state = model.base_model(input_ids=ids, past_key_values=made, use_cache=True).last_hidden_state[:, -1]
+        kept: list[Tensor] = [x for layer in made.layers for x in getattr(layer, "buffers", [layer.keys, layer.values])]
+        cache = sum(held(kept).values())
+        del state
+
+    if model.config.is_encoder_decoder:
+        raise ConfigError(
+            "the cache of an encoder-decoder is not estimated; train a few steps with train.microbatch_size 'auto'"
+        )
+    prefill = counter.most(run)
+    logits = 4 * rows * vocabulary * 4  # logits, probabilities and their log, and a sorted or masked copy: float32
+    return max(prefill, cache + logits), cache
