@@ -317,7 +317,8 @@ def _sampling(trainer: Any, counter: Counter, lengths: Lengths) -> tuple[int, in
         model.eval()
         with torch.no_grad(), trainer.accelerator.autocast():
             state = model.base_model(input_ids=ids, past_key_values=made, use_cache=True).last_hidden_state[:, -1]
-        kept: list[Tensor] = [x for layer in made.layers for x in getattr(layer, "buffers", [layer.keys, layer.values])]
+        layers: list[Any] = made.layers
+        kept = [x for layer in layers for x in getattr(layer, "buffers", None) or (layer.keys, layer.values)]
         cache = sum(held(kept).values())
         del state
 

@@ -27,7 +27,7 @@ class Counter(TorchDispatchMode):
     """Counts the bytes of the storages that are made inside the block: those that exist now, and the most at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
 
@@ -109,7 +109,8 @@ def without_data(chosen: int, shapes: Shapes, counter: Counter) -> Iterator[None
         counter: counts their bytes.
     """
     to = nn.Module.to
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]  (torch cannot replace such parameters)
+    # torch cannot replace parameters without data
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     try:
         with without_weights(), warnings.catch_warnings(), shapes, counter, Values(chosen):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copies
