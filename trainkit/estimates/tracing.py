@@ -110,7 +110,7 @@ def without_data(chosen: int, shapes: Shapes, counter: Counter) -> Iterator[None
     """
     to = nn.Module.to
     # torch cannot replace parameters without data
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
         with without_weights(), warnings.catch_warnings(), shapes, counter, Values(chosen):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copies
