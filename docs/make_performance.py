@@ -1,4 +1,4 @@
-"""Writes the figures of docs/performance.md from benchmarks/speed.json, which a run of ``make bench`` makes.
+"""Writes the figures of docs/performance.md from benchmarks/speed.json, which ``make speed`` makes.
 
 They are between two comments of the page, ``<!-- table: measured -->`` and ``<!-- end of table -->``. The charts of
 growth are beside the page.
