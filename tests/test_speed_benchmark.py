@@ -97,10 +97,14 @@ def test_growth_is_measured_and_fitted(tmp_path: Path) -> None:
     assert "exponent of time" in said
 
 
-def test_what_cannot_be_measured_is_said_and_left_out(tmp_path: Path) -> None:
-    assert "make .venv-bench/made" in run(
-        "speed.py", "--cases", "sft:8x256", "--models", "S", "--systems", "trl", "--trl-python", str(tmp_path / "none")
-    )
+def test_what_cannot_be_measured_is_said_and_left_out(load: Any, capsys: Any, tmp_path: Path) -> None:
+    speed = load("speed")
+    arguments = ["--cases", "sft:8x256", "--models", "S", "--systems", "trl", "trlx"]
+    options = speed.parse([*arguments, "--trl-python", str(tmp_path / "none")])
+    assert speed.measure(options.jobs[0], options, speed.Progress(disable=True)) == []
+    said = " ".join(capsys.readouterr().out.split())
+    assert "make .venv-bench/made" in said
+    assert "--trlx-python" in said
 
 
 def test_rows_of_a_step_have_the_lengths_of_the_shape(load: Any) -> None:
