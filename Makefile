@@ -117,7 +117,7 @@ bench: $(VENV)/made $(BENCH)/made
 # with figures of this machine, if the file has those of another one: rm benchmarks/speed.json
 speed: $(VENV)/made $(BENCH)/made
 	missed=0; \
-	$(BIN)/python benchmarks/speed.py --json benchmarks/speed.json $(ARGS) || missed=$$?; \
+	$(BIN)/python benchmarks/speed.py --json benchmarks/speed.json --steps 3 --warmup 1 $(ARGS) || missed=$$?; \
 	$(if $(ARGS),,$(BIN)/python benchmarks/growth.py --json benchmarks/speed.json --steps 3 --warmup 1 &&) \
 	$(BIN)/python docs/make_performance.py && exit $$missed
 

@@ -43,7 +43,7 @@ KINDS = {
     "grpo": Kind("GRPO", ("trainkit", "trl"), "8x4,32+64"),
     "online-dpo": Kind("online DPO", ("trainkit", "trl"), "16x2,32+64"),
     "ppo": Kind("PPO", ("trainkit", "bare", "trlx"), "32x1,32+64"),
-    "ppo-frozen": Kind("PPO, 2 of 6 layers", ("trainkit", "trainkit-frozen"), "32x1,32+64"),
+    "ppo-frozen": Kind("PPO, frozen layers", ("trainkit", "trainkit-frozen"), "32x1,32+64"),
     "rft": Kind("RFT", ("trainkit",), "8x4,32+64"),
     "sft": Kind("SFT", ("trainkit", "trl", "bare"), "8x256"),
     "reward": Kind("Reward model", ("trainkit", "trl"), "8x32..256"),

@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     options.systems = options.systems or SYSTEMS
     base, model = (SMALL, "S") if options.small else (BASE, "M")
-    options.small = False  # the sizes are small already
     figures = begin(options)
+    options.small = False  # the sizes are small already
     with Progress(console=console, transient=True) as progress:
         every = list(points(options.what, options.doublings))
         for at, (what, factor) in enumerate(every, 1):

@@ -50,20 +50,28 @@ def test_trainkit_and_the_floor_make_steps_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["grpo", "online-dpo", "ppo-frozen", "rft", "sft:8x32..256", "reward", "dpo", "dpo-3", "ilql"]
+    ("case", "precision"),
+    [
+        *((name, "float32") for name in ("grpo", "online-dpo", "ppo-frozen", "rft", "sft:8x32..256", "reward")),
+        *((name, "float32") for name in ("dpo", "dpo-3", "ilql")),
+        ("rloo", "bf16"),
+    ],
 )
-def test_trainkit_makes_a_step_of_every_case(case: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainkit_makes_a_step_of_every_case(
+    case: str, precision: str, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     speed, figures, with_trainkit = load("speed"), load("figures"), load("with_trainkit")
     read = figures.Case.read(case)
     fields = {"case": read.name, **read.fields(small=True), **speed.FIELDS.get(read.name, {})}
-    work, turns = load("work").Work(system="trainkit", model="S", **fields), OneTurn()
+    work, turns = load("work").Work(system="trainkit", model="S", precision=precision, **fields), OneTurn()
     with pytest.raises(BaseException) as ended:
         with_trainkit.run(work, turns)
     assert isinstance(ended.value, TurnEnded) or isinstance(ended.value.__cause__, TurnEnded), ended.value
     steps = {"ppo": 4, "dpo-3": 3}.get(read.name.removesuffix("-frozen"), 1)
     assert turns.counted["optimizer"] == steps
     assert turns.counted["generate"] == (figures.KINDS[read.name].shape.count("+"))
-    assert ("reference" in turns.counted) == (read.name in ("online-dpo", "ppo-frozen", "dpo", "dpo-3"))
+    assert ("reference" in turns.counted) == (read.name in ("online-dpo", "rloo", "ppo-frozen", "dpo", "dpo-3"))
 
 
 @pytest.mark.parity
