@@ -16,7 +16,7 @@
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
 #   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
-#   make parity    the losses beside TRL's
+#   make parity    the losses beside TRL's, and a step of each of TRL's trainers in the speed benchmark
 #   make bench     the benchmarks; with them make speed
 #   make speed     speeds beside other systems, and docs/performance.md from them; some: make speed ARGS="--cases rloo"
 #   make dist      wheels and source distributions in dist/, checked, installed and tried out
@@ -105,7 +105,7 @@ mutants: $(VENV)/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python -m mutants
 
 parity: $(BENCH)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py
 
 SPEED := $(addprefix benchmarks/,figures.py growth.py speed.py)
 bench: $(VENV)/made $(BENCH)/made

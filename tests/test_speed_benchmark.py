@@ -64,7 +64,7 @@ def test_trainkit_makes_a_step_of_every_case(
     speed, figures, with_trainkit = load("speed"), load("figures"), load("with_trainkit")
     read = figures.Case.read(case)
     fields = {"case": read.name, **read.fields(small=True), **speed.FIELDS.get(read.name, {})}
-    work, turns = load("work").Work(system="trainkit", model="S", precision=precision, **fields), OneTurn()
+    work, turns = load("work").Work(system="trainkit", model="S", precision=precision, **fields), OneTurn(monkeypatch)
     with pytest.raises(BaseException) as ended:
         with_trainkit.run(work, turns)
     assert isinstance(ended.value, TurnEnded) or isinstance(ended.value.__cause__, TurnEnded), ended.value
@@ -283,7 +283,8 @@ class TurnEnded(BaseException):
 class OneTurn:
     """The turns of a worker that is stopped after its first one; counts the calls of each phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
         self.counted: Counter[str] = Counter()
 
     def ready(self) -> None:
@@ -303,7 +304,7 @@ class OneTurn:
             self.counted[name] += 1
             return inner(*args, **kwargs)
 
-        setattr(owner, method, timed)
+        self.patch.setattr(owner, method, timed)
 
 
 class Phases(Counter[str]):
