@@ -16,8 +16,9 @@
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
 #   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
-#   make parity    the losses beside TRL's
-#   make bench     the benchmarks
+#   make parity    the losses beside TRL's, and a step of each of TRL's trainers in the speed benchmark
+#   make bench     the benchmarks; with them make speed
+#   make speed     speeds beside other systems, and docs/performance.md from them; some: make speed ARGS="--cases rloo"
 #   make dist      wheels and source distributions in dist/, checked, installed and tried out
 #   make test-lowest  make test, with the lowest versions of all dependencies that pyproject.toml allows
 
@@ -31,7 +32,7 @@ PINS = -c constraints.txt
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api tables docs browser mutants parity bench dist test-lowest
+.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api tables docs browser mutants parity bench speed dist test-lowest
 
 demo: $(VENV)/made
 	$(BIN)/trainkit examples run randomwalks
@@ -104,13 +105,21 @@ mutants: $(VENV)/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python -m mutants
 
 parity: $(BENCH)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py
 
+SPEED := $(addprefix benchmarks/,figures.py growth.py speed.py)
 bench: $(VENV)/made $(BENCH)/made
-	@for script in benchmarks/*.py; do \
-	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
-	    else echo "there are no benchmarks"; fi; \
+	@for script in $(filter-out $(SPEED),$(wildcard benchmarks/*.py)); do \
+	    echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
+	$(MAKE) speed
+
+# with figures of this machine, if the file has those of another one: rm benchmarks/speed.json
+speed: $(VENV)/made $(BENCH)/made
+	missed=0; \
+	$(BIN)/python benchmarks/speed.py --json benchmarks/speed.json --steps 3 --warmup 1 $(ARGS) || missed=$$?; \
+	$(if $(ARGS),,$(BIN)/python benchmarks/growth.py --json benchmarks/speed.json --steps 3 --warmup 1 &&) \
+	$(BIN)/python docs/make_performance.py && exit $$missed
 
 dist: $(VENV)/made
 	$(BIN)/python .ci/dist.py

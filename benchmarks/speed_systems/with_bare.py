@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
-from work import LENGTH, Turns, Work, serve
+from work import Turns, Work, serve
 
 from trainkit.models.backend import by_default_library, use_fast_exact_matmul
 
@@ -82,7 +82,9 @@ class Llama:
         self.model, self.head = model, model.lm_head.weight
         self.layers, self.heads = model.model.layers, model.config.num_attention_heads
         self.eps = model.config.rms_norm_eps
-        cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH).unsqueeze(0))
+        cos, sin = model.model.rotary_emb(
+            torch.zeros(1), torch.arange(model.config.max_position_embeddings).unsqueeze(0)
+        )
         half = cos.size(-1) // 2
         self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)  # the sign of rotate_half
 
@@ -171,7 +173,7 @@ class Floor:
     def __init__(self, work: Work, turns: Turns) -> None:
         self.work, self.turns, self.count = work, turns, 0
         model = work.network()
-        kind: Callable[[PreTrainedModel], Net] = GPT2 if work.model == "S" else Llama
+        kind: Callable[[PreTrainedModel], Net] = GPT2 if model.config.model_type == "gpt2" else Llama
         self.net = kind(model)
         if work.case in ("ppo", "rloo"):
             self.frozen = kind(copy.deepcopy(model).requires_grad_(False))
@@ -184,7 +186,7 @@ class Floor:
         """Sample responses to the next prompts; return sequences, old and reference log-probabilities, and states."""
         work = self.work
         with self.turns.phase("generate"):
-            prompts = work.ids(256, work.prompt).roll(-self.count, 0)[: work.rows // samples]
+            prompts = work.ids(256, work.prompt).roll(-self.count, 0)[: work.rows // samples].to(work.device)
             ids, old, states = generate(self.net, prompts, samples, work.new)
         self.count += len(prompts)
         with self.turns.phase("reference"), torch.no_grad():
@@ -237,14 +239,14 @@ class Floor:
 
     def sft(self) -> None:
         """Run the update of one batch."""
-        ids = self.work.ids(64, LENGTH).roll(-self.count, 0)[: self.work.sft_rows]
-        self.count += len(ids)
+        ids = self.work.ids(self.work.rows, self.work.longest).to(self.work.device)
         self.update(lambda: -logprobs(self.net, ids, 1)[0].mean())
 
     def generate(self) -> None:
         """Generate one response to every prompt."""
         with self.turns.phase("generate"):
-            generate(self.net, self.work.ids(self.work.rows, self.work.prompt), 1, self.work.new)
+            prompts = self.work.ids(self.work.rows, self.work.prompt).to(self.work.device)
+            generate(self.net, prompts, 1, self.work.new)
 
 
 @torch.no_grad()
@@ -258,7 +260,10 @@ def check(net: Net) -> float:
 
 def run(work: Work, turns: Turns) -> None:
     """Make steps forever."""
-    use_fast_exact_matmul(torch.device("cpu"))
+    if work.precision != "float32" or work.shortest != work.longest:
+        return turns.say(skip="the baseline is written for float32 and rows of equal length")
+    use_fast_exact_matmul(torch.device(work.device))
+    torch.set_default_device(work.device)
     floor = Floor(work, turns)
     if (difference := check(floor.net)) > 1e-4:
         raise ValueError(f"the baseline's log-probabilities differ from the model's by {difference}")

@@ -7,7 +7,9 @@ from work import Turns, Work, serve
 
 def run(work: Work, turns: Turns) -> None:
     """Generate forever."""
-    model, ids = work.network(), work.ids(work.rows, work.prompt)
+    if work.precision != "float32":
+        return turns.say(skip="it is measured in float32")
+    model, ids = work.network(), work.ids(work.rows, work.prompt).to(work.device)
     pad = work.fields["vocab_size"] - 2
     turns.ready()
     while True:

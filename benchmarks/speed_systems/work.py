@@ -1,6 +1,6 @@
 """The work of every system of ``benchmarks/speed.py``, its data, and a worker's communication with the benchmark.
 
-This module also runs in TRL's environment.
+This module also runs in the environments of TRL and trlX.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-LENGTH, FIRST = 256, 0x4E00
-"""The tokens of a row of SFT, which are also the models' context; the code point of the character of token 0."""
+CONTEXT, FIRST = 256, 0x20000
+"""The models' context, unless the work needs a longer one; the code point of the character of token 0."""
 MODELS: dict[str, dict[str, Any]] = {
-    "S": {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": LENGTH, "vocab_size": 300},
+    "S": {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 300},
+    "G": {"model_type": "gpt2", "n_layer": 6, "n_head": 8, "n_embd": 512, "vocab_size": 8192},
     "M": {
         "model_type": "llama",
         "num_hidden_layers": 6,
@@ -32,11 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
         "intermediate_size": 1408,
-        "max_position_embeddings": LENGTH,
         "vocab_size": 8192,
         "tie_word_embeddings": False,
     },
 }
+MODELS["M50k"] = {**MODELS["M"], "vocab_size": 50257}
+OFFLINE = ("sft", "reward", "dpo", "ilql")
+"""The cases on samples, whose rows end in an EOS token of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,18 @@ class Work:
     case: str
     model: str
     rows: int = 32
+    """Responses of a step, or rows of a dataset, which may be pairs."""
     prompt: int = 32
     new: int = 64
     samples: int = 4
-    epochs: int = 4
-    sft_rows: int = 8
+    epochs: int = 1
+    """Passes over the responses; of DPO, steps for each time that the reference reads the rows."""
+    shortest: int = 256
+    longest: int = 256
+    """Tokens of the shortest and of the longest row of a dataset, EOS included."""
+    vocabulary: int | None = None
+    """Tokens, instead of the model's own number."""
+    precision: str = "float32"
     threads: int = 1
     clock: str = "perf_counter"
     """The function of `time` that measures seconds; `process_time` excludes the time of other processes."""
@@ -59,30 +69,70 @@ class Work:
     """``equal``: all use the precision "medium". ``shared``: all use trainkit's products and attention."""
 
     @property
+    def device(self) -> str:
+        """The device that all systems use: a CUDA device, if there is one that they can see."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The fields of the model's config, in which no token is EOS."""
-        return {**MODELS[self.model], "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        fields, context = MODELS[self.model], max(CONTEXT, self.prompt + self.new, self.longest)
+        name = "n_positions" if fields["model_type"] == "gpt2" else "max_position_embeddings"
+        size = {} if self.vocabulary is None else {"vocab_size": self.vocabulary}
+        return {**fields, **size, name: context, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
     def network(self) -> PreTrainedModel:
-        """Create the model with random weights."""
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields), dtype=torch.float32).eval()
+        """Create the model with random weights in float32."""
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields))
+        return model.float().to(self.device).eval()
 
     def ids(self, rows: int, length: int) -> Tensor:
-        """Return random token ids [rows, length], the same for all systems."""
-        return torch.randint(self.fields["vocab_size"] - 2, (rows, length), generator=torch.Generator().manual_seed(1))
+        """Return random token ids [rows, length] on the CPU, the same for all systems."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(self.fields["vocab_size"] - 2, (rows, length), generator=generator, device="cpu")
 
     def texts(self, rows: int, length: int) -> list[str]:
         """Return the same ids as texts with one character per token."""
-        return ["".join(chr(FIRST + i) for i in row) for row in self.ids(rows, length).tolist()]
+        return [text(row) for row in self.ids(rows, length).tolist()]
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Create a tokenizer of characters; its EOS is outside the model's vocabulary, so that no row ends early."""
+    def lengths(self) -> list[int]:
+        """Return the tokens of each row of a dataset without EOS, in equal steps from the shortest to the longest."""
+        return torch.linspace(self.shortest, self.longest, self.rows, device="cpu").round().int().sub(1).tolist()
+
+    def samples_of_a_step(self) -> list[str]:
+        """Return the samples of a step; it trains on the same ones every time, so that all systems have equal work."""
+        return [row[:length] for row, length in zip(self.texts(self.rows, self.longest), self.lengths(), strict=True)]
+
+    def pairs_of_a_step(self) -> list[dict[str, str]]:
+        """Return the pairs of a step; half of the tokens of the shorter side are the prompt of both."""
+        lengths, texts = self.lengths(), self.texts(2 * self.rows, self.longest)
+        pairs = []
+        for index, chosen in enumerate(lengths):
+            rejected = lengths[index - 1]
+            prompt = min(chosen, rejected) // 2
+            first, second = texts[2 * index], texts[2 * index + 1]
+            sides = {"chosen": first[prompt:chosen], "rejected": second[prompt:rejected]}
+            pairs.append({"prompt": first[:prompt], **sides})
+        return pairs
+
+    def tokenizer(self, *, ends: bool | None = None) -> PreTrainedTokenizerFast:
+        """Create a tokenizer of characters.
+
+        Its EOS is outside the model's vocabulary, so that no response ends early; it is inside with ``ends``, the
+        default for cases on samples.
+        """
         vocabulary = {chr(FIRST + i): i for i in range(self.fields["vocab_size"] - 2)}
-        vocabulary |= {"<pad>": len(vocabulary), "<eos>": 2**20}
+        ends = self.case in OFFLINE if ends is None else ends
+        vocabulary |= {"<pad>": len(vocabulary), "<eos>": len(vocabulary) + 1 if ends else 2**20}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         tokenizer.decoder = decoders.Fuse()
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def text(ids: list[int]) -> str:
+    """Return token ids as text with one character per token."""
+    return "".join(chr(FIRST + i) for i in ids)
 
 
 def reward(completions: list[Any] | None = None, outputs: list[str] | None = None, **_: Any) -> list[float]:
@@ -103,8 +153,7 @@ class Turns:
 
     def say(self, **facts: Any) -> None:
         """Write one line to the benchmark."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"peak": peak, **facts}), file=self.answers, flush=True)
+        print(json.dumps({"peak": peak_memory(), **facts}), file=self.answers, flush=True)
 
     def ready(self) -> None:
         """Report that the model is created, and wait for the first turn."""
@@ -113,7 +162,7 @@ class Turns:
 
     def end(self) -> None:
         """Report the step, and wait for the next turn."""
-        seconds = self.clock() - self.started
+        seconds = self._now() - self.started
         self.say(seconds=seconds, phases={**self.phases, "rest": seconds - sum(self.phases.values())})
         self._wait()
 
@@ -121,15 +170,21 @@ class Turns:
         if not sys.stdin.readline():
             sys.exit()
         self.phases.clear()
-        self.started = self.clock()
+        self.started = self._now()
+
+    def _now(self) -> float:
+        """Return the time when all that was asked of the device is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self.clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time within the context as phase ``name``, except the time of phases inside it."""
-        started = self.clock()
+        started = self._now()
         self.nested.append(0.0)
         yield
-        seconds = self.clock() - started
+        seconds = self._now() - started
         self.phases[name] += seconds - self.nested.pop()
         if self.nested:
             self.nested[-1] += seconds
@@ -145,6 +200,13 @@ class Turns:
         setattr(owner, method, timed)
 
 
+def peak_memory() -> float:
+    """Return the largest memory so far in MB: of a CUDA device what torch has given out, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def serve(run: Callable[[Work, Turns], None]) -> None:
     """Run the work that the command line describes."""
     work = Work(**json.loads(sys.argv[1]))
@@ -158,5 +220,5 @@ def serve(run: Callable[[Work, Turns], None]) -> None:
     if work.backend == "shared":
         from trainkit.models.backend import use_fast_exact_matmul
 
-        use_fast_exact_matmul(torch.device("cpu"))
+        use_fast_exact_matmul(torch.device(work.device))
     run(work, turns)
