@@ -241,6 +241,16 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         DataError,
         r"prompts should be a list.*given 3",
     ),
+    "a text in the place of samples": (
+        lambda t: t.ilql(samples="ab", rewards=[1.0, 0.0]),
+        DataError,
+        r"samples should be a list, with an entry for each sample; given 'ab'",
+    ),
+    "a number in the place of rewards": (
+        lambda t: t.ilql(rewards=1.0),
+        DataError,
+        r"rewards should be a list, with an entry for each sample; given 1\.0",
+    ),
     "samples that are numbers": (
         lambda t: t.ilql(samples=[1, 2], rewards=[1.0, 2.0]),
         DataError,
