@@ -355,9 +355,23 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
         ({"SFTConfig": {"neftune_noise_alpha": 5}}, {"method.neftune_alpha": 5.0}),
         ({"SFTConfig": {"adam_beta2": 0.95}}, {"optimizer.kwargs": {"betas": [0.9, 0.95]}}),
         ({"SFTConfig": {"eval_strategy": "steps", "eval_steps": 5}}, {"train.eval_interval": 5}),
-        (
+        (  # the project of transformers is that of trackio
             {"SFTConfig": {"report_to": "wandb", "run_name": "a", "project": "b"}},
-            {"train.trackers": [{"name": "wandb", "project": "b", "run_name": "a"}]},
+            {"train.trackers": [{"name": "wandb", "run_name": "a"}]},
+        ),
+        # either name of the field may be the one that is set
+        ({"SFTConfig": {"gradient_checkpointing": True}}, {"train.gradient_checkpointing": True}),
+        (
+            {"SFTConfig": {"activation_checkpointing": True, "gradient_checkpointing": False}},
+            {"train.gradient_checkpointing": True},
+        ),
+        ({"SFTConfig": {"optim": "sgd", "adam_epsilon": 1e-6}}, {"optimizer.name": "sgd", "optimizer.kwargs": {}}),
+        ({"SFTConfig": {"lr_scheduler_type": "constant", "warmup_steps": 5}}, {"scheduler.warmup_steps": 0}),
+        ({"SFTConfig": {"save_strategy": "steps", "save_steps": 7}}, {"train.save_interval": 7}),
+        ({"SFTConfig": {"save_steps": 0.5, "max_steps": 9}}, {"train.save_interval": 5}),
+        (
+            {"SFTConfig": {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}},
+            {"train.save_best": {"metric": "eval/loss/total", "mode": "min"}},
         ),
         (
             {"DPOConfig": {"beta": 0.2, "loss_type": ["ipo"], "bf16": True, "max_grad_norm": 0}},

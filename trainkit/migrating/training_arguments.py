@@ -22,59 +22,80 @@ def given(context: Context, name: str, default: Any = None) -> Any:
     return next((found for each in context.given if (found := context.get(f"{each}.{name}")) is not None), default)
 
 
+def _rows_of_a_step(context: Context) -> int:
+    per_device = given(context, "per_device_train_batch_size", 8)
+    return int(per_device * given(context, "gradient_accumulation_steps", 1)) * context.processes
+
+
+def _steps_of_an_epoch(context: Context, instead: str) -> int:
+    if context.rows is None:
+        raise RefusedError(f"the steps of an epoch are not known before the data are read; write {instead}")
+    return math.ceil(context.rows / _rows_of_a_step(context))
+
+
+def _total_steps(context: Context, instead: str) -> int:
+    most = int(given(context, "max_steps", -1))
+    return most if most > 0 else math.ceil(given(context, "num_train_epochs", 3) * _steps_of_an_epoch(context, instead))
+
+
+def _between(when: str, number: Any, context: Context, instead: str) -> int:
+    """Return the steps from one evaluation or checkpoint to the next, of which some have a share; 0 for none."""
+    if when == "epoch":
+        return _steps_of_an_epoch(context, instead)
+    if when != "steps":
+        return 0
+    return int(number) if number >= 1 else math.ceil(number * _total_steps(context, instead))
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
 def rows_of_a_step(value: Any, context: Context) -> Settings:
     """Return the rows of a step over all processes, and those of a pass in one."""
-    rows = value * given(context, "gradient_accumulation_steps", 1) * context.processes
-    return {"train.batch_size": rows, "train.microbatch_size": value}
+    return {"train.batch_size": _rows_of_a_step(context), "train.microbatch_size": value}
 
 
-def steps(value: Any, _context: Context) -> Settings:
-    """Return the number of steps; -1 stands for none."""
-    return {"train.total_steps": value} if value > 0 else {}
-
-
-def epochs(value: Any, context: Context) -> Settings:
-    """Return the passes over the data, unless the number of steps is given."""
-    if given(context, "max_steps", -1) > 0:
-        return {}
-    if value != int(value):
-        raise RefusedError(f"given {value}; epochs are whole numbers: set train.total_steps")
-    return {"train.epochs": int(value)}
+def length(_value: Any, context: Context) -> Settings:
+    """Return the steps of the run if they are given, or else the epochs; part of an epoch as steps."""
+    epochs = given(context, "num_train_epochs", 3)
+    if given(context, "max_steps", -1) > 0 or epochs != int(epochs):
+        return {"train.total_steps": _total_steps(context, "max_steps")}
+    return {"train.epochs": int(epochs)}
 
 
 def warmup(value: Any, context: Context) -> Settings:
-    """Return the steps of the warm-up, of a number of steps or of a share of all of them."""
-    if not value:
+    """Return the steps of the warm-up, given as steps or as a share of the run; `constant` has none."""
+    if not value or _word(given(context, "lr_scheduler_type")) == "constant":
         return {}
-    if value >= 1:
-        return {"scheduler.warmup_steps": int(value)}
-    total = given(context, "max_steps", -1)
-    if total <= 0:
-        raise RefusedError(f"given the share {value}; warm-up is given in steps: scheduler.warmup_steps")
-    return {"scheduler.warmup_steps": math.ceil(value * total)}
+    steps = int(value) if value >= 1 else math.ceil(value * _total_steps(context, "warmup_steps, or max_steps"))
+    return {"scheduler.warmup_steps": steps}
 
 
-def betas(_value: Any, context: Context) -> Settings:
-    """Return both decay rates of Adam."""
-    return {"optimizer.kwargs.betas": [given(context, "adam_beta1", 0.9), given(context, "adam_beta2", 0.999)]}
+def adam(_value: Any, context: Context) -> Settings:
+    """Return the further arguments of AdamW, which other optimizers do not have."""
+    if _word(given(context, "optim", "adamw")) not in PLAIN:
+        return {}
+    rates = [given(context, "adam_beta1", 0.9), given(context, "adam_beta2", 0.999)]
+    return {"optimizer.kwargs": {"betas": rates, "eps": given(context, "adam_epsilon", 1e-8)}}
 
 
 def optimizer(value: Any, _context: Context) -> Settings:
     """Return the name of the optimizer."""
-    name = str(getattr(value, "value", value))
+    name = _word(value)
     if name not in (*PLAIN, *OPTIMIZERS):
         raise RefusedError(
-            f"given {name!r}; write optimizer.name, which has the optimizers of torch, or give trainkit.train one of "
-            "another library as an object"
+            f"given {name!r}; write one of {', '.join((*PLAIN, *OPTIMIZERS))}, or give as an object an optimizer of "
+            "another library, such as bitsandbytes"
         )
     return {"optimizer.name": name if name in OPTIMIZERS else "adamw"}
 
 
 def schedule(value: Any, _context: Context) -> Settings:
     """Return the name of the schedule."""
-    name = str(getattr(value, "value", value)).removesuffix("_with_warmup")
+    name = _word(value).removesuffix("_with_warmup")
     if name not in SCHEDULES:
-        raise RefusedError(f"given {name!r}; write scheduler.name, which has {', '.join(SCHEDULES)}")
+        raise RefusedError(f"given {name!r}; trainkit knows {', '.join(SCHEDULES)}")
     return {"scheduler.name": name}
 
 
@@ -83,53 +104,64 @@ def largest_norm(value: Any, _context: Context) -> Settings:
     return {"train.max_grad_norm": value or None}
 
 
-def bf16(value: Any, _context: Context) -> Settings:
-    """Return the precision."""
-    return {"train.mixed_precision": "bf16"} if value else {}
+def checkpointing(_value: Any, context: Context) -> Settings:
+    """Return whether activations are computed again in the backward pass; the field has an old and a new name."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return {"train.gradient_checkpointing": any(given(context, name) for name in names)}
 
 
-def fp16(value: Any, _context: Context) -> Settings:
-    """Return the precision."""
-    return {"train.mixed_precision": "fp16"} if value else {}
+def precision(_value: Any, context: Context) -> Settings:
+    """Return the mixed precision."""
+    return {"train.mixed_precision": next((name for name in ("bf16", "fp16") if given(context, name)), "no")}
 
 
 def noise(value: Any, context: Context) -> Settings:
     """Return the noise of NEFTune, which is a setting of SFT."""
     if not value:
         return {}
-    if "SFTConfig" not in context.given:
-        raise RefusedError("NEFTune is a setting of SFT; remove it")
+    if not context.given.keys() & {"SFTConfig", "SFTTrainer", "IterativeSFTTrainer"}:
+        raise RefusedError("only SFT adds noise to embeddings; remove it")
     return {"method.neftune_alpha": value}
 
 
 def trackers(value: Any, context: Context) -> Settings:
-    """Return the trackers; wandb gets the names of run and project."""
+    """Return the trackers; wandb gets the name of the run."""
     names = [value] if isinstance(value, str) else list(value or [])
     if "all" in names:
-        raise RefusedError("given 'all'; name the trackers: train.trackers: [tensorboard, {name: wandb}]")
-    words = {"project": "project", "run_name": "run_name"}
-    named = {ours: text for ours, theirs in words.items() if (text := given(context, theirs))}
-    made = [{"name": name, **named} if name == "wandb" else name for name in names if name != "none"]
-    return {"train.trackers": made}
+        raise RefusedError("given 'all'; name the trackers, such as ['wandb']: 'all' depends on what is installed")
+    run = {"run_name": name} if (name := given(context, "run_name")) else {}
+    return {
+        "train.trackers": [{"name": "wandb", **run} if name == "wandb" else name for name in names if name != "none"]
+    }
 
 
 def evaluations(value: Any, context: Context) -> Settings:
     """Return the steps between evaluations."""
-    when = str(getattr(value, "value", value))
-    if when == "epoch":
-        raise RefusedError("given 'epoch'; write the steps between evaluations: train.eval_interval")
-    between = given(context, "eval_steps") or given(context, "logging_steps", 500)
-    return {"train.eval_interval": int(between) if when == "steps" else 0}
+    if value is None:
+        return {}
+    number = given(context, "eval_steps") or given(context, "logging_steps", 500)
+    return {"train.eval_interval": _between(_word(value), number, context, "eval_strategy: steps, and eval_steps")}
 
 
-def checkpoints(value: Any, _context: Context) -> Settings:
-    """Return whether checkpoints are written; the steps between them are a field of their own."""
-    when = str(getattr(value, "value", value))
-    if when == "epoch":
-        raise RefusedError("given 'epoch'; write the steps between checkpoints: train.save_interval")
+def checkpoints(_value: Any, context: Context) -> Settings:
+    """Return the steps between checkpoints, or that the best evaluation alone is kept."""
+    when = _word(given(context, "save_strategy", "steps"))
     if when == "best":
-        return {"train.save_best": True}
-    return {} if when == "steps" else {"train.save_interval": 0}
+        return {"train.save_interval": 0, **best(True, context)}
+    number = given(context, "save_steps", 500)
+    return {"train.save_interval": _between(when, number, context, "save_strategy: steps, and save_steps")}
+
+
+def best(value: Any, context: Context) -> Settings:
+    """Return which evaluation is the best one, whose model is exported."""
+    if not value:
+        return {}
+    name = str(given(context, "metric_for_best_model", "loss")).removeprefix("eval_")
+    if name != "loss":
+        context.remarks.append(f"the metric is {name!r} as trainkit logs it, of evaluations: eval/{name}")
+    greater = given(context, "greater_is_better", not name.endswith("loss"))
+    metric = "eval/loss/total" if name == "loss" else f"eval/{name}"
+    return {"train.save_best": {"metric": metric, "mode": "max" if greater else "min"}}
 
 
 def resume(value: Any, _context: Context) -> Settings:
@@ -142,7 +174,7 @@ def published(value: Any, context: Context) -> Settings:
     if not value:
         return {}
     if not (name := given(context, "hub_model_id")):
-        raise RefusedError("write the repository: train.push_to_hub: owner/name")
+        raise RefusedError("give hub_model_id, owner/name")
     return {"train.push_to_hub": name}
 
 
@@ -174,6 +206,19 @@ def fsdp(value: Any, context: Context) -> Settings:
         return {}
     context.remarks.append(f"it is train.sharding: fsdp2, which wraps the blocks of the model by itself; {LAUNCH}")
     return {"train.sharding": "fsdp2"}
+
+
+def fsdp_settings(value: Any, _context: Context) -> Settings:
+    """Return nothing: what transformers fills in has no effect, and other settings are refused."""
+    if not isinstance(value, dict):
+        raise RefusedError(f"given {value!r}, which trainkit does not read; write train.sharding: fsdp2 ({LAUNCH})")
+    usual = {"reshard_after_forward": True}
+    if odd := [name for name, each in value.items() if each not in (None, False, 0, "", [], usual.get(name))]:
+        raise RefusedError(
+            f"given {', '.join(odd)}; train.sharding: fsdp2 wraps the blocks of the model and has no settings; "
+            f"remove it, and {LAUNCH}"
+        )
+    return {}
 
 
 def _many(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from trainkit.migrating.conversions import Context, RefusedError, Settings
@@ -21,7 +20,6 @@ METHODS = {
 """The methods of the trainers that learn from samples."""
 WITHOUT_DROPOUT = ("DPOTrainer", "ORPOTrainer", "CPOTrainer", "KTOTrainer")
 """The trainers that switch dropout off; all but KTO's have a setting for it."""
-ARGUMENTS = "TrainingArguments"
 
 
 def implied(_config: Settings, context: Context) -> Settings:
@@ -30,7 +28,7 @@ def implied(_config: Settings, context: Context) -> Settings:
         if trainer in context.given:
             dropout = {} if trainer in WITHOUT_DROPOUT else {"model.disable_dropout": False}
             own_loop = {"train.eval_interval": 0, "train.save_interval": 0} if trainer == "IterativeSFTTrainer" else {}
-            limited = _argument(context, "save_total_limit") is not None
+            limited = of_any_class(context, "save_total_limit") is not None
             kept = {} if limited else {"train.keep_checkpoints": 1_000_000}  # practically all
             sampled = {} if trainer == "RewardTrainer" else {"rollout.max_new_tokens": 1}  # each call gives its own
             return {"method.name": method, **kept, **dropout, **own_loop, **sampled}
@@ -116,135 +114,10 @@ def rollouts(value: Any, context: Context) -> Settings:
     return {"rollout.num_rollouts": value * context.processes}
 
 
-def rows_of_a_step(value: Any, context: Context) -> Settings:
+def mini_batches(value: Any, context: Context) -> Settings:
     """Return the rows of a step over all processes, and those of a pass in one."""
     rows = value * context.get("PPOConfig.gradient_accumulation_steps", 1)
     return {"train.batch_size": rows * context.processes, "train.microbatch_size": value}
-
-
-# ------------------------------------------------------------------------------------------------ TrainingArguments
-
-
-def _argument(context: Context, name: str, default: Any = None) -> Any:
-    return context.get(f"{ARGUMENTS}.{name}", default)
-
-
-def _rows_of_a_step(context: Context) -> int:
-    per_device = int(_argument(context, "per_device_train_batch_size", 8))
-    return per_device * int(_argument(context, "gradient_accumulation_steps", 1)) * context.processes
-
-
-def _steps_of_an_epoch(context: Context) -> int:
-    if context.rows is None:
-        raise RefusedError("the steps of an epoch are not known before the samples are packed or read; give steps")
-    return math.ceil(context.rows / _rows_of_a_step(context))
-
-
-def _total_steps(context: Context) -> int:
-    most = int(_argument(context, "max_steps", -1))
-    return most if most > 0 else math.ceil(_argument(context, "num_train_epochs", 3.0) * _steps_of_an_epoch(context))
-
-
-def rows_per_device(value: Any, context: Context) -> Settings:
-    """Return the rows of a step over all processes, and those of a pass in one."""
-    return {"train.batch_size": _rows_of_a_step(context), "train.microbatch_size": value}
-
-
-def length(value: Any, context: Context) -> Settings:
-    """Return the steps of the run if they are given, or else the epochs; part of an epoch as steps."""
-    if int(_argument(context, "max_steps", -1)) > 0 or value != int(value):
-        return {"train.total_steps": _total_steps(context), "train.epochs": None}
-    return {"train.epochs": int(value), "train.total_steps": None}
-
-
-def adam(value: Any, context: Context) -> Settings:
-    """Return the further arguments of AdamW, which other optimizers do not have."""
-    if not str(_argument(context, "optim", "adamw_torch")).startswith("adam"):
-        return {}
-    betas = [value, _argument(context, "adam_beta2", 0.999)]
-    return {"optimizer.kwargs": {"betas": betas, "eps": _argument(context, "adam_epsilon", 1e-8)}}
-
-
-def schedule_arguments(value: Any, _context: Context) -> Settings:
-    """Return the further arguments of the schedule."""
-    return {"scheduler.kwargs": dict(value)} if value else {}
-
-
-def warmup(value: Any, context: Context) -> Settings:
-    """Return the steps of the warm-up, given as steps or as a share of the run; `constant` has none."""
-    if not value or _argument(context, "lr_scheduler_type") == "constant":
-        return {}
-    return {"scheduler.warmup_steps": int(value) if value >= 1 else math.ceil(value * _total_steps(context))}
-
-
-def largest_norm(value: Any, _context: Context) -> Settings:
-    """Return the norm to which gradients are clipped; 0 turned that off."""
-    return {"train.max_grad_norm": value or None}
-
-
-def precision(value: Any, context: Context) -> Settings:
-    """Return the mixed precision."""
-    return {"train.mixed_precision": "bf16" if value else "fp16" if _argument(context, "fp16") else "no"}
-
-
-def embedding_noise(value: Any, context: Context) -> Settings:
-    """Return α of NEFTune, which SFT has."""
-    if not value:
-        return {}
-    if "SFTTrainer" not in context.given and "IterativeSFTTrainer" not in context.given:
-        raise RefusedError("only SFT adds noise to embeddings; remove it")
-    return {"method.neftune_alpha": value}
-
-
-def _interval(strategy: Any, steps: Any, context: Context) -> int:
-    """Return the steps from one evaluation or checkpoint to the next; 0 for none."""
-    if strategy == "epoch":
-        return _steps_of_an_epoch(context)
-    if strategy != "steps":
-        return 0
-    return int(steps) if steps >= 1 else math.ceil(steps * _total_steps(context))
-
-
-def evaluation(value: Any, context: Context) -> Settings:
-    """Return the steps between evaluations."""
-    steps = _argument(context, "eval_steps") or _argument(context, "logging_steps", 500)
-    return {} if value is None else {"train.eval_interval": _interval(value, steps, context)}
-
-
-def saving(value: Any, context: Context) -> Settings:
-    """Return the steps between checkpoints."""
-    if value == "best":
-        return {"train.save_interval": 0, **best(True, context)}
-    return {"train.save_interval": _interval(value, _argument(context, "save_steps", 500), context)}
-
-
-def best(value: Any, context: Context) -> Settings:
-    """Return which evaluation is the best one, whose model is exported; the adapter loads it at the end."""
-    if not value:
-        return {}
-    name = str(_argument(context, "metric_for_best_model") or "loss").removeprefix("eval_")
-    greater = _argument(context, "greater_is_better")
-    greater = not name.endswith("loss") if greater is None else greater
-    metric = "eval/loss/total" if name == "loss" else f"eval/{name}"
-    return {"train.save_best": {"metric": metric, "mode": "max" if greater else "min"}}
-
-
-def repository(value: Any, context: Context) -> Settings:
-    """Return the repository of the exported model."""
-    name = _argument(context, "hub_model_id")
-    if value and not name:
-        raise RefusedError("give hub_model_id, owner/name")
-    return {"train.push_to_hub": name if value else None}
-
-
-def trackers(value: Any, context: Context) -> Settings:
-    """Return the trackers; those that have names of runs get that of this one."""
-    named = [value] if isinstance(value, str) else list(value or ())
-    if "all" in named:
-        raise RefusedError("name the trackers, such as ['wandb']; 'all' depends on what is installed")
-    run = {"run_name": name} if (name := _argument(context, "run_name")) else {}
-    entries = [{"name": "wandb", **run} if each == "wandb" else each for each in named if each != "none"]
-    return {"train.trackers": entries}
 
 
 def preference_loss(value: Any, _context: Context) -> Settings:

@@ -48,6 +48,7 @@ from trainkit.models.loading import (
     load_frozen_config,
     name_eos,
 )
+from trainkit.models.policy import check_logit_mask
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
@@ -147,6 +148,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 path,
                 self.config.method.name,
             )
+        if isinstance(policy, Policy):  # offline, the policy itself has none: it is applied at evaluations alone
+            check_logit_mask(self.logit_mask, policy.model)
         sharing.prepare(self, policy)
         return policy
 

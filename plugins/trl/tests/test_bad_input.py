@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, TrainerC
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit_trl import (
     AutoModelForCausalLMWithValueHead,
+    DataCollatorForCompletionOnlyLM,
     DPOTrainer,
     IterativeSFTTrainer,
     PPOConfig,
@@ -97,6 +98,12 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ("another vocabulary", lambda: ppo(ref_model=valued(vocab_size=99)), r"vocab|99"),
     ("a collator that is no function", lambda: ppo(data_collator=3), r"data_collator should be a function .*int"),
     ("a dataset without length", lambda: ppo(dataset=iter([1])), r"dataset should have a length"),
+    ("a dataset by name", lambda: ppo(dataset="imdb"), r"dataset should have a length and rows .* given 'imdb'"),
+    (
+        "a dataset without input_ids",
+        lambda: ppo(dataset=Dataset.from_list([{"text": "a"}])),
+        r"dataset has no input_ids; it has text, .* tokenise it into input_ids, or set remove_unused_columns=False",
+    ),
     (
         "rows of several lengths",
         lambda: rows([{"input_ids": torch.ones(length)} for length in (1, 2)]),
@@ -119,6 +126,19 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
         "texts in the place of token ids",
         lambda: offline(RewardTrainer, Dataset.from_list(PAIRS)),
         r"has no input_ids_chosen, input_ids_rejected; it has prompt, chosen, rejected; name its columns so",
+    ),
+    (
+        "a column that is not there",
+        lambda: offline(SFTTrainer, [{"words": "abc"}], dataset_text_field="text"),
+        r"dataset_text_field is 'text'; the dataset has words: give one of them",
+    ),
+    (
+        "a template that is not there",
+        lambda: offline(
+            SFTTrainer, [{"text": "abc"}], dataset_text_field="text",
+            data_collator=DataCollatorForCompletionOnlyLM("ef", tokenizer=TOKENIZER),
+        ),
+        r"nothing follows the response_template 'ef' in any of the 1 samples, .* give one that is in them",
     ),
     ("no column", lambda: offline(SFTTrainer, [{"words": "abc"}]), r"give dataset_text_field, the column"),
     (

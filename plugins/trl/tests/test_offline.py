@@ -247,9 +247,9 @@ def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tf32": False, "optim": "adamw_8bit"}, "an optimizer of bitsandbytes"),
+        ({"tf32": False, "optim": "adamw_8bit"}, "as an object an optimizer of another library, such as bitsandbytes"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
-        ({"lr_scheduler_type": "cosine_warmup_with_min_lr"}, "trainkit knows linear"),
+        ({"lr_scheduler_type": "cosine_warmup_with_min_lr"}, "trainkit knows constant, linear"),
         ({"data_seed": 3}, "data_seed"),
     ],
 )
@@ -259,11 +259,15 @@ def test_arguments_without_counterpart_are_refused(changes: Any, words: str, tmp
         DPOTrainer(model, args=arguments(tmp_path, **changes), train_dataset=PAIRS, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_config", "deepspeed", "parallelism_config"])
-def test_divided_models_lead_to_sharding(name: str) -> None:
-    about = framework("trl").settings[f"TrainingArguments.{name}"].refused or ""
-    assert "train.sharding" in about
-    assert "docs/scale.md" in about
+def test_sharding_is_taken_over_with_the_launch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = made()
+    args = arguments(tmp_path, fsdp=True)
+    trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)
+    assert trainer.trainer.config.train.sharding == "fsdp2"
+    assert any("docs/scale.md" in line for line in caplog.messages)
+    args = arguments(tmp_path, fsdp=True, fsdp_config={"cpu_ram_efficient_loading": True})
+    with pytest.raises(ConfigError, match=r"given cpu_ram_efficient_loading.*train\.sharding: fsdp2"):
+        DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +295,8 @@ def test_epochs_become_steps_and_only_what_differs_is_told(tmp_path: Path, caplo
     train = trainer.trainer.config.train
     assert (train.total_steps, train.epochs, train.eval_interval, train.save_interval) == (3, None, 2, 2)
     assert (train.max_grad_norm, train.keep_checkpoints) == (None, 1_000_000)
-    told = [line for line in caplog.messages if ": has no effect" in line]
-    assert [line.partition(":")[0] for line in told] == ["TrainingArguments.gradient_checkpointing"]
+    assert train.gradient_checkpointing
+    assert [line for line in caplog.messages if ": has no effect" in line] == []
 
 
 def test_every_argument_has_a_place() -> None:

@@ -241,6 +241,16 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         DataError,
         r"prompts should be a list.*given 3",
     ),
+    "a text in the place of samples": (
+        lambda t: t.ilql(samples="ab", rewards=[1.0, 0.0]),
+        DataError,
+        r"samples should be a list, with an entry for each sample; given 'ab'",
+    ),
+    "a number in the place of rewards": (
+        lambda t: t.ilql(rewards=1.0),
+        DataError,
+        r"rewards should be a list, with an entry for each sample; given 1\.0",
+    ),
     "samples that are numbers": (
         lambda t: t.ilql(samples=[1, 2], rewards=[1.0, 2.0]),
         DataError,
@@ -281,6 +291,21 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda t: t.masked(~torch.zeros(10, 10, dtype=torch.bool)),
         ConfigError,
         r"True = forbidden, as in trlX; if it should mean allowed, give ~logit_mask",
+    ),
+    "a mask that is none": (
+        lambda t: t.masked("letters"),
+        ConfigError,
+        r"logit_mask should be a bool tensor of shape \[V, V\], .* True = forbidden; given 'letters'",
+    ),
+    "a mask that is not square": (
+        lambda t: t.masked(torch.zeros(3, 10, dtype=torch.bool)),
+        ConfigError,
+        r"logit_mask should be a bool tensor of shape \[V, V\], .*; given torch\.bool \(3, 10\)",
+    ),
+    "a mask to be added": (
+        lambda t: t.masked(torch.eye(10) * -9),
+        ConfigError,
+        r"given torch\.float32 with other values than 0 and 1; write what is forbidden, such as",
     ),
     # settings without counterpart
     "a checkpoint that is not there": (
@@ -341,6 +366,18 @@ def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: 
         warnings.simplefilter("ignore", FutureWarning)  # dataset= is deprecated
         with pytest.raises(error, match=words):
             call(Case())
+
+
+@pytest.mark.parametrize("eval_interval", [1, 100])
+def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
+    eval_interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    mask = {"logit_mask": torch.zeros(3, 3, dtype=torch.bool)}
+    with pytest.raises(ConfigError, match=r"of shape \(10,\) or \(10, 10\); given torch\.bool \(3, 3\)"):
+        Case().ilql({"train": {"trainer_kwargs": mask, "eval_interval": eval_interval}})  # without prompts
+    assert not [*Path().rglob("samples.jsonl"), *Path().rglob("metrics.jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _samples(samples: Any, rewards: Any, dataset: Any) -> tuple[Any, Any]:
 
     Raises:
         ConfigError: ``dataset`` is no pair.
-        DataError: there are more or fewer rewards than samples.
+        DataError: there are more or fewer rewards than samples, or they are no lists.
     """
     if dataset is not None:
         warnings.warn(
@@ -101,6 +101,9 @@ def _samples(samples: Any, rewards: Any, dataset: Any) -> tuple[Any, Any]:
             raise ConfigError(f"dataset should be (samples, rewards); given {len(pair)} items")
         samples, rewards = pair
     samples, rewards = (list(each) if isinstance(each, Iterator) else each for each in (samples, rewards))
+    for name, each in (("samples", samples), ("rewards", rewards)):
+        if isinstance(each, str) or not isinstance(each, Iterable | None):
+            raise DataError(f"{name} should be a list, with an entry for each sample; given {describe(each)}")
     if rewards is not None and samples is not None and len(samples) != len(rewards):
         raise DataError(f"there are {len(samples)} samples and {len(rewards)} rewards; give one reward for each")
     return samples, rewards

@@ -156,12 +156,17 @@ class PPOTrainer(Parts):
         """Return a loader of shuffled batches of ``config.batch_size`` rows; a last, smaller batch is dropped.
 
         Raises:
-            ValueError: the dataset has no length.
+            ValueError: the dataset has no length, or none of the columns that are kept.
         """
-        if not hasattr(dataset, "__len__"):
+        if isinstance(dataset, str) or not hasattr(dataset, "__len__"):
             raise ValueError(f"dataset should have a length and rows by their indices; given {describe(dataset)}")
         if self.config.remove_unused_columns and hasattr(dataset, "remove_columns"):
-            read = {"input_ids", "attention_mask", "label", "query", "response"}
+            read = ("input_ids", "attention_mask", "label", "query", "response")
+            if not {*read} & {*dataset.column_names}:
+                raise ValueError(
+                    f"dataset has no input_ids; it has {', '.join(dataset.column_names)}, and PPOConfig keeps "
+                    f"{', '.join(read)}: tokenise it into input_ids, or set remove_unused_columns=False"
+                )
             dataset = dataset.remove_columns([name for name in dataset.column_names if name not in read])
         loader = DataLoader(
             dataset,

@@ -135,6 +135,10 @@ class SFTTrainer(OfflineTrainer):
                 return formatted(dataset, self._chat)
             raise ValueError("give dataset_text_field, the column with the text, or a formatting_func")
         if field is not None:
+            if named and field not in named:
+                raise ValueError(
+                    f"dataset_text_field is {field!r}; the dataset has {', '.join(named)}: give one of them"
+                )
             return formatted(dataset, lambda row: row[field])
         assert function is not None
         if self.packing:
@@ -165,13 +169,22 @@ def _batches(dataset: Any, size: int) -> Iterator[dict[str, list[Any]]]:
 
 
 def _with_completions(rows: Any, made: Completions) -> Iterator[Any]:
-    """Yield the samples in which something follows the template; tell how many are skipped."""
-    without = []
+    """Yield the samples in which something follows the template; tell how many are skipped.
+
+    Raises:
+        DataError: all are skipped.
+    """
+    without, index = [], -1
     for index, row in enumerate(rows):
         try:
             yield made(row)
         except DataError:
             without.append(index)
+    if without and len(without) == index + 1:
+        raise DataError(
+            f"nothing follows the response_template {made.response_template!r} in any of the {len(without)} samples, "
+            "so nothing would be trained; give one that is in them"
+        )
     if without:
         log.warning(
             "%d samples are skipped, since nothing follows the response_template %r in them: %s%s",

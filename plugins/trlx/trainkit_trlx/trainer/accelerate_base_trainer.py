@@ -83,11 +83,24 @@ def forbidding(logit_mask: Any) -> Any:
     """Return a mask of trlX, in which True forbids, as one of trainkit, in which True allows; None for None.
 
     Raises:
-        ConfigError: it forbids all tokens somewhere, so that it probably has the opposite sense.
+        ConfigError: it is no table of booleans, or forbids all tokens somewhere, so that it probably has the opposite
+            sense.
     """
     if logit_mask is None:
         return None
-    forbidden = torch.as_tensor(logit_mask).bool()
+    allowed = "a bool tensor of shape [V, V], a row for each previous token, or [V]; True = forbidden"
+    try:
+        given = torch.as_tensor(logit_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"logit_mask should be {allowed}; given {describe(logit_mask)}: {error}") from error
+    if given.dim() not in (1, 2) or given.shape[0] != given.shape[-1]:
+        raise ConfigError(f"logit_mask should be {allowed}; given {given.dtype} {tuple(given.shape)}")
+    forbidden = given.bool()
+    if not torch.equal(forbidden.to(given.dtype), given):
+        raise ConfigError(
+            f"logit_mask should be {allowed}; given {given.dtype} with other values than 0 and 1; write what is "
+            "forbidden, such as scores < 0"
+        )
     if forbidden.all(-1).any():
         raise ConfigError(
             "logit_mask is True at every token after some token, and True = forbidden, as in trlX; if it should mean "
