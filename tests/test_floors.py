@@ -44,8 +44,9 @@ TYPE_ONLY = {
     ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
 }  # fmt: skip
 """Arrows of imports for type checkers alone."""
-ARROWS = 70
-"""Arrows of imports that run when a module is loaded; there were 85 when the rooms were 31 single modules."""
+ARROWS = 78
+"""Arrows of imports that run when a module is loaded; there were 85 when the rooms were 31 single modules. Eight are of
+``estimates``, which makes a whole run without data."""
 HEAVY = {"torch": "functional", "transformers": "data", "safetensors": "models", "accelerate": "models", "typer": "cli"}
 """Third-party packages, and the first room of the spine that may import them when it is loaded."""
 LIGHT = ("errors", "plugins", "config", "sweeps", "api", "examples", "cli", "__init__")
@@ -119,7 +120,7 @@ def arrows(kind: str) -> dict[tuple[str, str], str]:
 
 def test_every_room_of_the_core_stands_in_the_spine() -> None:
     assert rooms() == set(SPINE)
-    assert len(SPINE) == len(set(SPINE)) == 21
+    assert len(SPINE) == len(set(SPINE)) == 22
 
 
 def test_arrows_point_down_only() -> None:

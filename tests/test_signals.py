@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,14 @@ class Sends:
     ],
 )
 def test_signals_save_and_end_with_their_code(
-    sent: list[signal.Signals], code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sent: list[signal.Signals],
+    code: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The first decides; a second one is ignored unless it is SIGINT."""
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)))  # nohup
     before = {number: signal.getsignal(number) for number in sent}
     stopped = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, *sent)])
     with caplog.at_level("WARNING", logger="trainkit"), pytest.raises(SystemExit) as caught:
