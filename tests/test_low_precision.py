@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import forking
 import trainkit
@@ -128,7 +129,7 @@ def test_an_optimizer_of_the_user_is_told_to_lose_small_changes(
 ) -> None:
     tokenizer = character_tokenizer("abcdefgh")
     trainer = trainkit.train(
-        tiny_gpt2(len(tokenizer)).bfloat16(),
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_gpt2(len(tokenizer)))).bfloat16(),
         samples=[("ab", "cd")] * 8,
         tokenizer=tokenizer,
         config={"method": "sft", "train": {"total_steps": 1, "batch_size": 4, "run_dir": str(tmp_path / "given")}},

@@ -186,7 +186,7 @@ def _root(models: list[nn.Module], own: dict[int, int]) -> int:
 
 def _trainer(config: TRLConfig[Any]) -> Any:
     """Return a trainer of the configuration without trackers and plugins, in one process."""
-    changed = {"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []}
+    changed: dict[str, Any] = {"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []}
     alone = config.update({**changed, "tokenizer.tokenizer_path": None})
     cls = get_trainer(config.method.name)
     if not issubclass(cls, AccelerateRLTrainer):
