@@ -122,8 +122,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
-        if config.train.mixed_precision == "bf16" and self.accelerator.device.type == "cpu":
-            warn_of_slow_bf16()
+        if config.train.mixed_precision == "bf16":
+            warn_of_slow_bf16(self.accelerator.device.type)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
