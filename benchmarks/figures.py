@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Row = dict[str, Any]
 """Medians of one system in one case, with what identifies them: the fields of `KEY`."""
@@ -204,8 +204,19 @@ def ratio(systems: dict[str, Row], figure: str, over: str, under: str) -> float 
     return systems[over][figure] / systems[under][figure] if {over, under} <= systems.keys() else None
 
 
-def verdicts(rows: Iterable[Row]) -> Iterator[tuple[str, float, bool]]:
-    """Yield the text, the measured ratio and whether it is reached, for each target whose systems were measured."""
+class Verdict(NamedTuple):
+    """What was measured of a target."""
+
+    text: str
+    """The target in words."""
+    measured: float
+    reached: bool
+    rows: tuple[Row, Row]
+    """The figures of its two systems, trainkit's first."""
+
+
+def verdicts(rows: Iterable[Row]) -> Iterator[Verdict]:
+    """Yield the verdict on each target whose systems were measured."""
     found = by_system(rows)
     for target in TARGETS:
         for (case, model, precision, backend), systems in found.items():
@@ -222,7 +233,13 @@ def verdicts(rows: Iterable[Row]) -> Iterator[tuple[str, float, bool]]:
             setting = {"default": "", "equal": ", equal products", "shared": ", products and attention shared"}[backend]
             what = f"{Case.read(case).title}, {model}{', bf16' * (precision == 'bf16')}{setting}"
             text = f"{what}: {figure} of {target.over} / {target.under} {sign} {target.bound:g}"
-            yield text, measured, measured >= target.bound if target.least else measured <= target.bound
+            both = sorted((systems[name] for name in (target.over, target.under)), key=_after_trainkit)
+            reached = measured >= target.bound if target.least else measured <= target.bound
+            yield Verdict(text, measured, reached, (both[0], both[1]))
+
+
+def _after_trainkit(row: Row) -> bool:
+    return row["system"] != "trainkit"
 
 
 def exponents(growth: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float]]:

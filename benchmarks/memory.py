@@ -26,19 +26,22 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).with_name("speed_systems")))
 
-from with_trainkit import settings
-from work import LENGTH, Work, reward
+from with_trainkit import data, settings
+from work import OFFLINE, Work
 
 CASES = ("sft", "dpo", "reward", "rloo", "ppo")
 LIMIT = 0.15
 console = Console(highlight=False, width=150)
 
 
+def of(case: str, model: str) -> Work:
+    """Return the work of a case: 32 responses, or 8 samples or pairs of 256 tokens."""
+    return Work("trainkit", case, model, rows=8 if case in OFFLINE else 32)
+
+
 def configuration(work: Work, again: bool) -> dict[str, Any]:
     """Return the config of the work."""
     found = settings(work)
-    if work.case in ("dpo", "reward"):
-        found["train"]["batch_size"] = work.sft_rows
     steps = 2 * work.epochs if work.case == "ppo" else 3
     found["train"] |= {"total_steps": steps, "gradient_checkpointing": again}
     return found
@@ -50,22 +53,13 @@ def run(work: Work, again: bool) -> None:
 
     torch.set_num_threads(1)
     config: Any = trainkit.TRLConfig.from_dict(configuration(work, again))
-    tokenizer = work.tokenizer()
-    if work.case in ("dpo", "reward"):
-        tokenizer.eos_token = tokenizer.pad_token  # the model knows it, and pairs end in it
-    texts = work.texts(64, LENGTH)  # so long that no EOS is added, which the model does not know
-    ends = [(text[:32], text[32:] + text[:8], text[:31:-1] + text[:8]) for text in texts]
-    pairs = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in ends]
-    data: dict[str, Any] = {"prompts": work.texts(256, work.prompt), "reward_fn": reward}
-    if work.case in ("sft", "dpo", "reward"):
-        data = {"samples": texts if work.case == "sft" else pairs}
     trainkit.get_trainer(work.case)
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch import _dynamo  # noqa: F401  (optimizers import it when they are made)
 
     before = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    trainkit.train(config=config, tokenizer=tokenizer, **data)
+    trainkit.train(config=config, tokenizer=work.tokenizer(), **data(work))
     print(json.dumps({"before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
@@ -91,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.measured:
         case, model, again = options.measured
-        run(Work("trainkit", case, model), again == "1")
+        run(of(case, model), again == "1")
         return 0
     from trainkit import TRLConfig
     from trainkit.estimates import measure, plan
@@ -102,8 +96,7 @@ def main() -> int:
     for model in options.models:
         for case in options.cases:
             for again in (False, True):
-                work = Work("trainkit", case, model)
-                online = case in ("rloo", "ppo")
+                work, online = of(case, model), case not in OFFLINE
                 config: Any = TRLConfig.from_dict(configuration(work, again))
                 phase = plan(measure(config, prompt=work.prompt if online else None), "none", 1).largest
                 used = measured(case, model, again, MALLOC_MMAP_THRESHOLD_="65536")

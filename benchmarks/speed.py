@@ -395,9 +395,9 @@ def main(arguments: list[str] | None = None) -> int:
             figures.add(rows)
             measured += rows
     said = [] if options.small else list(verdicts(measured))
-    for text, ratio, reached in said:
-        console.print(f"{'reached' if reached else 'MISSED ':7}  {ratio:5.2f}  {text}")
-    return 0 if all(reached for *_, reached in said) else 1
+    for each in said:
+        console.print(f"{'reached' if each.reached else 'MISSED ':7}  {each.measured:5.2f}  {each.text}")
+    return 0 if all(each.reached for each in said) else 1
 
 
 if __name__ == "__main__":

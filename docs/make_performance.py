@@ -183,9 +183,30 @@ def charts(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def targets(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of targets."""
-    lines = [[text, f"{found:.2f}", "reached" if fits else "missed"] for text, found, fits in verdicts(rows)]
+    """Yield the table of targets, and where the time and the memory of those that are missed go."""
+    found = list(verdicts(rows))
+    lines = [[each.text, f"{each.measured:.2f}", "reached" if each.reached else "missed"] for each in found]
     yield from table("target | measured | ", lines)
+    missed = [each for each in found if not each.reached]
+    if missed:
+        yield "Where the time and the memory of missed targets go, in seconds of a step and MB:\n"
+        lines = [
+            [each.text.partition(":")[0], row["system"], *profile(row)]
+            for each in {_work(each.rows[0]): each for each in missed}.values()
+            for row in each.rows
+        ]
+        yield from table("work | system | phases, s | before the first step, MB | at most, MB", lines)
+
+
+def _work(row: Row) -> tuple[str, ...]:
+    """Return what was done, and with which settings."""
+    return row["case"], row["model"], row["precision"], row["backend"]
+
+
+def profile(row: Row) -> list[str]:
+    """Return the seconds of the phases, and the memory before and at most."""
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases"].items())
+    return [phases, f"{row['before']:.0f}", f"{row['peak']:.0f}"]
 
 
 def said(value: float | None) -> str:

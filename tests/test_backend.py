@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from trainkit.errors import ConfigError
 from trainkit.models import backend
 from trainkit.models.backend import TOLERANCE, by_default_library, use_fast_exact_matmul
 from trainkit.testing.trainers import tiny_trainer
@@ -107,6 +109,15 @@ def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow(
     backend.warn_of_slow_bf16.cache_clear()
     for _ in range(2):  # once
         tiny_trainer("sft", tmp_path, train__mixed_precision="bf16")
-    said = [record.message for record in caplog.records if "this CPU (Some) has no instructions" in record.message]
+    said = [record.message for record in caplog.records if "this device (Some) has no instructions" in record.message]
     assert len(said) == told
     backend.warn_of_slow_bf16.cache_clear()
+
+
+def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise ValueError("bf16 mixed precision requires PyTorch >= 1.10 and a supported device.")  # of accelerate
+
+    monkeypatch.setattr("trainkit.trainer.launch.Accelerator", refuse)
+    with pytest.raises(ConfigError, match=r"train.mixed_precision is 'bf16', and this device cannot.*set it to 'no'"):
+        tiny_trainer("sft", tmp_path, train__mixed_precision="bf16")

@@ -217,7 +217,7 @@ def test_targets_are_judged_by_the_ratio_of_medians(load: Any) -> None:
         row("generate:32x1,32+64", "bare", 1.0, 500),
         row("generate:32x1,32+64", "bare", 1.0, 500, model="S"),  # without trainkit's
     ]
-    assert [(round(found, 2), fits) for _, found, fits in figures.verdicts(rows)] == [
+    assert [(round(found, 2), fits) for _, found, fits, _ in figures.verdicts(rows)] == [
         (2.5, False),
         (0.5, True),
         (1.04, True),
@@ -247,6 +247,8 @@ def test_the_page_has_the_figures_of_every_device(load: Any) -> None:
         row("rloo:8x4,32+64", "trl", 5.0, 1000),
         row("rloo:8x4,32+64", "bare", 1.9, 450),
         row("rft:8x4,32+64", "trainkit", 1.6, 500, backend="default"),
+        row("generate:32x1,32+64", "bare", 1.0, 500, phases={"prefill": 0.2}),
+        row("generate:32x1,32+64", "trainkit", 1.5, 500, phases={"generate": 1.5}),  # a target is missed
     ]
     entry = {"machine": machine(), "rows": rows, "growth": growth("k", 0.75, 0.5)}
     other = {"machine": machine(device="cuda", hardware="a GPU"), "rows": rows[:2], "growth": []}
@@ -257,6 +259,9 @@ def test_the_page_has_the_figures_of_every_device(load: Any) -> None:
     assert "| RLOO, 8 × 4, 32 + 64 | M | 2.00 | 8.00 | 4.00 | 2.50 | 500 | 1000 | 0.50 |" in text
     assert "| RFT, 8 × 4, 32 + 64 | M | 1.60 | 50.0 | 500 |" in text  # ms for each of 32 rows
     assert "| k | 0.75 | 0.50 |" in text
+    missed = "| Generation, 32 × 1, 32 + 64, M, equal products | {} |"
+    assert f"{missed.format('trainkit | generate 1.50')} 100 | 500 |\n{missed.format('bare | prefill 0.20')} " in text
+    assert "RLOO, 8 × 4, 32 + 64, M, equal products | trainkit" not in text  # its targets are reached
     assert "float32, precision medium 100; bf16 200" in text
     assert text.index("### On a CPU") < text.index("### On a CUDA device") < text.index("a GPU; ")
     assert [name for name, _ in page.charts(entry)] == ["growth-time-cpu.svg", "growth-memory-cpu.svg"]

@@ -61,7 +61,8 @@ class ModelConfig(Section):
     config (random weights), with the vocabulary of the trained model. None: the trained model as it is before the first
     update."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type of the weights. For mixed precision keep float32 here and set `train.mixed_precision`."""
+    """The type of the weights. Trained weights of lower precision have float32 copies in the optimizer. For mixed
+    precision keep float32 here and set `train.mixed_precision`."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
     """Train only this many of the top layers, and what follows them. The embeddings and the layers below are frozen,
     run once per sequence, and shared with the reference. Of an encoder-decoder, the layers of the decoder are counted;

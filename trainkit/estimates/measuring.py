@@ -27,6 +27,7 @@ from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit.trainer import optim
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
+from trainkit.trainer.master_weights import MasterWeights
 from trainkit.trainer.sharding import blocks_of
 
 UNLIMITED = 1024
@@ -126,7 +127,7 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         if isinstance(each, Policy):
             each.one_pass = True  # rows are of one length
     others = {key: size for each in compared for key, size in held(tensors_of(each), own).items()}
-    trained = held(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = optim.make_optimizer(trainer.config.optimizer, policy)
     blocks = [sum(held(tensors_of(block)).values()) for block in blocks_of(policy)]
 
@@ -152,9 +153,9 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         ) from error
     return Need(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
-        trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        trained=sum(each.numel() for each in trained),
         weights=sum(own.values()),
-        gradients=sum(trained.values()),
+        gradients=sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained),
         optimizer=state,
         reference=sum(others.values()),
         block=max(blocks, default=0),
@@ -172,6 +173,7 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Return the tensors of an optimizer's state."""
+    yield from optimizer.masters() if isinstance(optimizer, MasterWeights) else ()
     for each in optimizer.state.values():
         yield from (value for value in each.values() if isinstance(value, Tensor))
 
@@ -184,7 +186,7 @@ def _root(models: list[nn.Module], own: dict[int, int]) -> int:
 
 def _trainer(config: TRLConfig[Any]) -> Any:
     """Return a trainer of the configuration without trackers and plugins, in one process."""
-    changed = {"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []}
+    changed: dict[str, Any] = {"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []}
     alone = config.update({**changed, "tokenizer.tokenizer_path": None})
     cls = get_trainer(config.method.name)
     if not issubclass(cls, AccelerateRLTrainer):

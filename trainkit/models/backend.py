@@ -58,14 +58,21 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
 
 
 @cache
-def warn_of_slow_bf16() -> None:
-    """Log a warning, once, if the CPU has no instructions for bfloat16; torch then computes with it more slowly."""
-    able = torch.cpu.get_capabilities()
-    if not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+def warn_of_slow_bf16(kind: str) -> None:
+    """Log a warning, once, if the CPU or CUDA device has no instructions for bfloat16; torch is slower with it then."""
+    if kind == "cuda":
+        has, name = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
+    elif kind == "cpu":
+        able = torch.cpu.get_capabilities()
+        has = any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        name = able.get("cpu_name", able["architecture"])
+    else:
+        return
+    if not has:
         log.warning(
-            "train.mixed_precision is 'bf16', and this CPU (%s) has no instructions for bfloat16: products are slower "
-            "than in float32. Set it to 'no' unless you only try out a run for another device",
-            able.get("cpu_name", able["architecture"]),
+            "train.mixed_precision is 'bf16', and this device (%s) has no instructions for bfloat16: products are "
+            "slower than in float32. Set it to 'no' unless you only try out a run for another device",
+            name,
         )
 
 

@@ -386,16 +386,20 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
         If they were sampled with older weights, `rollout.correction` is set, or the model `stays_divided`, the numbers
         are those of the newest weights before this collection; with the correction ``sampler``, the log-probabilities
-        are the sampler's. An algorithm without corrections, which only reports them, gets the numbers of the older
+        are the sampler's, and so is the rest after the first collection if trainkit's sampler has the newest weights,
+        whatever the precision. An algorithm without corrections, which only reports them, gets the numbers of the older
         weights that sampled.
         """
         if self.ahead is not None and not self.corrections:
             sampled = rollouts.logprobs, rollouts.entropy
             if sampled[0] is not None and sampled[1] is not None:
                 return TokenOutputs(sampled[0], entropy=sampled[1])
+        at = self.progress
         if self.correction != "none" or self.ahead is not None or self.stays_divided:
-            return self._proximal(rollouts)
-        at, seen, sampler = self.progress, _as_sampled(rollouts, self.unwrapped), self._sampler_name
+            trusted = self.correction == "sampler" and self._samples_newest and at.step > 0
+            seen = _as_sampled(rollouts, self.unwrapped) if trusted else None
+            return self._proximal(rollouts) if seen is None else seen
+        seen, sampler = _as_sampled(rollouts, self.unwrapped), self._sampler_name
         if at.sampler != sampler:
             at.sampler, at.sampler_exact = sampler, None
         if at.sampler_exact and at.step > 0 and seen is not None:
@@ -481,6 +485,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
         return "decoupled" if not exact and "decoupled" in self.corrections else "none"
 
     @property
+    def _samples_newest(self) -> bool:
+        """Whether trainkit's sampler samples with the newest weights, in this process."""
+        return not self.config.rollout.staleness and self.engine_class.exact and not self.stays_divided
+
+    @property
     def _weighs(self) -> bool:
         return self.correction in ("decoupled", "masked")
 
@@ -488,9 +497,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
         """Return what watches the metrics; it knows what is usual with this configuration."""
         rollout, precision = self.config.rollout, self.config.train.mixed_precision
         uncorrected = rollout.staleness > 0 and not self.corrections
-        return Health(
-            starts_on_policy=self.correction != "sampler" and not uncorrected, half_precision=precision != "no"
-        )
+        starts = (self.correction != "sampler" or self._samples_newest) and not uncorrected
+        return Health(starts_on_policy=starts, half_precision=precision != "no")
 
     def _check_collecting(self) -> None:
         """Raise a `ConfigError` if settings of engine, staleness and correction do not suit the algorithm."""

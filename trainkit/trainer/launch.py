@@ -37,7 +37,8 @@ def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:
         timeout: seconds that processes wait for each other; that of the first trainer of a process applies.
 
     Raises:
-        ConfigError: the processes were launched in a way that contradicts the configuration.
+        ConfigError: the processes were launched in a way that contradicts the configuration, or their device has no
+            passes of this precision.
     """
     sharded = [name for flag, name in SHARDED.items() if str_to_bool(os.environ.get(flag, "false"))]
     if sharded:
@@ -50,7 +51,14 @@ def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:
     if state and state.get("_mixed_precision") not in (None, mixed_precision):
         AcceleratorState._reset_state()
     waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
-    accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[waiting])
+    try:
+        accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=[waiting])
+    except ValueError as error:
+        if f"{mixed_precision} mixed precision" not in str(error):
+            raise
+        raise ConfigError(
+            f"train.mixed_precision is {mixed_precision!r}, and this device cannot compute so ({error}); set it to 'no'"
+        ) from error
     _check_processes(int(accelerator.num_processes))
     applied = _first.setdefault("timeout", timeout)
     if accelerator.num_processes > 1 and applied != timeout:

@@ -17,6 +17,7 @@ from trainkit.config import OptimizerConfig, SchedulerConfig, TRLConfig
 from trainkit.config.arguments import OPTIMIZERS, TORCH_SCHEDULES
 from trainkit.config.places import differences
 from trainkit.errors import ConfigError, describe
+from trainkit.trainer.master_weights import low_precision, with_masters
 
 ENDLESS = ("constant", *TORCH_SCHEDULES)
 """Schedules that do not end with the run."""
@@ -31,13 +32,15 @@ def make_optimizer(
     model: nn.Module,
     *,
     scaled: bool = False,
+    masters: bool = True,
     given: torch.optim.Optimizer | MakeOptimizer | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the model's trainable parameters; that of the user, ``given``, if there is one.
 
     The fused implementation is used where torch has one, because it reads the weights once instead of about a dozen
     times, unless ``kwargs`` choose another. It is not used with ``scaled`` gradients (fp16): a fused step decides by
-    itself whether to skip, and does not report it.
+    itself whether to skip, and does not report it. With ``masters``, weights of lower precision than float32 have
+    `MasterWeights`.
 
     Raises:
         ConfigError: ``kwargs`` contains arguments that the optimizer does not take, or the user's optimizer has other
@@ -52,7 +55,9 @@ def make_optimizer(
     if "fused" in inspect.signature(cls).parameters and not (chosen or scaled):
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") for p in trained)
     try:
-        made: torch.optim.Optimizer = cls(trained, **arguments)
+        made: torch.optim.Optimizer = (with_masters(cls) if masters and low_precision(trained) else cls)(
+            trained, **arguments
+        )
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer.kwargs {config.kwargs} do not fit {config.name!r}: {error}") from error
     return made

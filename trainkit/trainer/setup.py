@@ -44,6 +44,7 @@ from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import make_accelerator
+from trainkit.trainer.master_weights import low_precision
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.sharding import Replicated, make_sharding
@@ -121,8 +122,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
-        if config.train.mixed_precision == "bf16" and self.accelerator.device.type == "cpu":
-            warn_of_slow_bf16()
+        if config.train.mixed_precision == "bf16":
+            warn_of_slow_bf16(self.accelerator.device.type)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
@@ -344,10 +345,28 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if self.sharding.stays_divided:
             self._before_dividing(reference)
         scaled = self.accelerator.scaler is not None
-        make = partial(optim.make_optimizer, self.config.optimizer, scaled=scaled, given=self.given_optimizer)
+        masters = self.sharding.masters
+        self._tell_low_precision(model)
+        make = partial(
+            optim.make_optimizer, self.config.optimizer, scaled=scaled, masters=masters, given=self.given_optimizer
+        )
         compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
         prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
         return (*prepared, reference)
+
+    def _tell_low_precision(self, model: nn.Module) -> None:
+        """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
+        copies = self.sharding.masters and self.given_optimizer is None
+        low = low_precision(model.parameters())
+        if self.accelerator.is_main_process and not copies and low:
+            log.warning(
+                "the weights are %s, and %s makes its steps on them, so changes of less than half of their precision "
+                "are lost; set model.dtype to float32, and train.mixed_precision to bf16",
+                str(low[0].dtype).removeprefix("torch."),
+                f"train.sharding {name_of(self.config.train.sharding)!r}"
+                if self.given_optimizer is None
+                else "the given optimizer",
+            )
 
     def _prepare_model(self) -> None:
         """Load the model to generate and evaluate with it: without reference, frozen models and optimizer."""

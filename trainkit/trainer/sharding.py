@@ -22,6 +22,7 @@ from trainkit.plugins import get_sharding
 from trainkit.plugins.hooks import name_of
 from trainkit.runs import checkpoint
 from trainkit.runs.resharding import divided_like, local
+from trainkit.trainer.master_weights import low_precision
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Sharding(ABC):
     a gradient, and each writes its parts of weights and optimizer state, as ``DTensor``, into checkpoints."""
     repeats: ClassVar[bool] = False
     """Whether a process can make the passes of a step again, because none waits for others before `exchange`."""
+    masters: ClassVar[bool] = False
+    """Whether the optimizer may have float32 copies of weights of lower precision (`MasterWeights`)."""
     gathered = False
     """Whether `whole` is entered now."""
     policy: nn.Module
@@ -134,11 +137,13 @@ class Replicated(Sharding):
     """Every process has the whole model; gradients are averaged by DDP.
 
     Where `train.microbatch_size` is ``auto``, they are averaged by `exchange` instead: a process that is out of memory
-    in a pass makes it again, and DDP would let the others wait.
+    in a pass makes it again, and DDP would let the others wait. So are the float32 gradients of weights of lower
+    precision, which DDP does not support.
     """
 
     divides = False
     repeats = True
+    masters = True
     apart = False
     """Whether processes make the passes of a step without each other."""
 
@@ -150,6 +155,7 @@ class Replicated(Sharding):
         self, model: nn.Module, make: Callable[[nn.Module], Any], frozen: Sequence[nn.Module] = ()
     ) -> tuple[nn.Module, Any]:
         """Return model and optimizer as accelerate prepares them."""
+        self.apart = self.apart or bool(low_precision(model.parameters()))
         if self.apart:
             self.policy = self.accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
             return self.policy, self.accelerator.prepare_optimizer(make(model))
@@ -176,7 +182,8 @@ class Replicated(Sharding):
         has = torch.tensor([float(each.grad is not None) for each in trained], device=self.accelerator.device)
         for parameter, count in zip(trained, self.accelerator.reduce(has, "sum").tolist(), strict=True):
             if count:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                none = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                own = none if parameter.grad is None else parameter.grad
                 parameter.grad = self.accelerator.reduce(own, "mean")
 
 
