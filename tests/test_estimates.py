@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_recomputed_activations_need_less() -> None:
 
 LLAMA_7B = Need(
     parameters=7 * 10**9, trained=7 * 10**9, weights=28 * 10**9, gradients=28 * 10**9, optimizer=56 * 10**9,
-    reference=28 * 10**9, block=800 * 10**6, root=10**9, reference_root=10**9, step=0,
+    reference=28 * 10**9, block=800 * 10**6, root=10**9, reference_root=10**9, leaves=False, step=0,
     lengths=Lengths(2048, 1024), rows=8, update=10 * 10**9, experience=2 * 10**9, sampling=9 * 10**9, cache=8 * 10**9,
     again=lambda rows: rows * 10**9 + 2 * 10**9,
 )  # fmt: skip
@@ -115,6 +116,10 @@ def test_7b_on_8_gpus_by_arithmetic() -> None:
     """docs/scale.md#memory: replicated 112 GB; divided 14 GB, with what is gathered and a reference."""
     alone = totals(LLAMA_7B, "none", 8)
     assert alone["update"] == pytest.approx(28 + 28 + 56 + 28 + 10)
+    parked = replace(LLAMA_7B, leaves=True)  # the reference, after its only pass, if the model is not divided
+    assert totals(parked, "none", 8)["update"] == pytest.approx(28 + 28 + 56 + 10)
+    assert totals(parked, "none", 8)["experience"] == alone["experience"]
+    assert totals(parked, "fsdp2", 8) == totals(LLAMA_7B, "fsdp2", 8)
     shared = totals(LLAMA_7B, "fsdp2", 8)
     # 112 / 8, the reference's 28 / 8 and its root 1, two blocks 1.6 and the root 1, the gradients of one 0.8 and 1
     assert shared["update"] == pytest.approx(14 + 3.5 + 1 + 2.6 + 1.8 + 10)
@@ -128,8 +133,9 @@ def test_70b_on_64_gpus_by_arithmetic() -> None:
     """docs/scale.md#memory: 280 * 4 / 64 = 17.5 GB, two blocks of 3.5, the gradient of one, the root twice: 45 GB."""
     need = Need(
         parameters=70 * 10**9, trained=70 * 10**9, weights=280 * 10**9, gradients=280 * 10**9, optimizer=560 * 10**9,
-        reference=0, block=3500 * 10**6, root=8400 * 10**6, reference_root=0, step=0, lengths=Lengths(4096, 4095),
-        rows=4, update=80 * 10**9, experience=0, sampling=0, cache=0, again=lambda rows: rows * 20 * 10**9,
+        reference=0, block=3500 * 10**6, root=8400 * 10**6, reference_root=0, leaves=False, step=0,
+        lengths=Lengths(4096, 4095), rows=4, update=80 * 10**9, experience=0, sampling=0, cache=0,
+        again=lambda rows: rows * 20 * 10**9,
     )  # fmt: skip
     assert totals(need, "fsdp2", 64)["update"] == pytest.approx(17.5 + 7 + 3.5 + 2 * 8.4 + 80)
     found = choose(need, 64, 80 * GB)

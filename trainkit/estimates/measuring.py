@@ -24,7 +24,7 @@ from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
 from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit.trainer import optim
+from trainkit.trainer import optim, parking
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
 from trainkit.trainer.master_weights import MasterWeights
@@ -60,6 +60,8 @@ class Need:
     root: int
     """Weights that are in no block: embeddings, head, and what follows the blocks."""
     reference_root: int
+    leaves: bool
+    """Whether the reference leaves memory after its only pass, where the model is not divided."""
     step: int
     """The most that the optimizer's step needs besides."""
     lengths: Lengths
@@ -161,6 +163,9 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         block=max(blocks, default=0),
         root=sum(own.values()) - sum(blocks),
         reference_root=_root(compared, others),
+        leaves=not trainer.online
+        and parking.can_leave(trainer, reference)
+        and sum(others.values()) >= parking.SMALLEST,
         step=max(step - state, 0),
         lengths=lengths,
         rows=rows,

@@ -63,10 +63,11 @@ def plan(need: Need, sharding: str, processes: int) -> Plan:
     gathered = 2 * need.block + need.root if divided else 0
     unreduced = trained * (need.block + need.root) if divided else 0
     root = need.reference_root if divided else 0
+    stays = 0 if need.leaves and not divided else reference + root
     phases = [
-        Phase("update", weights + gathered, gradients + unreduced, optimizer, reference + root, need.update),
-        Phase("step", weights, gradients, optimizer, reference + root, need.step / share),
-        Phase("saving", weights, 0, optimizer, reference + root),
+        Phase("update", weights + gathered, gradients + unreduced, optimizer, stays, need.update),
+        Phase("step", weights, gradients, optimizer, stays, need.step / share),
+        Phase("saving", weights, 0, optimizer, stays),
     ]
     whole = need.weights if divided and need.sampling else 0
     compared = need.reference if divided and need.sampling else root

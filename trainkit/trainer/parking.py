@@ -36,8 +36,7 @@ def park(trainer: Trainer) -> None:
     gone when the process ends. Experience that evaluations need the reference for is made before.
     """
     reference = trainer._prepared[2]
-    alone = type(reference) is Reference and type(trainer.sharding) is Replicated
-    if not (trainer.collects_once and trainer.reference_makes_experience and alone and trainer.run_dir is not None):
+    if not (trainer.collects_once and trainer.run_dir is not None and can_leave(trainer, reference)):
         return
     own = _own_weights(reference.policy, trainer.unwrapped)
     if sum(parameter.nbytes for parameter in own) < SMALLEST:
@@ -51,6 +50,12 @@ def park(trainer: Trainer) -> None:
         return
     for parameter, view in zip(own, views, strict=True):
         parameter.data = view
+
+
+def can_leave(trainer: Trainer, reference: Any) -> bool:
+    """Return whether the weights of the reference are not needed after the experience is made, and may leave memory."""
+    alone = type(reference) is Reference and type(trainer.sharding) is Replicated
+    return bool(trainer.reference_makes_experience and alone)
 
 
 def back(reference: Any, device: torch.device) -> None:
