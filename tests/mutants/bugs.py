@@ -44,7 +44,7 @@ BUGS = (
         "dpo",
         ("eos_is_trained",),
         patch="""
--        pairs = self.encode_preferences(rows)
+-        pairs = self.through_trunk(self.encode_preferences(rows))
 +        pairs, eos = self.encode_preferences(rows), self.tokenizer.eos_token_id
 +        pairs = Preferences(*(
 +            replace(side, response_mask=side.response_mask & (side.input_ids != eos))
@@ -826,7 +826,7 @@ BUGS = (
         "dpo",
         ("sides_of_pairs",),
         patch="""
--        pairs = self.encode_preferences(rows)
+-        pairs = self.through_trunk(self.encode_preferences(rows))
 +        pairs = self.encode_preferences(rows)
 +        swap = pairs.rejected.lengths < pairs.chosen.lengths
 +        both, n = pairs.both, len(rows)

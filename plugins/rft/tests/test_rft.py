@@ -158,3 +158,31 @@ def test_rows_that_fill_up_weigh_nothing(tmp_path: Path) -> None:
     assert loss.item() == pytest.approx(alone.item(), abs=1e-6)
     nothing, _ = trainer.loss(Sequences.from_lists([[1]], [[]]).to(trainer.accelerator.device))
     assert nothing.item() == 0.0
+
+
+def test_micro_batches_have_the_rows_of_a_prompt_together(tmp_path: Path) -> None:
+    """Shuffled rows of three prompts: each prompt runs once, and the gradient is that of separate rows."""
+    torch.manual_seed(0)
+    prompts = [[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [2, 4, 6, 0, 5]]
+    order = torch.randperm(12).tolist()
+    shuffled = Sequences.from_lists([prompts[i % 3] for i in order], [[i % 8, (i + 3) % 8] for i in order])
+    gradients, tokens = [], [0, 0]
+    for shares in (None, False):
+        trainer = tiny_trainer(
+            "rft", tmp_path / str(shares), train__batch_size=12, train__microbatch_size=4, train__share_prompts=shares
+        )
+        policy = trainer.unwrapped.double()
+        policy.shares_prompts = trainer.progress.shares_prompts = shares is None
+        assert policy.can_share_prompts is (shares is None)
+
+        def count(_: Any, __: Any, kwargs: Any, shared: bool = shares is None) -> None:
+            tokens[shared] += kwargs["input_ids"].numel()
+
+        policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+        micros = trainer.micro_batches(trainer.prepare_step(shuffled))
+        assert [len({tuple(query.tolist()) for query in micro.queries}) for micro in micros] == [1, 1, 1]
+        for micro in micros:
+            (trainer.loss(micro)[0] * len(micro) / 12).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+    assert tokens == [12 * 7, 3 * 5 + 12 * 1]  # the last token of a prompt gives the first response token

@@ -146,6 +146,11 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
         self.record({"pool/kept": Mean.of(good), "pool/kept_reward": Mean.of(scores, good)})
         return [(query, response) for (query, response, _), keep in zip(pooled, kept, strict=True) if keep]
 
+    def prepare_step(self, batch: Sequences) -> Sequences:
+        """Return the rows of a step, those of a prompt beside each other, so that micro-batches can share prompts."""
+        _, prompt = torch.unique(batch.prompt_ids, dim=0, return_inverse=True)
+        return batch.take(prompt.argsort(stable=True))
+
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
         """Return the negative log-likelihood of the responses, a mean over their tokens (S-29). -> []."""
         logprobs = self.policy(batch).logprobs
