@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib
 import io
-import math
 import os
 import shutil
 import subprocess
@@ -24,8 +23,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from trainkit.trainer import sharing
-
 settings.register_profile(
     "trainkit", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -36,13 +33,6 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the battery; this file is read before options are, those of folders below are not."""
     parser.addoption("--full", action="store_true", help="the battery: all of each check, not a sample")
-    parser.addoption("--share-prompts", action="store_true", help="share prompts wherever it is possible")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """With ``--share-prompts``, count sharing as paying for the few and short rows of tests, too."""
-    if config.getoption("--share-prompts"):
-        sharing.GAIN = math.inf
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import common_prompts
 import trainkit
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.plugins import registry
@@ -44,17 +45,21 @@ LAUNCHING = {"two_processes"}
 """Checks that start processes, which `make test-all` runs."""
 
 
-def planned(check: Check, subject: Subject) -> Any:
+def planned(check: Check, subject: Subject, shares: bool) -> Any:
     daily = subject.name in DAILY or (check.name in EVERYWHERE and subject.name not in RELATED)  # no variants
-    slow = check.name.partition("@")[0] in LAUNCHING or not daily
-    return pytest.param(Case(check, subject), marks=[pytest.mark.slow] if slow else [])
+    slow = check.name.partition("@")[0] in LAUNCHING or not (daily and shares)
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(
+        Case(check, subject), shares, marks=marks, id=f"{subject.name}-{check.name}{'' if shares else '-separate'}"
+    )
 
 
 CASES = [
-    planned(each, subject)
+    planned(each, subject, shares)
     for name in trainkit.available_trainers()
     for subject in subjects_of(name)
     for each in checks_for(subject)
+    for shares in ([True, False] if common_prompts.exist(name) else [True])
 ]
 
 
@@ -62,8 +67,10 @@ def test_the_checks_of_every_day_exist() -> None:
     assert conformance.all_checks().keys() >= EVERYWHERE
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.subject.name}-{case.check.name}")
-def test_every_trainer_conforms(case: Case) -> None:
+@pytest.mark.parametrize(("case", "shares"), CASES)
+def test_every_trainer_conforms(case: Case, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prompts shared wherever they can be, and in `make test-all` with separate rows, too."""
+    common_prompts.share(monkeypatch, shares)
     case()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import common_prompts
 import trainkit
 from trainkit import Verdict
 from trainkit.data import Sequences
@@ -28,6 +29,12 @@ SAMPLING = [name for name in ONLINE if name in LANGUAGE]
 all_trainers = pytest.mark.parametrize("name", TRAINERS)
 BOTH_SIDES = {name for name in LANGUAGE if trainkit.get_trainer(name).encoder_decoders}
 """Algorithms that train encoder-decoders too."""
+
+
+@pytest.fixture(autouse=True, params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "separate"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every law holds with prompts shared wherever they can be, and with separate rows."""
+    common_prompts.share(monkeypatch, request.param)
 
 
 def own(*_: Any, **__: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import common_prompts
 from mutants.bugs import BUGS
 from mutants.planting import Bug, PlantingError, examine, found_by, planted
 
@@ -38,9 +41,21 @@ BASES = {
 }
 
 
+def both(found: Iterable[tuple[str, Any, str]]) -> list[Any]:
+    """Cases of (name, what, base) with shared prompts, and with separate rows if there are common prompts."""
+    return [
+        pytest.param(what, shares, id=name if shares else f"{name}-separate")
+        for name, what, base in found
+        for shares in ([True, False] if common_prompts.exist(base) else [True])
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("base", sorted(BASES))
-def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "shares"), both((base, base, base) for base in sorted(BASES)))
+def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(
+    base: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common_prompts.share(monkeypatch, shares)
     sound = Bug(f"none_{base}", "", "", base, ())
     results = examine(sound, tmp_path, tuple(BASES[base]))
     assert [result.check.name for result in results if result.outcome != "passed"] == []
@@ -48,8 +63,9 @@ def test_a_copy_without_a_bug_passes_the_checks_that_find_those_with_one(base: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_kit_finds_the_bug(bug: Bug, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bug", "shares"), both((bug.name, bug, bug.base) for bug in BUGS))
+def test_the_kit_finds_the_bug(bug: Bug, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.share(monkeypatch, shares)
     results = examine(bug, tmp_path, bug.caught_by)
     assert found_by(results) == [result.check.name for result in results], [result.seen for result in results]
 

@@ -200,9 +200,10 @@ def test_an_encoder_reads_every_prompt_once_and_gives_the_same() -> None:
     assert seen == [3]
 
 
+@pytest.mark.parametrize("made", [rows, padded_on_the_left])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_scores_of_pairs_are_the_same(name: str) -> None:
-    scorer, sequences = Scorer(make(name)), rows()
+def test_scores_of_pairs_are_the_same(name: str, made: Callable[[], Sequences]) -> None:
+    scorer, sequences = Scorer(make(name)), made()
     assert scorer.why_not_shared() is None
     found = []
     for shared in (True, False):

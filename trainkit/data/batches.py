@@ -103,7 +103,8 @@ class Batch:
         between them. With ``shared``, a prompt that a micro-batch has several times counts once, because the model runs
         it once.
         """
-        if size is None and tokens is None:
+        padded = 0 if tokens is None or not len(self) else len(self) * int(self.lengths.max())
+        if (size is None or len(self) <= size) and (tokens is None or padded <= tokens):
             return [torch.arange(len(self))]
         group = self._prompts(together)
         longest = self.lengths.new_zeros(len(self)).scatter_reduce(0, group, self.lengths, "amax")[group]

@@ -26,7 +26,7 @@ from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads
-from trainkit.models.prompts import SharedPrompts, why_not_shared
+from trainkit.models.prompts import SharedPrompts, begins, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
@@ -104,7 +104,8 @@ class Scorer(nn.Module):
             with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
                 return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
         wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
-        chosen = F.one_hot(sequences.lengths, wider.input_ids.size(1)).bool()
+        ends = begins(sequences).squeeze(1) + sequences.lengths
+        chosen = F.one_hot(ends, wider.input_ids.size(1)).bool()
         parts = SharedPrompts.of_rows(wider, chosen)
         (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost=None)
         return states[parts.chosen]

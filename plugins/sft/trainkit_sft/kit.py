@@ -8,14 +8,17 @@ import torch
 
 from trainkit.testing import Effect, Structure
 
+DRAWS = 9
+"""Losses of a batch that are compared."""
+
 
 @torch.no_grad()
 def difference_of_two_losses(trainer: Any) -> float:
-    """Return how far the losses of one batch are apart if it is computed twice in training mode."""
+    """Return how far the losses of one batch are apart in training mode, the mean over several draws of noise."""
     trainer.policy.train()
     batch = trainer.store.experience.to(trainer.accelerator.device)
-    one, other = (float(trainer.loss(batch)[0]) for _ in range(2))
-    return abs(one - other)
+    losses = [float(trainer.loss(batch)[0]) for _ in range(DRAWS)]
+    return sum(abs(loss - losses[0]) for loss in losses) / DRAWS
 
 
 EFFECTS: dict[str, Effect | list[Effect]] = {
