@@ -450,3 +450,12 @@ def test_without_metric_function_the_best_is_told_to_have_no_effect(
     character_tokenizer("abcdefgh").save_pretrained("letters")
     trlx.train(samples=["ab", "bc"] * 4, config=Case().config(default_sft_config))
     assert caplog.text.count("train.save_best: has no effect") == 1
+
+
+def test_an_architecture_that_the_model_has_not_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    character_tokenizer("abcdefgh").save_pretrained("letters")
+    Case().ppo({"model": {"model_arch_type": "seq2seq"}})
+    assert caplog.text.count("model.model_arch_type is 'seq2seq', and the model is trained as 'causal'") == 1

@@ -168,6 +168,7 @@ class OfTrlx:
     """
 
     if TYPE_CHECKING:
+        model_config: Any
         config: trainkit.TRLConfig[Any]
         tokenizer: Any
 
@@ -213,6 +214,13 @@ class OfTrlx:
             callbacks=callbacks,
             **kwargs,
         )
+        found = "seq2seq" if self.model_config.is_encoder_decoder else "causal"
+        if config.model.model_arch_type != found:
+            log.warning(
+                "model.model_arch_type is %r, and the model is trained as %r, which its own configuration says",
+                config.model.model_arch_type,
+                found,
+            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Say which methods of a trainer of one's own trlX calls and trainkit does not, with those that it calls."""
