@@ -15,14 +15,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.metadata import Distribution, distributions
 from types import ModuleType
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
 from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, read_module
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -231,6 +234,8 @@ def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
     if (kept := _kept.get()) is not None:
         return kept
+    from importlib.metadata import distributions  # slow, and not needed for --help
+
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
     for dist in distributions():
