@@ -162,11 +162,13 @@ def selected(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     for layer in cache.layers:
         if type(layer) is not DynamicLayer:
             raise TypeError(f"a cache has layers of type {type(layer).__name__}")
-        keys, values = (each.index_select(0, rows) for each in (layer.keys, layer.values) if each is not None)
         own = DynamicLayer()
+        chosen.layers.append(own)
+        if layer.keys is None or layer.values is None:  # of a block that does not run, or reads those of another one
+            continue
+        keys, values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
         own.lazy_initialization(keys, values)
         own.keys, own.values = keys, values
-        chosen.layers.append(own)
     return chosen
 
 
