@@ -47,7 +47,7 @@ from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.master_weights import low_precision
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
-from trainkit.trainer.sharding import Replicated, make_sharding
+from trainkit.trainer.sharding import FSDP2, Replicated, make_sharding
 
 if TYPE_CHECKING:
     from trainkit.testing import Effect, Structure
@@ -356,16 +356,14 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _tell_low_precision(self, model: nn.Module) -> None:
         """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
-        copies = self.sharding.masters and self.given_optimizer is None
+        without = self.given_optimizer is not None or type(self.sharding) is FSDP2
         low = low_precision(model.parameters())
-        if self.accelerator.is_main_process and not copies and low:
+        if self.accelerator.is_main_process and without and low:
             log.warning(
                 "the weights are %s, and %s makes its steps on them, so changes of less than half of their precision "
                 "are lost; set model.dtype to float32, and train.mixed_precision to bf16",
                 str(low[0].dtype).removeprefix("torch."),
-                f"train.sharding {name_of(self.config.train.sharding)!r}"
-                if self.given_optimizer is None
-                else "the given optimizer",
+                "train.sharding 'fsdp2'" if self.given_optimizer is None else "the given optimizer",
             )
 
     def _prepare_model(self) -> None:
