@@ -59,7 +59,7 @@ CASES = [
     for name in trainkit.available_trainers()
     for subject in subjects_of(name)
     for each in checks_for(subject)
-    for shares in ([True, False] if common_prompts.exist(name) else [True])
+    for shares in ([True, False] if each.name in EVERYWHERE and common_prompts.exist(name) else [True])
 ]
 
 
@@ -69,7 +69,7 @@ def test_the_checks_of_every_day_exist() -> None:
 
 @pytest.mark.parametrize(("case", "shares"), CASES)
 def test_every_trainer_conforms(case: Case, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With prompts shared wherever they can be, and in `make test-all` with separate rows, too."""
+    """With prompts shared wherever they can be; in `make test-all` the laws with separate rows, too."""
     common_prompts.share(monkeypatch, shares)
     case()
 
