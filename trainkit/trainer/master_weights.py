@@ -71,7 +71,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _copies(self) -> Iterator[None]:
-        """Within the context the parameters are their float32 copies."""
+        """Return a context in which the parameters are their float32 copies."""
         rounded = {parameter: parameter.data for parameter in self._masters}
         try:
             for parameter, master in self._masters.items():
