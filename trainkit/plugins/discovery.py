@@ -110,7 +110,12 @@ def discover() -> list[PluginInfo]:
 
     The same name may appear twice.
     """
-    return [_with_imports(_examined(plugin)) for plugin in _claims()]
+    if found := _discovered.get():
+        return list(found)
+    made = [_with_imports(_examined(plugin)) for plugin in _claims()]
+    if found is not None:
+        found.extend(made)
+    return made
 
 
 def find_plugin(name: str, registered: Iterable[str] = (), kinds: Iterable[str] = ()) -> PluginInfo:
@@ -218,16 +223,19 @@ def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
 
 
 _kept: ContextVar[list[PluginInfo] | None] = ContextVar("_kept", default=None)
+_discovered: ContextVar[list[PluginInfo] | None] = ContextVar("_discovered", default=None)
+"""What `discover` has returned inside `unchanged`; empty before its first call."""
 
 
 @contextmanager
 def unchanged() -> Iterator[None]:
     """Look only once for what is installed inside the block, in which nothing is installed or disabled."""
-    token = _kept.set(_claims())
+    tokens = _kept.set(_claims()), _discovered.set(_discovered.get() or [])
     try:
         yield
     finally:
-        _kept.reset(token)
+        _kept.reset(tokens[0])
+        _discovered.reset(tokens[1])
 
 
 def _claims() -> list[PluginInfo]:
