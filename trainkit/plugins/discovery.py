@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
 from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, read_module
+from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, found_once, read_module
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -112,7 +112,8 @@ def discover() -> list[PluginInfo]:
     """
     if found := _discovered.get():
         return list(found)
-    made = [_with_imports(_examined(plugin)) for plugin in _claims()]
+    with found_once():
+        made = [_with_imports(_examined(plugin)) for plugin in _claims()]
     if found is not None:
         found.extend(made)
     return made

@@ -6,6 +6,8 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
@@ -150,6 +152,20 @@ def files_of(module: str) -> list[Path]:
     return [file] if spec.submodule_search_locations is None else sorted(file.parent.rglob("*.py"))
 
 
+_found: ContextVar[dict[str, ModuleSpec | None] | None] = ContextVar("_found", default=None)
+"""What was found inside `found_once`, by the names of packages."""
+
+
+@contextmanager
+def found_once() -> Iterator[None]:
+    """Look for every package only once inside the block, because each of the many paths of imports is searched."""
+    token = _found.set({})
+    try:
+        yield
+    finally:
+        _found.reset(token)
+
+
 def _find(module: str) -> ModuleSpec | None:
     """Return the module's spec, or None if it cannot be determined.
 
@@ -157,10 +173,13 @@ def _find(module: str) -> ModuleSpec | None:
         ModuleNotFoundError: there is no such module.
     """
     top, *rest = module.split(".")
+    found = _found.get()
     try:
-        spec = find_spec(top)
+        spec = found[top] if found is not None and top in found else find_spec(top)
     except ValueError:  # a module without a spec, made by hand
         return None
+    if found is not None:
+        found[top] = spec
     path = top
     for part in rest:
         if spec is None:
