@@ -39,8 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name.
 
+    Of a test with ``only(differs)``, cases for whose parameters ``differs`` is false are left out: they repeat others.
     This hook sees the tests of plugins too, whose folders have no conftest.
     """
+    items[:] = [item for item in items if all(mark.args[0](item) for mark in item.iter_markers("only"))]
     for item in items:
         slow = "fresh_venv" in getattr(item, "fixturenames", ())
         for mark in item.iter_markers("daily"):

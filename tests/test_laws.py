@@ -49,6 +49,15 @@ def on_models(names: list[str], *models: Any) -> Any:
     return pytest.mark.parametrize(("name", "model"), pairs)
 
 
+def differs(item: Any) -> bool:
+    """Return whether a case is another one than with shared prompts: rows are separate, and could share prompts."""
+    given = item.callspec.params
+    shareable = common_prompts.exist(given.get("name", "sft")) and given.get("model") not in (own, tiny_t5, tiny_bart)
+    return given["shares"] or shareable
+
+
+pytestmark = pytest.mark.only.with_args(differs)  # a call with a function would decorate it
+
 DROPOUT: dict[Any, dict[str, float]] = {
     own: {},
     tiny_gpt2: {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
