@@ -2,7 +2,8 @@
 #
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
-#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines
+#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines;
+#                  one of three such tests, others for every commit: make test-all ONE_IN=3
 #   make battery   the 50 checks of tests/reliability, with a table; those that take long on a sample drawn afresh
 #   make battery-full the same, the whole rule of each
 #   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
@@ -42,11 +43,13 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 # one file or one -k, without starting processes: make test ARGS="tests/test_x.py -k y"
 SELECTED = $(or $(ARGS),-n auto --dist worksteal)
 
+ONE_IN = 1
+
 test: $(VENV)/made
 	$(PYTEST) $(SELECTED)
 
 test-all: $(VENV)/made
-	$(PYTEST) -m "slow and not parity and not engines and not gpu and not browser" $(SELECTED)
+	$(PYTEST) -m "slow and not parity and not engines and not gpu and not browser" --one-in $(ONE_IN) $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines shards)
 
 battery: $(VENV)/made

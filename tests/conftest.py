@@ -12,7 +12,8 @@ import subprocess
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +29,24 @@ settings.register_profile(
 )
 settings.load_profile("trainkit")
 torch.set_num_threads(1)
+HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of the battery; this file is read before options are, those of folders below are not."""
+    """Add the options; this file is read before options are, those of folders below are not."""
     parser.addoption("--full", action="store_true", help="the battery: all of each check, not a sample")
+    parser.addoption("--one-in", type=int, default=1, help="one of so many tests, others for every commit")
 
 
-@pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before cases are selected by their marks, and after it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name.
 
     Of a test with ``only(differs)``, cases for whose parameters ``differs`` is false are left out: they repeat others.
     This hook sees the tests of plugins too, whose folders have no conftest.
+
+    With ``--one-in N``, one of N selected tests is kept: those whose names and commit have a hash that is a multiple of
+    N. A fault in a test that is not kept is found at another commit, or without the option.
     """
     items[:] = [item for item in items if all(mark.args[0](item) for mark in item.iter_markers("only"))]
     for item in items:
@@ -50,6 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow |= any(given[parameter] not in values for parameter, values in mark.kwargs.items())
         if slow:
             item.add_marker(pytest.mark.slow)
+    yield
+    if (each := config.getoption("--one-in")) > 1:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
+        items[:] = [item for item in items if zlib.crc32((item.nodeid + commit).encode()) % each == 0]
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
