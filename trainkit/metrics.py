@@ -114,17 +114,13 @@ def compute(metrics: Mapping[str, Metric], reduce: Callable[[Tensor], Tensor]) -
     if not metrics:
         return {}
     names = sorted(metrics)
-    stds = {name: metric for name in names if isinstance(metric := metrics[name], Std)}
     sums = dict(zip(names, _summed([_total(metrics[name]) for name in names], reduce), strict=True))
+    stds = {name: metric for name in names if isinstance(metric := metrics[name], Std)}
     means = {name: _mean(std, *sums[name].unbind()) for name, std in stds.items()}
     parts = [std.about(means[name].to(std.mean)) for name, std in stds.items()]
     deviations = dict(zip(stds, _summed(parts, reduce) if parts else (), strict=True))
-    whole = {name: Mean(*sums[name].unbind()) for name in names}
-    return {
-        name: (Std(means[name], deviations[name], mean.count) if name in stds else mean).compute()
-        for name, mean in whole.items()
-        if mean.count > 0
-    }
+    found = {name: total / count for name, each in sums.items() for total, count in [each.tolist()] if count > 0}
+    return found | {name: Std(means[name], deviations[name], sums[name][1]).compute() for name in stds if name in found}
 
 
 def _total(metric: Metric) -> Tensor:

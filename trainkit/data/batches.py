@@ -251,6 +251,8 @@ class Sequences(Batch):
 
     def buckets(self, cost: int) -> list[Tensor]:
         """Group rows of similar length, as indices [b]; adds a bucket where it saves over ``cost`` padding tokens."""
+        if self.input_ids.numel() <= cost:
+            return [torch.arange(len(self), device=self.input_ids.device)]
         columns = torch.arange(1, self.input_ids.size(1) + 1, device=self.input_ids.device)
         ends = (self._used * columns).amax(1)
         order = ends.argsort(descending=True, stable=True)

@@ -7,7 +7,9 @@ import logging
 import os
 import time
 from datetime import timedelta
+from functools import cache
 
+import accelerate.optimizer
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -16,6 +18,9 @@ from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 from trainkit.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+# accelerate asks in each step whether the package lomo-optim is installed, which takes longer than a small Adam step
+accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
 
 _first: dict[str, float] = {}
 """The timeout with which the processes of this one's group were connected."""
