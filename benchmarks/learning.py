@@ -1,7 +1,8 @@
 """Measures learning on the random walks example, seed by seed: SFT, then PPO or RLOO, with the example's settings.
 
 ``python benchmarks/learning.py`` prints every seed's curve of mean optimality (sampled walks, all start nodes), the
-wall time and samples per second of PPO, and whether each seed reaches 0.95 of the maximum, which is 1, and stays there.
+wall time and samples per second of PPO, and whether each seed ends at 0.98 of the maximum, which is 1, or higher, and
+does not fall below 0.95 in the last quarter of the run.
 ``--method rloo`` does the same for RLOO. With ``--constant-reward`` every walk has the same reward. The KL coefficient
 is then the default, and there is no entropy bonus, which would change the policy by itself. The policy may then not
 change by more than noise. ``--bandit`` uses a problem that can be enumerated instead of the walks: the policy must
@@ -40,7 +41,8 @@ BANDIT: dict[str, dict[str, Any]] = {
     "rloo": {"name": "rloo", "kl_coef": BETA},
 }
 EXAMPLE = Path(__file__).parents[1] / "examples" / "randomwalks"
-GOAL = 0.95
+GOAL, STAYS = 0.98, 0.95
+"""The least optimality at the end, and in the last quarter of a run."""
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -112,12 +114,12 @@ def reinforce(
 
 
 def learning(name: str, seeds: list[int], out: Path) -> bool:
-    """Print every seed's curve and a final table; return whether all seeds reach the goal and stay there."""
+    """Print every seed's curve and a final table; return whether all seeds reach the goal and stay near it."""
     task, rows, passed = load_task(), [], 0
     for seed in seeds:
         curve, _, trainer = reinforce(name, task, seed, out)
         console.print(f"seed {seed}: " + "  ".join(f"{step}:{value:.3f}" for step, value in curve.points))
-        good = curve.settled() >= GOAL
+        good = curve.points[-1][1] >= GOAL and curve.settled() >= STAYS
         passed += good
         at = trainer.progress
         rows.append(
@@ -131,9 +133,9 @@ def learning(name: str, seeds: list[int], out: Path) -> bool:
                 "yes" if good else "NO",
             ]
         )
-    stayed = f">= {GOAL} and stayed"
+    stayed = f">= {GOAL}, >= {STAYS} before"
     show(["seed", "after SFT", "end", "lowest, last quarter", f"{name.upper()} s", "samples/s", stayed], rows)
-    console.print(f"{name}: optimality >= {GOAL} of the maximum, to the end: {passed} of {len(seeds)} seeds")
+    console.print(f"{name}: optimality >= {GOAL} of the maximum at the end: {passed} of {len(seeds)} seeds")
     return passed == len(seeds)
 
 
