@@ -66,6 +66,7 @@ def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     monkeypatch.setattr(decoding, "TAPED", {"cuda"})
+    monkeypatch.setattr(decoding, "GRAPHED", set())
     tokenizer = character_tokenizer("abcdefgh")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**fields(len(tokenizer)), initializer_range=0.3)
@@ -78,6 +79,30 @@ def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch
         assert found.ids == expected.ids
         assert torch.equal(found.logprobs, expected.logprobs)  # type: ignore[arg-type]
     assert taped.decoder.taped[True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("fields", [tiny_gpt2, tiny_llama])
+def test_steps_from_a_graph_draw_the_tokens_of_the_model(fields: Any, precision: torch.dtype | None) -> None:
+    """With and without padding, while the batch shrinks; under autocast only the first tokens have to be the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = character_tokenizer("abcdefgh")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**fields(len(tokenizer)), initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config).eval().cuda()
+    settings = SamplingConfig(max_new_tokens=40)
+    graphed, alone = CausalSampler(model, tokenizer), CausalSampler(model, tokenizer)
+    alone.decoder.graphed = False  # type: ignore[attr-defined]
+    for queries in ([[1], [2, 3, 4], [5, 6], [1]] * 3, [[1, 2], [3, 4]] * 6, [[1], [2, 3, 4], [5, 6], [1]] * 3):
+        with torch.autocast("cuda", precision, enabled=precision is not None):
+            found, expected = (each.generate(queries, settings, list(range(12))) for each in (graphed, alone))
+        if precision is None:
+            assert found.ids == expected.ids
+            torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-3, atol=1e-4)
+        assert [ids[:1] for ids in found.ids] == [ids[:1] for ids in expected.ids]
+    assert graphed.decoder.graphed  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu

@@ -14,8 +14,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from trainkit.models.fitting import first_line
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
+from trainkit.rollouts.graphs import FixedStep
 from trainkit.rollouts.tape import Tape, TapeError, record
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,12 @@ WORTH_A_TAPE = 8
 
 TAPED = frozenset({"cpu"})
 """The types of devices on which steps are recorded: those on which this was tested."""
+
+WORTH_A_GRAPH = 8
+"""A step is captured as a graph if at least so many follow, for the same reason."""
+
+GRAPHED = frozenset({"cuda"})
+"""The types of devices on which steps are made in fixed shapes, so that graphs can replay them."""
 
 UNFIT = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 """Exceptions that a model may raise if it does not support the cache."""
@@ -37,6 +45,8 @@ class _Preallocated(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.room, self.length = room, 0
         self.buffers: list[Tensor] = []
+        self.at: Tensor | None = None
+        """The column to write to, in a `FixedStep`; all columns are then returned."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new tokens [B, H, S, D] and return all keys and values so far."""
@@ -45,6 +55,10 @@ class _Preallocated(DynamicLayer):
                 _Preallocated.update, (key_states, value_states), self, key_states, value_states
             )
             return found
+        if self.at is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.at, states)
+            return self.buffers[0], self.buffers[1]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [
@@ -167,10 +181,19 @@ class _ActiveText(Active):
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
     tape: Tape | None = None  # of a step with b rows
+    fixed: FixedStep | None = None  # the same
 
     def keep(self, at: Tensor) -> None:
+        if self.fixed is not None:
+            self.rewind(self.width)
         super().keep(at)
-        self.lengths, self.tape = self.lengths[at], None
+        self.lengths, self.tape, self.fixed = self.lengths[at], None, None
+
+    def rewind(self, width: int) -> None:
+        """Let plain layers of the cache have the first ``width`` tokens, which are in their buffers."""
+        for layer in self.cache.layers:
+            if isinstance(layer, _Preallocated):
+                layer.rewind(width)
 
 
 @dataclass
@@ -184,6 +207,8 @@ class CausalDecoder:
     hidden: bool
     taped: dict[bool, bool] = field(default_factory=dict, init=False)
     """Whether steps may be taken from a tape, without padding and with it; found out when there are such steps."""
+    graphed: bool | None = field(default=None, init=False)
+    """Whether steps of fixed shapes give the logits of the model's own steps; found out at the first one."""
 
     @property
     def prefix(self) -> list[int]:
@@ -206,6 +231,8 @@ class CausalDecoder:
 
     def next(self, active: _ActiveText) -> tuple[Tensor, Tensor | None]:
         """Do as `Decoder` describes."""
+        if self.model.device.type in GRAPHED and (replayed := self._by_graph(active)) is not None:
+            return replayed
         ids, positions, width = active.last.unsqueeze(1), active.lengths.unsqueeze(1), active.width + 1
         real = active.real[:, :width] if active.padded else None
         active.lengths, active.width = active.lengths + 1, width
@@ -220,9 +247,7 @@ class CausalDecoder:
             why = str(error)
         if played and allowed:
             return played[0], played[1]
-        for layer in active.cache.layers:
-            if isinstance(layer, _Preallocated):
-                layer.rewind(width - 1)
+        active.rewind(width - 1)
         found = self._forward(ids, real, positions, active.cache)
         if not played or not all(b is None or torch.equal(a, b) for a, b in zip(played, found, strict=True)):
             active.tape, self.taped[active.padded] = None, False
@@ -231,6 +256,70 @@ class CausalDecoder:
             self.taped[active.padded] = True
         return found
 
+    def _by_graph(self, active: _ActiveText) -> tuple[Tensor, Tensor | None] | None:
+        """Make a step of fixed shapes, and return what it returns; None if the model has to make its own.
+
+        The first one is compared with the model's own, from which it differs by rounding.
+        """
+        width, why = active.width, ""
+        if self.graphed is False or (active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH):
+            return None
+        try:
+            if active.fixed is None:
+                active.fixed = self._fixed(active)
+            found = active.fixed.play(active.last, active.lengths, width)
+            if self.graphed is None:
+                active.rewind(width)
+                real = active.real[:, : width + 1] if active.padded else None
+                own = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
+                apart = _apart(found[0], own[0])
+                why = "" if apart <= torch.finfo(self._dtype).eps ** 0.5 else f"their logits differ by {apart:.1%}"
+        except (TapeError, *UNFIT) as error:
+            why = first_line(error)
+        if why:
+            log.info("the steps of %s are not replayed as graphs: %s", type(self.model).__name__, why)
+            self.graphed, active.fixed = False, None
+            active.rewind(width)
+            return None
+        self.graphed = True
+        active.lengths, active.width = active.lengths + 1, width + 1
+        return found
+
+    def _fixed(self, active: _ActiveText) -> FixedStep:
+        """Return a step of fixed shapes for the active rows.
+
+        Raises:
+            TapeError: it may differ from the model's own.
+        """
+        self._check_plain(active)
+        if count_of(self.model):
+            raise TapeError("it has virtual tokens")
+        if self.model.config._attn_implementation != "sdpa":
+            raise TapeError(f"its attention is {self.model.config._attn_implementation}")
+        for layer in active.cache.layers:
+            for buffer in layer.buffers:  # type: ignore[union-attr]
+                buffer[:, :, active.width :] = 0.0  # a masked NaN would still be one in the attention's product
+        return FixedStep(
+            partial(self._forward, cache=active.cache), active.real, active.width, list(active.cache.layers)
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The precision in which the model computes."""
+        device = self.model.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
+
+    def _check_plain(self, active: _ActiveText) -> None:
+        """Refuse models of which more than calls of torch on plain caches would have to be made again.
+
+        Raises:
+            TapeError: its cache has other layers, or it has hooks.
+        """
+        if not all(type(layer) is _Preallocated for layer in active.cache.layers):
+            raise TapeError("its cache has layers that are not plain")
+        if any(_foreign_hooks(module) for module in self.model.modules()):
+            raise TapeError("it has hooks")
+
     def _by_tape(self, active: _ActiveText, *inputs: Tensor | None) -> tuple[Any, ...]:
         """Make a step from the tape, or make and record one, and return what it returns."""
         if active.tape is not None:
@@ -238,12 +327,9 @@ class CausalDecoder:
         model = self.model
         if model.device.type not in TAPED:
             raise TapeError(f"the device is {model.device.type}")
-        if not all(type(layer) is _Preallocated for layer in active.cache.layers):
-            raise TapeError("its cache has layers that are not plain")
+        self._check_plain(active)
         if torch.is_autocast_enabled(model.device.type):
             raise TapeError("of autocast")
-        if any(_foreign_hooks(module) for module in model.modules()):
-            raise TapeError("it has hooks")
         step = partial(self._forward, cache=active.cache)
         active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()))
         return found
@@ -257,7 +343,10 @@ class CausalDecoder:
     def _forward(
         self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
     ) -> tuple[Tensor, Tensor | None]:
-        """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster."""
+        """Do as `next` does for the tokens ``ids`` [b, S]. ``real`` is None without padding, which is faster.
+
+        It is [b, W], or a mask [b, 1, 1, W] of attention.
+        """
         inputs = {
             "input_ids": ids,
             "attention_mask": real,
@@ -376,10 +465,13 @@ def stepping_fault(decoder: Decoder) -> str:
 
 def _difference(decoder: Decoder, rows: list[tuple[list[int], list[int]]], logits: Tensor) -> float:
     """Return the distance of ``logits`` [b, V] from those of full passes over ``rows``, relative to their spread."""
-    expected = torch.cat([decoder.whole(query, response) for query, response in rows])
+    return _apart(logits, torch.cat([decoder.whole(query, response) for query, response in rows]))
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """Return the distance of ``found`` [b, V] from ``expected`` [b, V], relative to the spread of these."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    found = (logits - expected).norm() / spread.clamp(min=1e-6)
-    return float(found.nan_to_num(torch.inf))
+    return float(((found - expected).norm() / spread.clamp(min=1e-6)).nan_to_num(torch.inf))
 
 
 def vocabulary(model: PreTrainedModel) -> int:

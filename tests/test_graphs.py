@@ -1,0 +1,91 @@
+"""Steps of fixed shapes: they draw the tokens of the model's own steps. tests/test_gpu.py replays them as graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from test_tape import EVEN, NEOX, SIZE, TOKENIZER, UNEVEN, make, same, sample
+from trainkit.rollouts import CausalSampler, decoding
+from trainkit.testing import tiny_gpt2, tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def _fixed_shapes_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "GRAPHED", {"cpu"})
+
+
+def without_graphs(sampler: CausalSampler) -> CausalSampler:
+    sampler.decoder.graphed = False  # type: ignore[attr-defined]
+    return sampler
+
+
+@pytest.mark.parametrize(("head_alone", "hidden"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("fields", [tiny_gpt2(SIZE), tiny_llama(SIZE), NEOX], ids=["gpt2", "llama", "neox"])
+@pytest.mark.parametrize("queries", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_steps_of_fixed_shapes_draw_the_tokens_of_the_models_own(
+    fields: dict[str, Any], head_alone: bool, hidden: bool, queries: list[list[int]]
+) -> None:
+    """With and without padding, while responses end and the batch shrinks."""
+    model = make(fields)
+    found = CausalSampler(model, TOKENIZER, head_alone=head_alone, hidden=hidden)
+    alone = without_graphs(CausalSampler(model, TOKENIZER, head_alone=head_alone, hidden=hidden))
+    for _ in range(2):
+        fixed, expected = sample(found, queries), sample(alone, queries)
+        assert len({len(ids) for ids in fixed.ids}) > 1, "the batch shrinks"
+        assert fixed.ids == expected.ids
+        for one, other in ((fixed.logprobs, expected.logprobs), (fixed.entropy, expected.entropy)):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        if hidden:
+            torch.testing.assert_close(fixed.hidden, expected.hidden, rtol=1e-4, atol=1e-5)
+    assert found.decoder.graphed is True  # type: ignore[attr-defined]
+
+
+def test_they_are_made_under_autocast() -> None:
+    model = make(tiny_llama(SIZE))
+    found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
+    with torch.autocast("cpu", torch.bfloat16):
+        fixed, expected = sample(found, UNEVEN), sample(alone, UNEVEN)
+    assert found.decoder.graphed is True  # type: ignore[attr-defined]
+    first = [(one[0], other[0]) for one, other in zip(fixed.ids, expected.ids, strict=True)]
+    assert all(one == other for one, other in first), "prompts are read by the model's own pass"
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "why"),
+    [
+        (tiny_llama(SIZE), {"attn_implementation": "eager"}, "its attention is eager"),
+        ({**tiny_llama(SIZE), "model_type": "mistral", "sliding_window": 8}, {}, "its cache has layers"),
+    ],
+    ids=["eager", "sliding"],
+)
+def test_models_that_they_do_not_fit_make_their_own(
+    fields: dict[str, Any], more: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(fields, **more)
+    found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
+    with caplog.at_level("INFO", "trainkit"):
+        assert same(sample(found, EVEN), sample(alone, EVEN))
+    assert found.decoder.graphed is False  # type: ignore[attr-defined]
+    assert why in caplog.text
+
+
+def test_steps_that_differ_from_the_models_own_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mask that hides the newest token."""
+    model = make(tiny_llama(SIZE))
+    found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
+    play = decoding.FixedStep.play
+
+    def forgetful(step: Any, last: torch.Tensor, lengths: torch.Tensor, width: int) -> Any:
+        step.mask[..., : width - 1] = False
+        return play(step, last, lengths, width)
+
+    monkeypatch.setattr(decoding.FixedStep, "play", forgetful)
+    with caplog.at_level("INFO", "trainkit"):
+        assert same(sample(found, EVEN), sample(alone, EVEN))
+    assert found.decoder.graphed is False  # type: ignore[attr-defined]
+    assert "their logits differ by" in caplog.text
