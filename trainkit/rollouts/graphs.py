@@ -68,7 +68,7 @@ class FixedStep:
                 layer.at = None
 
     def _capture(self) -> None:
-        """Capture the graph. Every run writes the same values at the same column, so it can be made several times."""
+        """Record the graph. Every run writes the same values at the same column, so it can be made several times."""
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
