@@ -19,7 +19,7 @@ from transformers import (
 
 import trainkit
 from trainkit.config import ModelConfig
-from trainkit.data import Sequences
+from trainkit.data import Sequences, batches
 from trainkit.errors import ConfigError, DataError
 from trainkit.models import RewardModel, Scorer, load_scorer
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -303,3 +303,27 @@ def test_it_is_a_reward_function_with_a_tokenizer_of_its_own(tmp_path: Path) -> 
     expected = sum(RewardModel.from_pretrained(path)(texts)) / len(texts)
     rewards = trainer.score(trainer._rollouts[0])
     assert float(rewards.mean()) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_that_are_scored_by_length_have_the_scores_they_have_together(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scorer(tiny_llama(10))
+    model.can_share_prompts = model.shares_prompts = shared
+    lengths = [3, 9, 3, 12, 4, 12, 1, 8]
+    ids = torch.randint(0, 10, (8, 14), generator=torch.Generator().manual_seed(1)).tolist()
+    outputs = [row[:n] for row, n in zip(ids, lengths, strict=True)]
+    rows = Sequences.from_lists([[1, 2 + index // 2] for index in range(8)], outputs)
+    passes, found = list[int](), []
+    model.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+    for cost in (10**6, 0):
+        monkeypatch.setitem(batches.PASS_COST, "cpu", cost)
+        model.zero_grad()
+        scores = model(rows)
+        (scores * torch.arange(8)).sum().backward()
+        found.append([scores, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        passes.append(0)
+    assert "".join(map(str, passes)).split("0")[:2] == (["11", "1" * 7] if shared else ["1", "1" * 6])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

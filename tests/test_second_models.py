@@ -22,7 +22,7 @@ import trainkit.models.policy as module
 from test_policy import GEMMA2, PeakMemory
 from test_processes import succeed
 from trainkit import AccelerateRLTrainer, MethodConfig, Rollouts, TokenBatch
-from trainkit.data import Sequences
+from trainkit.data import Sequences, batches
 from trainkit.errors import CheckpointError, ConfigError, PluginError
 from trainkit.functional import jensen_shannon, kl_exact, kl_forward, masked_mean
 from trainkit.metrics import Mean, Metrics
@@ -140,7 +140,7 @@ def test_rows_that_are_read_by_length_have_the_divergences_that_they_have_togeth
 ) -> None:
     policy, teacher = make_policy(make(tiny_gpt2(V, **SHARP))), frozen(make(TEACHER))
     together = policy(batch(), reference=teacher, divergence=divergence).divergence
-    monkeypatch.setitem(module.PASS_COST, "cpu", 0)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", 0)
     assert len(batch().buckets(0)) == 3
     apart = policy(batch(), reference=teacher, divergence=divergence).divergence
     torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-6)

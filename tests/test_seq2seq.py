@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import trainkit
-import trainkit.models.policy as policy_module
 from trainkit.config import SamplingConfig
-from trainkit.data import Rollouts, Sequences
+from trainkit.data import Rollouts, Sequences, batches
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import entropy_from_logits
 from trainkit.models import CausalPolicy, Reference, Seq2SeqPolicy, ValueHead, make_policy
@@ -75,7 +74,7 @@ def test_every_response_token_is_an_action_with_the_models_own_odds(
     shape: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S-03, S-23, S-41: from the first token, row by row, and gradients too; EOS and padding are ids like others."""
-    monkeypatch.setattr(policy_module, "CHUNK", chunk)
+    monkeypatch.setattr("trainkit.models.policy.CHUNK", chunk)
     policy = make_policy(make(SHAPES[shape]), temperature=0.7, value_head=True, head=Echo()).eval()
     assert isinstance(policy, Seq2SeqPolicy)
     assert policy.head_alone
@@ -121,7 +120,7 @@ def test_rows_divided_by_length_say_what_they_say_together(
 ) -> None:
     policy, sequences = make_policy(make(fields), value_head=True), Sequences.from_lists(QUERIES, RESPONSES)
     together = policy(sequences, entropy=True)
-    monkeypatch.setitem(policy_module.PASS_COST, "cpu", 0)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", 0)
     assert len(sequences.buckets(0)) > 2
     for one, other in zip(together[:3], policy(sequences, entropy=True)[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

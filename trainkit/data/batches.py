@@ -22,6 +22,11 @@ Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
 
+PASS_COST = {"cpu": 128}
+"""The fixed cost of one more forward pass by kind of device, as the number of tokens that cost as much: 50 to 250 on a
+CPU, the fewer the wider the model."""
+OTHER_PASS_COST = 4096
+"""The same for other devices, where launching the kernels costs as much as the arithmetic of many tokens."""
 COPIED = 8
 """How many copied pairs of keys and values of a token count as one more token that the model runs."""
 SHOWN = 20
@@ -160,6 +165,11 @@ class Batch:
         for name, value in self.parts().items():
             flat |= value.flatten(f"{prefix}{name}.") if isinstance(value, Batch) else {f"{prefix}{name}": value}
         return flat
+
+
+def pass_cost(device: torch.device) -> int:
+    """Return the fixed cost of one more forward pass on a device, in tokens."""
+    return PASS_COST.get(device.type, OTHER_PASS_COST)
 
 
 @dataclass(frozen=True)

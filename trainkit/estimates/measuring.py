@@ -20,6 +20,7 @@ from trainkit.errors import ConfigError, TrainkitError
 from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
 from trainkit.models.loading import length_limit, load_tokenizer
 from trainkit.models.policy import Policy
+from trainkit.models.reward import Scorer
 from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
 from trainkit.testing import character_tokenizer
@@ -126,7 +127,7 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
     compared += [each.policy for each in trainer.frozen_models]
     vars(trainer)["_prepared"] = (policy, None, reference)
     for each in (policy, *compared):
-        if isinstance(each, Policy):
+        if isinstance(each, Policy | Scorer):
             each.one_pass = True  # rows are of one length
     others = {key: size for each in compared for key, size in held(tensors_of(each), own).items()}
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

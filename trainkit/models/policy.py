@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
+from trainkit.data.batches import pass_cost
 from trainkit.errors import ConfigError, PluginError, describe
 from trainkit.functional import (
     allow_logits,
@@ -43,12 +44,6 @@ P = TypeVar("P", bound=nn.Module)
 
 CHUNK = 2**22
 """The number of logits in memory at a time: 16 MB in float32."""
-
-
-PASS_COST = {"cpu": 1024}
-"""The fixed cost of one more forward pass by kind of device, as the number of tokens that cost as much."""
-OTHER_PASS_COST = 4096
-"""The same for other devices, where launching the kernels costs as much as the arithmetic of many tokens."""
 
 
 class TokenOutputs(NamedTuple):
@@ -274,7 +269,7 @@ class Policy(nn.Module, ABC):
 
     def _cost(self, sequences: Sequences) -> int | None:
         """Return the cost of one more pass, in tokens; None if no pass may be added."""
-        return None if self.one_pass else PASS_COST.get(sequences.input_ids.device.type, OTHER_PASS_COST)
+        return None if self.one_pass else pass_cost(sequences.input_ids.device)
 
     def _shares(self, sequences: Sequences) -> bool:
         """Return whether the prompts of these rows are shared: not in packed rows, nor above a frozen trunk."""

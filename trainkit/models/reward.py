@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trainkit.config import ModelConfig
 from trainkit.data import PromptEncoder, Sequences
+from trainkit.data.batches import pass_cost
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
@@ -55,6 +56,8 @@ class Scorer(nn.Module):
         ConfigError: the model is a classifier with several labels, or an encoder-decoder language model.
     """
 
+    one_pass = False
+    """Whether each call makes one forward pass, as in `Policy`."""
     can_share_prompts = False
     """Whether `why_not_shared` has found that prompts can be shared."""
     shares_prompts = False
@@ -88,7 +91,7 @@ class Scorer(nn.Module):
         return replace(sequences, trunk=self.trunk(self.model.base_model, inputs_of(sequences)))
 
     def forward(self, sequences: Sequences) -> Tensor:
-        """Return the scores of the sequences, in one forward pass. -> [B]."""
+        """Return the scores of the sequences; rows of similar length share a forward pass, as in `Policy`. -> [B]."""
         if not self.reads_last:
             logits = self.model(input_ids=sequences.input_ids, attention_mask=sequences.attention_mask).logits
             return logits.squeeze(-1).float()  # type: ignore[no-any-return]
@@ -100,15 +103,24 @@ class Scorer(nn.Module):
 
     def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
         """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
+        cost = None if self.one_pass else pass_cost(sequences.input_ids.device)
         if not shared:
-            with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
-                return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
+            buckets = [] if cost is None else sequences.buckets(cost)
+            if len(buckets) <= 1:
+                return self._separate(sequences)
+            states = torch.cat([self._separate(sequences.select(rows)) for rows in buckets])
+            return states[torch.cat(buckets).argsort()]
         wider = sequences.map(lambda x: F.pad(x, (0, 1)))  # as if a token were chosen after the last one of each row
         ends = begins(sequences).squeeze(1) + sequences.lengths
         chosen = F.one_hot(ends, wider.input_ids.size(1)).bool()
         parts = SharedPrompts.of_rows(wider, chosen)
-        (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost=None)
+        (states,) = parts.run(lambda inputs: (hidden_states(self.model, inputs),), cost)
         return states[parts.chosen]
+
+    def _separate(self, sequences: Sequences) -> Tensor:
+        """Return the hidden states of the last tokens [B, D], from one pass over whole rows."""
+        with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
+            return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
 
     def why_not_shared(self) -> str | None:
         """Return why the prompts of rows cannot be shared with this model; None if they can."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy
+from trainkit.models.reward import Scorer
 from trainkit.plugins import get_sharding
 from trainkit.plugins.hooks import name_of
 from trainkit.runs import checkpoint
@@ -326,9 +327,9 @@ class FSDP2(Sharding):
         self._shards, self._undo = {}, []
 
     def _together(self, together: bool) -> None:
-        """Make each call of a policy one pass, because all processes make it together; or as many as are fastest."""
+        """Make each call of a model one pass, because all processes make it together; or as many as are fastest."""
         for model in self._models:
-            if isinstance(model, Policy):
+            if isinstance(model, Policy | Scorer):
                 model.one_pass = together
         for each in self._borrowed:
             each.follow()

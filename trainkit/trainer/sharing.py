@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.data import Sequences
-from trainkit.data.batches import COPIED
+from trainkit.data.batches import COPIED, pass_cost
 from trainkit.errors import ConfigError
 from trainkit.models.prompts import different_prompts
 from trainkit.models.unloaded import decided
@@ -24,10 +24,6 @@ log = logging.getLogger(__name__)
 
 GAIN = 0.9
 """Prompts are shared where at most this part of the tokens is left to run."""
-PASS = {"cpu": 128}
-"""The fixed cost of the pass that sharing adds, as a number of tokens, by kind of device."""
-OTHER_PASS = 4096
-"""The same for all other devices."""
 SHARDED = ("none", "fsdp2")
 """The ways to divide a model under which sharing is tested."""
 SEEN = 16
@@ -104,7 +100,7 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
     """
     if not rows or prompts == rows:
         return False
-    device, size = trainer.accelerator.device.type, trainer._most[0]
+    size = trainer._most[0]
     prompt, whole = prompt_tokens / rows, tokens / rows
     if "pairs" in trainer.inputs and size is not None:
         size *= 2  # a pair is two rows
@@ -112,8 +108,8 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
     in_micro = min(max(most, 1.0), rows)
     separate = in_micro * whole
     different = max(math.ceil(in_micro * prompts / rows), 1)
-    shared = different * prompt + in_micro * (whole - prompt + prompt / COPIED) + PASS.get(device, OTHER_PASS)
-    return shared <= GAIN * separate
+    shared = different * prompt + in_micro * (whole - prompt + prompt / COPIED)
+    return shared + pass_cost(trainer.accelerator.device) <= GAIN * separate
 
 
 def apply(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit import Sharding, TRLConfig, register_sharding
 from trainkit.errors import ConfigError
-from trainkit.models import Policy
+from trainkit.models import Policy, Scorer
 
 SHOWN = ("dpo", "ppo", "reward", "rloo", "sft")
 """The algorithms whose runs are compared with those of replicated processes, in the tests of this distribution."""
@@ -260,7 +260,7 @@ class ZeRO3(ZeRO):
 
     def _together(self, together: bool) -> None:
         """Make each call of the policy one pass, because all processes make it together; or as many as are fastest."""
-        if isinstance(self.model, Policy):
+        if isinstance(self.model, Policy | Scorer):
             self.model.one_pass = together
 
     @contextmanager
