@@ -321,6 +321,14 @@ def test_micro_batches_of_so_many_tokens_count_the_longest_row_of_each() -> None
     assert [len(part) for part in batch.split(3, tokens=20)] == [2, 3, 1]
 
 
+def test_micro_batches_of_so_many_tokens_are_about_equally_large() -> None:
+    batch = experience([([1], [2] * 9)] * 32)  # 32 rows of 10 tokens
+    assert [len(part) for part in batch.split(None, tokens=260)] == [16, 16]
+    assert [len(part) for part in batch.split(None, tokens=310)] == [16, 16]
+    assert [len(part) for part in batch.split(None, tokens=100)] == [8, 8, 8, 8]
+    assert [len(part) for part in batch.split(26)] == [26, 6]
+
+
 def test_a_pair_takes_up_two_rows_as_wide_as_its_longer_side() -> None:
     short, long = Sequences.from_lists([[1]], [[2]]), Sequences.from_lists([[1]], [[2, 3, 4]])
     assert Preferences(short, long).lengths.tolist() == [8]

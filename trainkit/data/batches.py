@@ -6,6 +6,7 @@ Shapes: B rows, T tokens (prompt then response, padded on the right). Masks are 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice, pairwise
@@ -104,9 +105,9 @@ class Batch:
     ) -> list[Tensor]:
         """Return the row indices [b] of micro-batches by length: at most ``size`` rows and about ``tokens`` tokens.
 
-        None is no limit. Up to ``together`` adjacent rows with the same prompt stay adjacent; a micro-batch may end
-        between them. With ``shared``, a prompt that a micro-batch has several times counts once, because the model runs
-        it once.
+        None is no limit. Where the tokens are limited, the micro-batches have about equally many. Up to ``together``
+        adjacent rows with the same prompt stay adjacent; a micro-batch may end between them. With ``shared``, a prompt
+        that a micro-batch has several times counts once, because the model runs it once.
         """
         padded = 0 if tokens is None or not len(self) else len(self) * int(self.lengths.max())
         if (size is None or len(self) <= size) and (tokens is None or padded <= tokens):
@@ -115,14 +116,14 @@ class Batch:
         longest = self.lengths.new_zeros(len(self)).scatter_reduce(0, group, self.lengths, "amax")[group]
         order = longest.argsort(descending=True, stable=True)
         own, common = self.shared_lengths if shared else (self.lengths, torch.zeros_like(self.lengths))
-        starts, counted = [0], _Counted()
-        rows = zip(group[order].tolist(), own[order].tolist(), common[order].tolist(), strict=True)
-        for index, row in enumerate(rows):
-            counted = counted.with_row(*row)
-            full = size is not None and index - starts[-1] >= size
-            if index > starts[-1] and (full or (tokens is not None and counted.tokens > tokens)):
-                starts.append(index)
-                counted = _Counted().with_row(*row)
+        rows = list(zip(group[order].tolist(), own[order].tolist(), common[order].tolist(), strict=True))
+        starts, total = _starts(rows, size, tokens)
+        if tokens is not None and len(starts) > 1:  # as many parts of about the same size, which need less memory
+            mean = math.ceil(total / len(starts))
+            for most in (mean, mean + max(own + common for _, own, common in rows)):
+                evenly, _ = _starts(rows, size, min(tokens, most))
+                if len(evenly) == len(starts):
+                    return list(order.tensor_split(evenly[1:]))
         return [torch.arange(len(self))] if len(starts) == 1 else list(order.tensor_split(starts[1:]))
 
     def _prompts(self, together: int) -> Tensor:
@@ -194,6 +195,26 @@ class _Counted:
     def tokens(self) -> int:
         """Tokens that the model runs."""
         return self.rows * self.own + self.prompts * self.common
+
+
+def _starts(rows: Sequence[tuple[int, int, int]], size: int | None, tokens: int | None) -> tuple[list[int], int]:
+    """Return where micro-batches start that are filled in turn, and the tokens of all of them.
+
+    Args:
+        rows: the prompt of each row, the tokens that it adds, and those of its prompt.
+        size: the most rows, or None.
+        tokens: the most tokens, which a single row may exceed, or None.
+    """
+    starts, counted, total = [0], _Counted(), 0
+    for index, row in enumerate(rows):
+        longer = counted.with_row(*row)
+        full = size is not None and index - starts[-1] >= size
+        if index > starts[-1] and (full or (tokens is not None and longer.tokens > tokens)):
+            starts.append(index)
+            total += counted.tokens
+            longer = _Counted().with_row(*row)
+        counted = longer
+    return starts, total + counted.tokens
 
 
 def _cat_padded(tensors: list[Tensor], width: int = 0) -> Tensor:

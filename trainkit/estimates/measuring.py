@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,10 +257,11 @@ def _sequences(batch: Batch) -> list[Sequences]:
 def _rows(trainer: Any, lengths: Lengths, per_row: int, device: str) -> int:
     """Return the rows of a micro-batch of this configuration."""
     train = trainer.config.train
-    limit = train.microbatch_size
-    if not isinstance(limit, int):
-        limit = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (lengths.tokens * per_row), 1)
-    return int(min(limit, train.batch_size))
+    batch: int = train.batch_size
+    if isinstance(train.microbatch_size, int):
+        return min(train.microbatch_size, batch)
+    most = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (lengths.tokens * per_row), 1)
+    return math.ceil(batch / math.ceil(batch / most))  # they are about equally large
 
 
 def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any, stored: bool = True) -> Any:
