@@ -75,7 +75,7 @@ def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
     )
     found = []
     for cost, passes in ((10**6, 1), (8, 3), (0, 6)):
-        monkeypatch.setitem(batches.PASS_COST, "cpu", cost)
+        monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(cost))
         assert len(sequences.buckets(cost)) == passes
         policy.zero_grad()
         said = policy(sequences, entropy=True)
@@ -181,7 +181,7 @@ def test_a_state_asked_for_behind_the_last_token_stays_with_its_row(monkeypatch:
     real = plain.attention_mask
     asked = Sequences(pad(plain.input_ids, (0, 1)), pad(real, (0, 1)), pad(real, (1, 0)) & ~pad(real, (0, 1)))
     together = policy(asked).values
-    monkeypatch.setitem(batches.PASS_COST, "cpu", 0)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))
     assert len(asked.buckets(0)) == 3
     torch.testing.assert_close(policy(asked).values, together, rtol=1e-4, atol=1e-5)
     assert (together[asked.response_mask] != 0).all()
@@ -215,7 +215,7 @@ def test_a_further_head_reads_the_states_in_which_response_tokens_were_chosen() 
     policy = make_policy(model, head=CountingHead()).eval()
     together = policy(sequences)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(batches.PASS_COST, "cpu", 0)
+        patch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))
         apart = policy(sequences)
     ids = sequences.input_ids.float() * sequences.response_mask
     assert torch.equal(together.head["token"], ids)

@@ -201,7 +201,7 @@ from trainkit.testing import tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
-batches.PASS_COST["cpu"] = 1  # ranks make different numbers of passes
+batches.PASS_COST["cpu"] = batches.PassCost(1)  # ranks make different numbers of passes
 out, said = Path(sys.argv[1]), {}
 parts = {"layers": {"model__num_layers_unfrozen": 1}, "adapter": {"model__peft_config": {"r": 2}}}
 t5 = {"t5": {"model": tiny_t5(10)}, "t5 layers": {"model": tiny_t5(10), "model__num_layers_unfrozen": 1}}

@@ -318,7 +318,7 @@ def test_rows_that_are_scored_by_length_have_the_scores_they_have_together(
     passes, found = list[int](), []
     model.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     for cost in (10**6, 0):
-        monkeypatch.setitem(batches.PASS_COST, "cpu", cost)
+        monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(cost))
         model.zero_grad()
         scores = model(rows)
         (scores * torch.arange(8)).sum().backward()

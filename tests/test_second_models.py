@@ -140,7 +140,7 @@ def test_rows_that_are_read_by_length_have_the_divergences_that_they_have_togeth
 ) -> None:
     policy, teacher = make_policy(make(tiny_gpt2(V, **SHARP))), frozen(make(TEACHER))
     together = policy(batch(), reference=teacher, divergence=divergence).divergence
-    monkeypatch.setitem(batches.PASS_COST, "cpu", 0)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))
     assert len(batch().buckets(0)) == 3
     apart = policy(batch(), reference=teacher, divergence=divergence).divergence
     torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-6)

@@ -120,7 +120,7 @@ def test_rows_divided_by_length_say_what_they_say_together(
 ) -> None:
     policy, sequences = make_policy(make(fields), value_head=True), Sequences.from_lists(QUERIES, RESPONSES)
     together = policy(sequences, entropy=True)
-    monkeypatch.setitem(batches.PASS_COST, "cpu", 0)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(0))
     assert len(sequences.buckets(0)) > 2
     for one, other in zip(together[:3], policy(sequences, entropy=True)[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

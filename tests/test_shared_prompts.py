@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import trainkit
-from trainkit.data import Preferences, Sequences
+from trainkit.data import Preferences, Sequences, batches
 from trainkit.errors import ConfigError
 from trainkit.models import Reference, make_policy, prompts
 from trainkit.models.policy import Policy, TokenOutputs
@@ -339,6 +339,7 @@ def test_prompts_are_shared_where_it_pays(
     counted: tuple[int, ...], size: int | None, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "GAIN", 0.9)
+    monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(128))
     trainer = tiny_trainer("rloo", tmp_path, train__microbatch_size=size)
     assert sharing.pays(trainer, *counted) is shares
 

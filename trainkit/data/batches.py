@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice, pairwise
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.errors import describe
 from trainkit.seeding import PLACE
@@ -23,10 +23,21 @@ Row = dict[str, Any]
 """One record of a dataset: ``{"prompt": ..., **columns}`` online, ``{"prompt": ..., "output": ...}`` offline."""
 
 
-PASS_COST = {"cpu": 128}
-"""The fixed cost of one more forward pass by kind of device, as the number of tokens that cost as much: 50 to 250 on a
-CPU, the fewer the wider the model."""
-OTHER_PASS_COST = 4096
+class PassCost(NamedTuple):
+    """The fixed cost of one more forward pass, as the number of tokens that cost as much."""
+
+    tokens: int
+    """At least so many."""
+    parameters: int = 0
+    """With a model of P parameters so many / P tokens more, because a token of a small model costs little."""
+    most: int = 512
+    """At most so many more."""
+
+
+PASS_COST = {"cpu": PassCost(48, 80_000_000)}
+"""The cost by kind of device. On CPUs, 50 was measured with 27 million parameters, 130 to 200 with 0.9 million, and 400
+and more with 0.2 million."""
+OTHER_PASS_COST = PassCost(4096)
 """The same for other devices, where launching the kernels costs as much as the arithmetic of many tokens."""
 COPIED = 8
 """How many copied pairs of keys and values of a token count as one more token that the model runs."""
@@ -168,9 +179,13 @@ class Batch:
         return flat
 
 
-def pass_cost(device: torch.device) -> int:
-    """Return the fixed cost of one more forward pass on a device, in tokens."""
-    return PASS_COST.get(device.type, OTHER_PASS_COST)
+def pass_cost(model: nn.Module, device: torch.device) -> int:
+    """Return the fixed cost of one more forward pass of a model on a device, in tokens."""
+    cost = PASS_COST.get(device.type, OTHER_PASS_COST)
+    if not cost.parameters:
+        return cost.tokens
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return cost.tokens + min(cost.parameters // max(size, 1), cost.most)
 
 
 @dataclass(frozen=True)
@@ -287,14 +302,14 @@ class Sequences(Batch):
         columns = torch.arange(1, self.input_ids.size(1) + 1, device=self.input_ids.device)
         ends = (self._used * columns).amax(1)
         order = ends.argsort(descending=True, stable=True)
-        starts, width = [0], 0
+        starts, width, rows = [0], 0, len(self)
         for index, end in enumerate(ends[order].tolist()):
             width = width or end
-            if (width - end) * (len(self) - index) > cost:
+            if (width - end) * (rows - index) > cost:
                 starts.append(index)
                 width = end
         if len(starts) == 1:
-            return [torch.arange(len(self), device=order.device)]
+            return [torch.arange(rows, device=order.device)]
         return list(order.tensor_split(starts[1:]))
 
     def reunite(self, buckets: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:

@@ -269,7 +269,7 @@ class Policy(nn.Module, ABC):
 
     def _cost(self, sequences: Sequences) -> int | None:
         """Return the cost of one more pass, in tokens; None if no pass may be added."""
-        return None if self.one_pass else pass_cost(sequences.input_ids.device)
+        return None if self.one_pass else pass_cost(self.model, sequences.input_ids.device)
 
     def _shares(self, sequences: Sequences) -> bool:
         """Return whether the prompts of these rows are shared: not in packed rows, nor above a frozen trunk."""

@@ -103,7 +103,7 @@ class Scorer(nn.Module):
 
     def _last_states(self, sequences: Sequences, shared: bool) -> Tensor:
         """Return the hidden states of the last tokens [B, D]; with ``shared``, a prompt of several rows is run once."""
-        cost = None if self.one_pass else pass_cost(sequences.input_ids.device)
+        cost = None if self.one_pass else pass_cost(self.model, sequences.input_ids.device)
         if not shared:
             buckets = [] if cost is None else sequences.buckets(cost)
             if len(buckets) <= 1:

@@ -109,7 +109,7 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
     separate = in_micro * whole
     different = max(math.ceil(in_micro * prompts / rows), 1)
     shared = different * prompt + in_micro * (whole - prompt + prompt / COPIED)
-    return shared + pass_cost(trainer.accelerator.device) <= GAIN * separate
+    return shared + pass_cost(trainer.unwrapped, trainer.accelerator.device) <= GAIN * separate
 
 
 def apply(trainer: Trainer) -> None:
