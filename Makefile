@@ -3,7 +3,7 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines;
-#                  one of three such tests, others for every commit: make test-all ONE_IN=3
+#                  one of five such tests, others for every commit: make test-all ONE_IN=5
 #   make battery   the 50 checks of tests/reliability, with a table; those that take long on a sample drawn afresh
 #   make battery-full the same, the whole rule of each
 #   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
@@ -58,13 +58,14 @@ battery: $(VENV)/made
 battery-full: $(VENV)/made
 	$(PYTEST) -m slow --full $(or $(ARGS),-n auto --dist worksteal tests/reliability)
 
-# those with real servers and actors in two processes, a file in each: every test starts further ones
+# those with real servers and actors in two processes, a file in each: every test starts further ones. conftest.py, which
+# has no tests, has the option
 WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
 OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
 PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
 	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
-	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES))
+	$(PYTEST_ENGINES) -m engines --one-in $(ONE_IN) $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES)) tests/conftest.py
 
 shards: $(ENGINES)/made
 	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 plugins/deepspeed)
