@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainkit.data import Batch, Preferences, Rollouts, Sequences, TokenBatch
-from trainkit.data.batches import BATCH_CLASSES
+from trainkit.data.batches import BATCH_CLASSES, pass_cost
 
 EOS = 3
 IDS = st.lists(st.integers(0, 9), max_size=5)
@@ -327,6 +327,14 @@ def test_micro_batches_of_so_many_tokens_are_about_equally_large() -> None:
     assert [len(part) for part in batch.split(None, tokens=310)] == [16, 16]
     assert [len(part) for part in batch.split(None, tokens=100)] == [8, 8, 8, 8]
     assert [len(part) for part in batch.split(26)] == [26, 6]
+
+
+def test_a_pass_costs_more_tokens_the_smaller_the_model_is() -> None:
+    def cost(parameters: int, device: str = "cpu") -> int:
+        return pass_cost(torch.nn.Linear(parameters, 1, bias=False, device="meta"), torch.device(device))
+
+    assert [cost(size) for size in (10**4, 4 * 10**5, 2 * 10**7, 10**9)] == [48 + 512, 48 + 200, 48 + 4, 48]
+    assert cost(10**4, "cuda") == cost(10**9, "cuda") == 4096
 
 
 def test_a_pair_takes_up_two_rows_as_wide_as_its_longer_side() -> None:
