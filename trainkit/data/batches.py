@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice, pairwise
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -179,13 +180,18 @@ class Batch:
         return flat
 
 
+_SIZES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The numbers of parameters of models."""
+
+
 def pass_cost(model: nn.Module, device: torch.device) -> int:
     """Return the fixed cost of one more forward pass of a model on a device, in tokens."""
     cost = PASS_COST.get(device.type, OTHER_PASS_COST)
     if not cost.parameters:
         return cost.tokens
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return cost.tokens + min(cost.parameters // max(size, 1), cost.most)
+    if model not in _SIZES:  # counting takes longer than a small batch needs otherwise
+        _SIZES[model] = max(sum(parameter.numel() for parameter in model.parameters()), 1)
+    return cost.tokens + min(cost.parameters // _SIZES[model], cost.most)
 
 
 @dataclass(frozen=True)
