@@ -71,12 +71,18 @@ def test_numbers_and_gradients_are_those_of_all_logits(
         torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_without_gradient_the_numbers_have_the_same_bits() -> None:
-    """A reference is read without one, and the divergence before the first update is 0."""
+@SIZES
+def test_without_gradient_or_entropy_the_numbers_have_the_same_bits(
+    block: int, narrowest: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference is read without them, and the divergence before the first update is 0."""
+    for name, value in (("BLOCK", block), ("NARROWEST", narrowest), ("KEPT", kept)):
+        monkeypatch.setattr(module, name, value)
     head, states, tokens = nn.Linear(D, V), torch.randn(N, D), torch.arange(N)
     with torch.no_grad():
         alone = read_head(head, states, tokens, tokens)[0]
     assert torch.equal(read_head(head, states, tokens, tokens)[0], alone)
+    assert torch.equal(read_head(head, states, tokens, tokens, entropy=True)[0], alone)
 
 
 def test_only_what_is_trained_gets_a_gradient() -> None:

@@ -42,8 +42,8 @@ def read_head(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
 
-    The logits are those of a linear head, with −inf where ``logit_mask`` forbids a token. The gradient of the head is
-    written block by block, each block once.
+    The logits are those of a linear head, with −inf where ``logit_mask`` forbids a token. If there are more than
+    `BLOCK`, the gradient of the head is written block by block, each block once.
 
     Args:
         head: the head, as `reads_in_blocks` accepts it.
@@ -57,9 +57,30 @@ def read_head(
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
     """
+    if len(states) * len(head.weight) <= BLOCK:
+        return _read_at_once(head, states, tokens, previous, temperature, logit_mask, entropy)
     arguments = (states, head.weight, head.bias, tokens, previous, logit_mask, temperature, entropy)
     logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropies
+
+
+def _read_at_once(
+    head: nn.Linear,
+    states: Tensor,
+    tokens: Tensor,
+    previous: Tensor,
+    temperature: float,
+    logit_mask: Tensor | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what `read_head` does for logits that are few enough for one block; torch's own kernels are faster."""
+    logits = _logits(states, head.weight, head.bias, previous, logit_mask, temperature, slice(None))
+    logs = logits.log_softmax(-1)
+    chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    if not entropy:
+        return chosen, states.new_empty(0)
+    finite = logs if logit_mask is None else logs.masked_fill(logs == -torch.inf, 0.0)  # 0 · −inf counts as 0
+    return chosen, -(logs.exp() * finite).sum(1)
 
 
 class _Read(torch.autograd.Function):
