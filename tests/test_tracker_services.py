@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -59,6 +60,7 @@ def test_tensorboard_holds_metrics_samples_and_histograms(tmp_path: Path) -> Non
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     run = tmp_path / "run"
     train(run, "tensorboard")
+    time.sleep(1.1)  # files of events are read in the order of their names, which begin with the second
     train(run, "tensorboard", steps=6)
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     for name, values in expected(run).items():

@@ -67,8 +67,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return log softmax(logits)[token]; gathers before subtracting the log-sum-exp. [N, V], [N] -> [N]."""
-    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    """Return log softmax(logits)[token]. [N, V], [N] -> [N]."""
+    return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

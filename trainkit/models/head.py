@@ -76,7 +76,7 @@ def _read_at_once(
     """Return what `read_head` does for logits that are few enough for one block; torch's own kernels are faster."""
     logits = _logits(states, head.weight, head.bias, previous, logit_mask, temperature, slice(None))
     logs = logits.log_softmax(-1)
-    chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)  # has the bits of `token_logprobs`
     if not entropy:
         return chosen, states.new_empty(0)
     finite = logs if logit_mask is None else logs.masked_fill(logs == -torch.inf, 0.0)  # 0 · −inf counts as 0
