@@ -227,14 +227,19 @@ def measure(job: Job, options: argparse.Namespace, progress: Progress) -> list[W
     workers: list[Worker] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started: list[Worker] = []
         for system in systems_of(job, options):
             try:
-                worker = start(system, job, options, directory)
-                stack.callback(worker.stop)
+                started.append(start(system, job, options, directory))
+                stack.callback(started[-1].stop)
+            except WorkerError as failed:
+                console.print(f"{job}: {system} {failed}", markup=False)
+        for worker in started:  # all of them load their libraries at the same time
+            try:
                 worker.baseline = worker.hear()["peak"]
                 workers.append(worker)
             except WorkerError as failed:
-                console.print(f"{job}: {system} {failed}", markup=False)
+                console.print(f"{job}: {worker.system} {failed}", markup=False)
         task = progress.add_task(str(job), total=(options.warmup + options.steps) * len(workers))
         for _ in range(options.warmup + options.steps):
             for worker in list(workers):
