@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 
 import trainkit
 from trainkit.config import SamplingConfig
@@ -23,21 +25,27 @@ TRAINERS = trainkit.available_trainers()
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(request: pytest.FixtureRequest) -> None:
+def _on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    forget_device()  # a test may have been on the CPU
     if request.node.get_closest_marker("gpu"):
         assert torch.cuda.is_available(), "there is no GPU"
+        assert PartialState().device.type == "cuda"
+    yield
+    forget_device()
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
+def forget_device() -> None:
+    """Let accelerate choose the device again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the trainers that are made from here on be on the CPU."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
+    forget_device()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 

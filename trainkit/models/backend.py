@@ -57,6 +57,18 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     return exact
 
 
+def use_exact_convolutions(device: torch.device) -> None:
+    """Compute convolutions of float32 on a CUDA device in float32, and with the same bits in every run.
+
+    cuDNN's defaults are TF32, whose products have 10 bits, and algorithms that add in an order that varies. TF32 is
+    kept where `torch.get_float32_matmul_precision` allows it for matrix products, too. The settings hold for the whole
+    process.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+
+
 @cache
 def warn_of_slow_bf16(kind: str) -> None:
     """Log a warning, once, if the CPU or CUDA device has no instructions for bfloat16; torch is slower with it then."""

@@ -23,7 +23,7 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.models.backend import use_fast_exact_matmul, warn_of_slow_bf16
+from trainkit.models.backend import use_exact_convolutions, use_fast_exact_matmul, warn_of_slow_bf16
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
@@ -122,6 +122,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
+        use_exact_convolutions(self.accelerator.device)
         if config.train.mixed_precision == "bf16":
             warn_of_slow_bf16(self.accelerator.device.type)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)

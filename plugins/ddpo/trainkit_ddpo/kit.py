@@ -15,9 +15,10 @@ def means(trainer: Any, prompt: str) -> Tensor:
     """Return the means of the last step for eight fixed latents and ``prompt`` [8, C, h, w], with moved weights."""
     policy, draws = trainer.policy.eval(), torch.Generator().manual_seed(0)
     for parameter in trainer.unwrapped.parameters():
-        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
-    latents = torch.randn((8, *trainer.unwrapped.pipeline.shape), generator=draws)
-    steps = torch.full((8,), trainer.method.num_steps - 1)
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws).to(parameter))
+    device = trainer.accelerator.device
+    latents = torch.randn((8, *trainer.unwrapped.pipeline.shape), generator=draws).to(device)
+    steps = torch.full((8,), trainer.method.num_steps - 1, device=device)
     condition = trainer.unwrapped.pipeline.encode([prompt] * 8)
     found: Tensor = policy(latents, steps, condition)
     return found

@@ -15,7 +15,7 @@ def spread_within_responses(trainer: Any) -> float:
     trainer.policy  # noqa: B018  (the reference is made with it)
     draws = torch.Generator().manual_seed(0)
     for parameter in trainer.unwrapped.parameters():
-        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws).to(parameter))
     rollouts = trainer.sample([{"prompt": prompt} for prompt in "abcd" for _ in range(trainer.samples_per_prompt)])
     scores = torch.zeros(len(rollouts.prompts), device=rollouts.terminated.device)
     batch = trainer.prepare_experience(trainer.experience(rollouts, scores))

@@ -75,7 +75,7 @@ def learnt(bench: Bench, correction: str, ratio: float) -> tuple[Learnt, set[Ids
     rows = trainer.pipeline.take(0, trainer.collection_rows)
     rollouts, scores = trainer.sample_and_score([row for row in rows for _ in range(trainer.samples_per_prompt)])
     mask, half = rollouts.sequences.response_mask, len(rollouts) // 2
-    shift = torch.full(mask.shape, math.log(ratio))
+    shift = torch.full(mask.shape, math.log(ratio), device=mask.device)
     if trainer.correction_level == "sequence":
         shift = shift / mask.sum(1, keepdim=True)
     shift[half:] = 0

@@ -120,9 +120,10 @@ def _require_equal_logits(trainer: Any, path: Path) -> None:
     loaded, info = load(path, output_loading_info=True)
     for name in ("missing_keys", "unexpected_keys"):
         require(not info[name], f"transformers loads the export with {name}: {', '.join(sorted(info[name])[:3])}")
-    inputs = tiny_input(loaded)
+    model = trainer.unwrapped.model
+    inputs = tiny_input(loaded.to(model.device))
     with torch.no_grad():
-        here, there = trainer.unwrapped.model(**inputs).logits, loaded(**inputs).logits
+        here, there = model(**inputs).logits, loaded(**inputs).logits
     require(torch.equal(here, there), "the logits of the export differ from those of the trained model")
 
 

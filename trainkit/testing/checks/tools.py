@@ -21,8 +21,8 @@ from trainkit.trainer.base import Verdict
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    """Return a copy of the model's state."""
-    return {name: tensor.detach().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
+    """Return a copy of the model's state on the CPU, so that states of several devices can be compared."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainer.unwrapped.state_dict().items()}
 
 
 def require_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
