@@ -5,48 +5,33 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 
 import trainkit
 from trainkit.config import SamplingConfig
 from trainkit.rollouts import CausalSampler, decoding
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.conformance import check_plugin
-from trainkit.testing.trainers import tiny_trainer
+from trainkit.testing.trainers import on_cpu, tiny_trainer
 from trainkit.trainer.sharding import FSDP2
 
 TRAINERS = trainkit.available_trainers()
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    forget_device()  # a test may have been on the CPU
+def _on_a_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu"):
         assert torch.cuda.is_available(), "there is no GPU"
         assert PartialState().device.type == "cuda"
-    yield
-    forget_device()
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in trainer.unwrapped.state_dict().items()}
-
-
-def forget_device() -> None:
-    """Let accelerate choose the device again."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the trainers that are made from here on be on the CPU."""
-    forget_device()
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
 @pytest.mark.gpu
@@ -58,19 +43,19 @@ def test_the_kit_finds_nothing(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ppo", "sft"])
-def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_responses_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path / "gpu")
     found = trainer.generate(["ab", "cde"], temperature=0.0)
     assert trainer.unwrapped.model.device.type == "cuda"
-    on_cpu(monkeypatch)
-    alone = tiny_trainer(name, tmp_path / "cpu").generate(["ab", "cde"], temperature=0.0)
+    with on_cpu():
+        alone = tiny_trainer(name, tmp_path / "cpu").generate(["ab", "cde"], temperature=0.0)
     assert torch.equal(alone.sequences.input_ids, found.sequences.input_ids.cpu())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", [tiny_gpt2, tiny_llama])
 def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tapes are off on GPUs until this test has passed on some; `decoding.TAPED` has the devices."""
+    """GPUs have graphs, so they are not among `decoding.TAPED`; steps from a tape would be right there, too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     monkeypatch.setattr(decoding, "TAPED", {"cuda"})
@@ -115,16 +100,14 @@ def test_steps_from_a_graph_draw_the_tokens_of_the_model(fields: Any, precision:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
-def test_offline_runs_end_with_the_weights_of_runs_on_the_cpu(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_runs_end_with_the_weights_of_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
     settings = {"optimizer__kwargs": {"eps": 1e-4}}
     trainer = tiny_trainer(name, tmp_path / "gpu", **settings)
     trainer.learn()
     found = weights(trainer)
-    on_cpu(monkeypatch)
-    alone = tiny_trainer(name, tmp_path / "cpu", **settings)
-    alone.learn()
+    with on_cpu():
+        alone = tiny_trainer(name, tmp_path / "cpu", **settings)
+        alone.learn()
     for key, tensor in weights(alone).items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
 

@@ -26,7 +26,7 @@ WORTH_A_TAPE = 8
 """A step is recorded if at least so many follow: recording takes about as long as two steps."""
 
 TAPED = frozenset({"cpu"})
-"""The types of devices on which steps are recorded: those on which this was tested."""
+"""The types of devices on which steps are recorded. Others have graphs, which replay more."""
 
 WORTH_A_GRAPH = 8
 """A step is captured as a graph if at least so many follow, for the same reason."""

@@ -149,9 +149,13 @@ def _rates(config: SchedulerConfig, lr: float) -> Callable[[int], float]:
 
 
 def advance(scheduler: LRScheduler) -> None:
-    """Advance the schedule by one step, also after a skipped optimizer step, for which torch would warn."""
+    """Advance the schedule by one step, without the warnings of torch's for skipped optimizer steps and for fp16.
+
+    With fp16 accelerate replaces the optimizer's method `step`, which torch reports as a mistake.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for known in ("Detected call of `lr_scheduler.step", "Seems like `optimizer.step"):
+            warnings.filterwarnings("ignore", message=known)
         scheduler.step()
 
 

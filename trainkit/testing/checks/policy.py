@@ -331,7 +331,8 @@ def _require_adapter_is_kept(bench: Bench, trainer: Any, changes: dict[str, Any]
         weights(trainer), weights(resumed), "weights of an uninterrupted and of a resumed run with an adapter"
     )
     loaded = AutoModelForCausalLM.from_pretrained(trainer.save_pretrained(bench.place()))
-    inputs = tiny_input(loaded)
+    model = trainer.unwrapped.model
+    inputs = tiny_input(loaded.to(model.device))
     with torch.no_grad():
-        own, other = trainer.unwrapped.model(**inputs).logits, loaded(**inputs).logits
+        own, other = model(**inputs).logits, loaded(**inputs).logits
     require_close(own, other, "logits of the adapted model and of its export", rtol=0, atol=1e-5)
