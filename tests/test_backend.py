@@ -11,7 +11,7 @@ import torch
 
 from trainkit.errors import ConfigError
 from trainkit.models import backend
-from trainkit.models.backend import TOLERANCE, by_default_library, use_fast_exact_matmul
+from trainkit.models.backend import TF32, TOLERANCE, by_default_library, rounding, use_fast_exact_matmul
 from trainkit.testing.trainers import tiny_trainer
 
 CPU = torch.device("cpu")
@@ -46,6 +46,33 @@ def test_a_backend_that_rounds_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(backend, "_errors", lambda: iter(next(errors)))
     assert not use_fast_exact_matmul(CPU)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "expected"),
+    [
+        ("highest", "cuda", 2.0**-23),
+        ("high", "cuda", TF32),
+        ("medium", "cuda", TF32),
+        ("highest", "cpu", 2.0**-23),
+        ("medium", "cpu", 2.0**-7),
+    ],
+)
+def test_rounding_is_that_of_the_products(
+    chosen: str, device: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_set_here", False)
+    torch.set_float32_matmul_precision(chosen)
+    assert rounding(torch.float32, torch.device(device)) == expected
+    assert rounding(torch.float64, torch.device(device)) == 2.0**-52
+    assert rounding(torch.bfloat16, torch.device(device)) == 2.0**-7
+
+
+def test_rounding_of_exact_products_by_onednn_is_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_set_here", False)
+    monkeypatch.setattr(backend, "_medium_is_exact", lambda: True)
+    assert use_fast_exact_matmul(CPU)
+    assert rounding(torch.float32, CPU) == 2.0**-23
 
 
 def test_the_choice_is_the_same_every_time_and_draws_nothing() -> None:

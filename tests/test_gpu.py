@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,20 @@ def test_steps_from_a_tape_draw_the_tokens_of_the_model(fields: Any, monkeypatch
     assert taped.decoder.taped[True]  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def products(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Let products of float32 be made in TF32, if the parameter is "tf32"; return the parameter."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if request.param == "tf32" else before)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("products", ["float32", "tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("fields", [tiny_gpt2, tiny_llama])
-def test_steps_from_a_graph_draw_the_tokens_of_the_model(fields: Any, precision: torch.dtype | None) -> None:
-    """With and without padding, while the batch shrinks; under autocast only the first tokens have to be the same."""
+def test_steps_from_a_graph_draw_the_tokens_of_the_model(fields: Any, products: str) -> None:
+    """With and without padding, while the batch shrinks; with rounded products the first tokens have to be the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = character_tokenizer("abcdefgh")
@@ -89,13 +99,22 @@ def test_steps_from_a_graph_draw_the_tokens_of_the_model(fields: Any, precision:
     graphed, alone = CausalSampler(model, tokenizer), CausalSampler(model, tokenizer)
     alone.decoder.graphed = False  # type: ignore[attr-defined]
     for queries in ([[1], [2, 3, 4], [5, 6], [1]] * 3, [[1, 2], [3, 4]] * 6, [[1], [2, 3, 4], [5, 6], [1]] * 3):
-        with torch.autocast("cuda", precision, enabled=precision is not None):
+        with torch.autocast("cuda", torch.bfloat16, enabled=products == "bf16"):
             found, expected = (each.generate(queries, settings, list(range(12))) for each in (graphed, alone))
-        if precision is None:
+        if products == "float32":
             assert found.ids == expected.ids
             torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-3, atol=1e-4)
         assert [ids[:1] for ids in found.ids] == [ids[:1] for ids in expected.ids]
     assert graphed.decoder.graphed  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("products", ["tf32"], indirect=True)
+@pytest.mark.usefixtures("products")
+def test_prompts_can_be_shared_where_products_are_rounded_to_tf32(tmp_path: Path) -> None:
+    trainer = tiny_trainer("rloo", tmp_path, train__share_prompts=True, train__total_steps=2)
+    trainer.learn()
+    assert trainer.progress.shares_prompts
 
 
 @pytest.mark.gpu

@@ -27,6 +27,9 @@ TOLERANCE = 8.0
 """The largest ratio of the two libraries' errors that counts as exact. Another order of summation gives a ratio of 1
 to 4, TF32 over 500, bfloat16 over 5,000."""
 
+TF32 = 2.0**-10
+"""The distance from 1 to the next number in TF32."""
+
 _set_here = False
 
 
@@ -55,6 +58,18 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     if exact:
         AttentionInterface.register("sdpa", _attention)
     return exact
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative size to which factors of matrix products are rounded, which is that of ``dtype`` or larger.
+
+    If `torch.get_float32_matmul_precision` is not "highest", factors of float32 may be rounded to TF32, and with
+    "medium" on CPUs to bfloat16, unless `use_fast_exact_matmul` has found that this one does not.
+    """
+    chosen = torch.get_float32_matmul_precision()
+    if dtype != torch.float32 or chosen == "highest" or (device.type == "cpu" and _set_here):
+        return torch.finfo(dtype).eps
+    return torch.finfo(torch.bfloat16).eps if (device.type, chosen) == ("cpu", "medium") else TF32
 
 
 def use_exact_convolutions(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.errors import ConfigError
+from trainkit.models.backend import rounding
 from trainkit.models.trunk import tiny_input
 from trainkit.models.unloaded import decided, loads_weights
 
@@ -282,7 +283,7 @@ def _fault(peft_model: Any, model: Any, virtual: VirtualTokens) -> str:
         peft_model.train(training)
     for name, given in expected.items():
         off = float((found[name] - given).norm() / given.norm().clamp(min=1e-12))
-        if not off <= torch.finfo(model.dtype).eps ** 0.5:
+        if not off <= rounding(model.dtype, model.device) ** 0.5:
             return f"{name} differ by {off:.1%} from what peft computes"
     return ""
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from trainkit.models.backend import rounding
 from trainkit.models.fitting import first_line
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
@@ -273,7 +274,11 @@ class CausalDecoder:
                 real = active.real[:, : width + 1] if active.padded else None
                 own = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
                 apart = _apart(found[0], own[0])
-                why = "" if apart <= torch.finfo(self._dtype).eps ** 0.5 else f"their logits differ by {apart:.1%}"
+                why = (
+                    ""
+                    if apart <= rounding(self._dtype, self.model.device) ** 0.5
+                    else f"their logits differ by {apart:.1%}"
+                )
         except (TapeError, *UNFIT) as error:
             why = first_line(error)
         if why:
@@ -459,7 +464,7 @@ def stepping_fault(decoder: Decoder) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
-    allowed = torch.finfo(model.dtype).eps ** 0.5
+    allowed = rounding(model.dtype, model.device) ** 0.5
     return "" if max(found) <= allowed else f"cached steps differ from full forward passes by {max(found):.1%}"
 
 
