@@ -64,11 +64,11 @@ WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
 OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
 PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
 engines: $(ENGINES)/made
-	$(if $(ARGS),,$(PYTEST_ENGINES) -n auto --dist worksteal $(OF_ENGINES))
+	$(if $(ARGS),,$(PYTEST_ENGINES) --one-in $(ONE_IN) -n auto --dist worksteal $(OF_ENGINES) tests/conftest.py)
 	$(PYTEST_ENGINES) -m engines --one-in $(ONE_IN) $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES)) tests/conftest.py
 
 shards: $(ENGINES)/made
-	$(PYTEST_ENGINES) -m engines $(or $(ARGS),-n 2 plugins/deepspeed)
+	$(PYTEST_ENGINES) -m engines --one-in $(ONE_IN) $(or $(ARGS),-n 2 plugins/deepspeed) tests/conftest.py
 
 # on CPUs they fail; tests/test_gpu.py runs one of them on a CPU, too
 test-gpu: $(VENV)/made

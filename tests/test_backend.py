@@ -11,7 +11,14 @@ import torch
 
 from trainkit.errors import ConfigError
 from trainkit.models import backend
-from trainkit.models.backend import TF32, TOLERANCE, by_default_library, rounding, use_fast_exact_matmul
+from trainkit.models.backend import (
+    TF32,
+    TOLERANCE,
+    by_default_library,
+    dtype_of_attention,
+    rounding,
+    use_fast_exact_matmul,
+)
 from trainkit.testing.trainers import tiny_trainer
 
 CPU = torch.device("cpu")
@@ -112,6 +119,48 @@ def test_attention_is_bit_equal_to_that_of_the_default_library_and_the_precision
     assert seen[-2:] == ["highest", "highest"]
     assert len(plain) == len(guarded) == (4 if trained else 1)
     assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_attention_in_bfloat16_is_computed_in_float32(
+    autocast: bool, mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU without matrix units; the states of a model in bfloat16, or of one in float32 under autocast."""
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: False)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    draws = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 2, 7, 8, generator=draws).to(dtype).requires_grad_() for _ in range(3)]
+    allowed = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    given = {None: None, "bool": allowed, "float": torch.zeros(2, 1, 7, 7).masked_fill(~allowed, -1e9).to(dtype)}[mask]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _ = backend._attention(torch.nn.Module(), *tensors, given)
+    assert found.dtype == torch.bfloat16
+    found.sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    right = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-6)  # rounded once, at the end
+    right.sum().backward()
+    for narrow, exact in zip(tensors, wide, strict=True):
+        torch.testing.assert_close(narrow.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("units", "autocast", "dtype", "expected"),
+    [
+        (False, True, torch.float32, torch.float32),
+        (False, False, torch.bfloat16, torch.float32),
+        (False, False, torch.float64, torch.float64),
+        (True, True, torch.float32, torch.bfloat16),
+        (True, False, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_precision_of_attention_is_that_of_autocast_only_with_matrix_units(
+    units: bool, autocast: bool, dtype: torch.dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: units)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert dtype_of_attention(torch.zeros(1, dtype=dtype)) == expected
 
 
 @pytest.mark.parametrize(("device", "precision"), [("cuda", "highest"), ("mps", "highest"), ("cpu", "high")])

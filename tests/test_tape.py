@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainkit.config import SamplingConfig
+from trainkit.models import use_fast_exact_matmul
 from trainkit.rollouts import CausalSampler
 from trainkit.rollouts.sampler import Generated
 from trainkit.rollouts.tape import TapeError, record
@@ -50,20 +51,37 @@ def same(one: Generated, other: Generated) -> bool:
     return one.ids == other.ids and all(a is b or torch.equal(a, b) for a, b in numbers)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize(("head_alone", "hidden"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("fields", [tiny_gpt2(SIZE), tiny_llama(SIZE), NEOX], ids=["gpt2", "llama", "neox"])
 def test_responses_from_a_tape_have_the_bits_of_the_models_own(
-    fields: dict[str, Any], head_alone: bool, hidden: bool
+    fields: dict[str, Any], head_alone: bool, hidden: bool, autocast: bool
 ) -> None:
     """With and without padding, while responses end and the batch shrinks."""
+    use_fast_exact_matmul(torch.device("cpu"))
     model = make(fields)
     found = CausalSampler(model, TOKENIZER, head_alone=head_alone, hidden=hidden)
     alone = without_tapes(CausalSampler(model, TOKENIZER, head_alone=head_alone, hidden=hidden))
     for queries in (EVEN, UNEVEN, EVEN):
-        taped = sample(found, queries)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            taped, own = sample(found, queries), sample(alone, queries)
         assert len({len(ids) for ids in taped.ids}) > 1, "the batch shrinks"
-        assert same(taped, sample(alone, queries))
+        assert same(taped, own)
     assert found.decoder.taped == {False: True, True: True}  # type: ignore[attr-defined]
+
+
+def test_a_tape_of_autocast_casts_each_weight_once() -> None:
+    """In inference mode autocast keeps no casts, and a step would make them anew."""
+    sampler = CausalSampler(make(tiny_llama(SIZE)), TOKENIZER)
+    weights = {tuple(weight.shape) for weight in sampler.model.parameters() if weight.dim() == 2}
+    with torch.autocast("cpu", torch.bfloat16):
+        sample(sampler, EVEN)
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            sample(sampler, EVEN)
+    casts = [each for each in profiler.events() or () if each.name == "aten::_to_copy"]
+    assert sampler.decoder.taped[False]  # type: ignore[attr-defined]
+    assert casts
+    assert not [each for each in casts if tuple(each.input_shapes[0]) in weights]
 
 
 def test_a_later_call_samples_with_the_weights_of_that_time() -> None:

@@ -426,8 +426,8 @@ def _per_token(found: Any, tokens: Tensor) -> Tensor:
 def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns: Tensor | None) -> tuple[Tensor, ...]:
     """Compute ``read(*columns)`` for columns [N, *] in chunks of rows, to limit the logits [n, V] in memory.
 
-    With several chunks, the backward pass recomputes the logits of each instead of keeping them, so no more than
-    `CHUNK` logits are in memory at a time.
+    Up to twice `CHUNK` logits are computed together and kept for the backward pass. Of more, no more than `CHUNK` are
+    in memory at a time, and the backward pass recomputes them.
 
     Args:
         read: a function of the rows of a chunk; it returns tensors [n].
@@ -436,7 +436,7 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
     """
     size = max(CHUNK // vocabulary, 1)
     assert columns[0] is not None, "its length is the number of rows"
-    if len(columns[0]) <= size:
+    if len(columns[0]) <= 2 * size:
         return read(*columns)
     chunks = zip(*(repeat(None) if column is None else column.split(size) for column in columns), strict=False)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]

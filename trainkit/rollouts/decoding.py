@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainkit.models.backend import rounding
+from trainkit.models.backend import dtype_of_attention, rounding
 from trainkit.models.fitting import first_line
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
@@ -56,6 +56,9 @@ class _Preallocated(DynamicLayer):
                 _Preallocated.update, (key_states, value_states), self, key_states, value_states
             )
             return found
+        if torch.is_autocast_enabled(key_states.device.type):  # otherwise attention would cast all of them in each step
+            dtype = dtype_of_attention(key_states)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.at is not None:
             for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer.index_copy_(2, self.at, states)
@@ -333,8 +336,6 @@ class CausalDecoder:
         if model.device.type not in TAPED:
             raise TapeError(f"the device is {model.device.type}")
         self._check_plain(active)
-        if torch.is_autocast_enabled(model.device.type):
-            raise TapeError("of autocast")
         step = partial(self._forward, cache=active.cache)
         active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()))
         return found

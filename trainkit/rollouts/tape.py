@@ -2,14 +2,17 @@
 
 A step of a small model takes about as long in Python as in its products. Nearly all of that is the modules' own code,
 which makes the same calls of torch in every step. A tape makes only these calls, so the results have the same bits.
+Under autocast, it makes each of them with the autocast of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,33 +47,65 @@ class TapeError(Exception):
     """A step cannot be recorded; the message says why."""
 
 
+class Call(NamedTuple):
+    """A call of torch."""
+
+    function: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    places: list[tuple[Any, Any, int]]
+    """Where among the arguments, and which of the values, computed tensors are put."""
+    slot: int
+    """Which of the values the result is."""
+    autocast: bool
+    """Whether autocast was on."""
+
+
 class Tape:
     """The calls that a step made. `play` makes them again for other inputs of the same shapes."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], list[Any], dict[str, Any], list[tuple[Any, Any, int]], int]] = []
+        self.calls: list[Call] = []
         self.values: list[Any] = []
         self.results: tuple[int | None, ...] = ()
+        self.autocast = False
+        self.parts: list[tuple[AbstractContextManager[Any], list[Call]]] = []
+        """Calls that are made one after the other within a context."""
 
-    def drop_unused(self) -> None:
-        """Remove the calls that neither change a tensor nor lead to the results."""
-        needed, kept = {*self.results}, []
+    def finish(self, results: tuple[int | None, ...], device: str, autocast: bool) -> None:
+        """Remove the calls that neither change a tensor nor lead to the results, and group the others.
+
+        Args:
+            results: where the results are among the values.
+            device: the type of the device.
+            autocast: whether autocast is on when the tape is played.
+        """
+        needed, kept = {*results}, []
         for call in reversed(self.calls):
-            function, _, _, places, slot = call
-            if slot in needed or function.__name__ in EFFECTS:
-                needed |= {at for _, _, at in places}
+            if call.slot in needed or call.function.__name__ in EFFECTS:
+                needed |= {at for _, _, at in call.places}
                 kept.append(call)
-        self.calls = kept[::-1]
+        self.results, self.calls, self.autocast = results, kept[::-1], autocast
+        for enabled, calls in groupby(self.calls, key=lambda call: call.autocast):
+            other = torch.autocast(device, torch.get_autocast_dtype(device), enabled=enabled)
+            self.parts.append((nullcontext() if enabled == autocast else other, list(calls)))
 
-    @torch.inference_mode()  # faster; no code of the model runs here that might keep a tensor for a backward pass
     def play(self, *inputs: Tensor | None) -> tuple[Any, ...]:
         """Make the calls with ``inputs``, and return the results, as the recorded function did."""
+        # no code of the model runs here that might keep a tensor for a backward pass, so that inference mode, which is
+        # faster, is possible; but there autocast would cast the weights in each step
+        with torch.no_grad() if self.autocast else torch.inference_mode():
+            return self._play(inputs)
+
+    def _play(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         values = self.values
         values[: len(inputs)] = inputs
-        for function, args, kwargs, places, slot in self.calls:
-            for holder, key, at in places:
-                holder[key] = values[at]
-            values[slot] = function(*args, **kwargs)
+        for context, calls in self.parts:
+            with context:
+                for function, args, kwargs, places, slot, _ in calls:
+                    for holder, key, at in places:
+                        holder[key] = values[at]
+                    values[slot] = function(*args, **kwargs)
         return tuple(None if at is None else values[at] for at in self.results)
 
 
@@ -87,20 +122,21 @@ def record(
     Raises:
         TapeError: a call is not `KNOWN`, or reads another tensor.
     """
-    recorder = _Recorder(inputs, constants)
+    device = next(each.device.type for each in inputs if each is not None)
+    recorder = _Recorder(inputs, constants, device)
     with recorder:
         results = step(*inputs)
-    recorder.tape.results = tuple(None if found is None else recorder.slot(found) for found in results)
-    recorder.tape.drop_unused()
+    slots = tuple(None if found is None else recorder.slot(found) for found in results)
+    recorder.tape.finish(slots, device, torch.is_autocast_enabled(device))
     return recorder.tape, results
 
 
 class _Recorder(TorchFunctionMode):
     """Records the calls of torch made inside the context."""
 
-    def __init__(self, inputs: Iterable[Tensor | None], constants: Iterable[Tensor]) -> None:
+    def __init__(self, inputs: Iterable[Tensor | None], constants: Iterable[Tensor], device: str) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.tape, self.device = Tape(), device
         self.slots: dict[int, int] = {}
         self.constants = {id(tensor) for tensor in constants}
         for tensor in inputs:
@@ -119,12 +155,12 @@ class _Recorder(TorchFunctionMode):
         held, named = self.held(list(args), places), self.held(dict(kwargs), places)
         if func is F.scaled_dot_product_attention:
             func = _attention
-        slot = self.new(result)
-        self.tape.calls.append((func, held, named, places, slot))
+        slot, autocast = self.new(result), torch.is_autocast_enabled(self.device)
+        self.tape.calls.append(Call(func, held, named, places, slot, autocast))
         if isinstance(result, tuple | list):
             for index, each in enumerate(result):
-                self.tape.calls.append((getitem, [None, index], {}, [], self.new(each)))
-                self.tape.calls[-1][3].append((self.tape.calls[-1][1], 0, slot))
+                part: list[Any] = [None, index]
+                self.tape.calls.append(Call(getitem, part, {}, [(part, 0, slot)], self.new(each), autocast))
         return result
 
     def new(self, result: Any) -> int:
