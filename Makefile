@@ -3,7 +3,7 @@
 #   make demo      the random-walks example: SFT, then PPO
 #   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
 #   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines;
-#                  one of five such tests, others for every commit: make test-all ONE_IN=5
+#                  one of ten such tests, others for every commit: make test-all ONE_IN=10
 #   make battery   the 50 checks of tests/reliability, with a table; those that take long on a sample drawn afresh
 #   make battery-full the same, the whole rule of each
 #   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainkit.config import SamplingConfig
-from trainkit.models import use_fast_exact_matmul
-from trainkit.rollouts import CausalSampler
+from trainkit.models import backend, use_fast_exact_matmul
+from trainkit.rollouts import CausalSampler, decoding
 from trainkit.rollouts.sampler import Generated
 from trainkit.rollouts.tape import TapeError, record
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -82,6 +82,35 @@ def test_a_tape_of_autocast_casts_each_weight_once() -> None:
     assert sampler.decoder.taped[False]  # type: ignore[attr-defined]
     assert casts
     assert not [each for each in casts if tuple(each.input_shapes[0]) in weights]
+
+
+@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("fields", [tiny_gpt2(SIZE), tiny_llama(SIZE)], ids=["gpt2", "llama"])
+def test_states_are_cached_in_the_precision_of_attention_and_responses_keep_their_bits(
+    fields: dict[str, Any], units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With matrix units for bfloat16 and without; otherwise attention casts all of them in each step."""
+    use_fast_exact_matmul(torch.device("cpu"))
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: units)
+    model, seen = make(fields), set[torch.dtype]()
+    update = decoding._Preallocated.update
+
+    def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found = update(*args, **kwargs)
+        seen.update(each.dtype for each in found)
+        return found
+
+    monkeypatch.setattr(decoding._Preallocated, "update", watched)
+    responses = []
+    for dtype in (backend.dtype_of_attention, lambda states: states.dtype):
+        monkeypatch.setattr(decoding, "dtype_of_attention", dtype)
+        sampler = without_tapes(CausalSampler(model, TOKENIZER))  # tries the model without autocast
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            responses.append(sample(sampler, EVEN))
+        if len(responses) == 1:
+            assert seen == {torch.bfloat16 if units else torch.float32}
+    assert same(*responses)
 
 
 def test_a_later_call_samples_with_the_weights_of_that_time() -> None:
