@@ -84,6 +84,12 @@ def use_exact_convolutions(device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the precision of autocast on devices of this type; None if it is off, or if they have none."""
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def dtype_of_attention(tensor: Tensor) -> torch.dtype:
     """Return the precision in which attention to ``tensor`` is computed.
 
@@ -92,7 +98,7 @@ def dtype_of_attention(tensor: Tensor) -> torch.dtype:
     tokens, and at most 1.2 times as long in float32, for long ones.
     """
     kind = tensor.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    dtype = autocast_dtype(kind) or tensor.dtype
     return torch.float32 if dtype == torch.bfloat16 and kind == "cpu" and not _has_matrix_units() else dtype
 
 
@@ -253,15 +259,14 @@ def _attention(
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = mask) -> Tensor:
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
 
-    autocast, dtype = torch.is_autocast_enabled(query.device.type), dtype_of_attention(query)
-    if dtype != torch.float32 or not (autocast or query.dtype == torch.bfloat16):
+    usual = autocast_dtype(query.device.type) or query.dtype
+    if usual == dtype_of_attention(query):
         return by_default_library(attend, query, key, value), None
-    other = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
     if mask is not None and mask.is_floating_point():
         mask = mask.float()
     with torch.autocast(query.device.type, enabled=False):
         found = by_default_library(partial(attend, mask=mask), query.float(), key.float(), value.float())
-    return found.to(other), None
+    return found.to(usual), None
 
 
 def _errors() -> Iterator[float]:

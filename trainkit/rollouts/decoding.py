@@ -14,11 +14,12 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainkit.models.backend import dtype_of_attention, rounding
+from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
 from trainkit.models.fitting import first_line
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
 from trainkit.rollouts.graphs import FixedStep
+from trainkit.rollouts.packing import Packs
 from trainkit.rollouts.tape import Tape, TapeError, record
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class _Preallocated(DynamicLayer):
                 _Preallocated.update, (key_states, value_states), self, key_states, value_states
             )
             return found
-        if torch.is_autocast_enabled(key_states.device.type):  # otherwise attention would cast all of them in each step
+        if autocast_dtype(key_states.device.type):  # otherwise attention would cast all of them in each step
             dtype = dtype_of_attention(key_states)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.at is not None:
@@ -184,6 +185,7 @@ class _ActiveText(Active):
 
     lengths: Tensor  # [b] real tokens so far
     width: int  # tokens so far, padding included
+    packs: Packs = field(default_factory=Packs)
     tape: Tape | None = None  # of a step with b rows
     fixed: FixedStep | None = None  # the same
 
@@ -314,8 +316,7 @@ class CausalDecoder:
     @property
     def _dtype(self) -> torch.dtype:
         """The precision in which the model computes."""
-        device = self.model.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
+        return autocast_dtype(self.model.device.type) or self.model.dtype
 
     def _check_plain(self, active: _ActiveText) -> None:
         """Refuse models of which more than calls of torch on plain caches would have to be made again.
@@ -337,7 +338,7 @@ class CausalDecoder:
             raise TapeError(f"the device is {model.device.type}")
         self._check_plain(active)
         step = partial(self._forward, cache=active.cache)
-        active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()))
+        active.tape, found = record(step, inputs, (*model.parameters(), *model.buffers()), active.packs)
         return found
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:

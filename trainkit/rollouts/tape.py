@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainkit.models.backend import by_default_library
+from trainkit.rollouts.packing import Packs
 
 KNOWN = frozenset(  # split, because a list would have a line for each name
     """
@@ -110,7 +111,10 @@ class Tape:
 
 
 def record(
-    step: Callable[..., tuple[Tensor | None, ...]], inputs: tuple[Tensor | None, ...], constants: Iterable[Tensor]
+    step: Callable[..., tuple[Tensor | None, ...]],
+    inputs: tuple[Tensor | None, ...],
+    constants: Iterable[Tensor],
+    packs: Packs | None = None,
 ) -> tuple[Tape, tuple[Any, ...]]:
     """Call ``step(*inputs)``, and return a tape of it and its results.
 
@@ -118,12 +122,13 @@ def record(
         step: a function of tensors, without gradient.
         inputs: its arguments.
         constants: other tensors that it may read, such as the weights; the tape reads them anew.
+        packs: those of the weights, if these do not change while the tape is used.
 
     Raises:
         TapeError: a call is not `KNOWN`, or reads another tensor.
     """
     device = next(each.device.type for each in inputs if each is not None)
-    recorder = _Recorder(inputs, constants, device)
+    recorder = _Recorder(inputs, constants, device, packs)
     with recorder:
         results = step(*inputs)
     slots = tuple(None if found is None else recorder.slot(found) for found in results)
@@ -134,9 +139,11 @@ def record(
 class _Recorder(TorchFunctionMode):
     """Records the calls of torch made inside the context."""
 
-    def __init__(self, inputs: Iterable[Tensor | None], constants: Iterable[Tensor], device: str) -> None:
+    def __init__(
+        self, inputs: Iterable[Tensor | None], constants: Iterable[Tensor], device: str, packs: Packs | None
+    ) -> None:
         super().__init__()
-        self.tape, self.device = Tape(), device
+        self.tape, self.device, self.packs = Tape(), device, packs
         self.slots: dict[int, int] = {}
         self.constants = {id(tensor) for tensor in constants}
         for tensor in inputs:
@@ -155,6 +162,8 @@ class _Recorder(TorchFunctionMode):
         held, named = self.held(list(args), places), self.held(dict(kwargs), places)
         if func is F.scaled_dot_product_attention:
             func = _attention
+        if func is F.linear and self.packs is not None and id(args[1]) in self.constants:
+            func = self.packs.linear(*args, **kwargs) or func
         slot, autocast = self.new(result), torch.is_autocast_enabled(self.device)
         self.tape.calls.append(Call(func, held, named, places, slot, autocast))
         if isinstance(result, tuple | list):
