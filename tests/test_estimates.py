@@ -17,6 +17,7 @@ from trainkit.cli.estimate import size
 from trainkit.errors import ConfigError
 from trainkit.estimates import Lengths, Need, choose, measure, plan
 from trainkit.estimates.tracing import Counter, held, tensors_of
+from trainkit.models import backend
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
@@ -106,6 +107,13 @@ LLAMA_7B = Need(
     again=lambda rows: rows * 10**9 + 2 * 10**9,
 )  # fmt: skip
 """A model of 7B weights in float32, with P = 7e9: 4 P bytes of weights, 4 P of gradients, 8 P of Adam's moments."""
+
+
+def test_attention_is_counted_in_the_precision_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bf16, a CPU without matrix units computes it in float32, and a GPU does not."""
+    monkeypatch.setattr(backend, "_has_matrix_units", lambda: False)
+    config = of("rloo", train__mixed_precision="bf16", train__seq_length=128)
+    assert measure(config, device="cpu").cache == 2 * measure(config, device="cuda").cache
 
 
 def totals(need: Need, sharding: str, processes: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainkit.config import SamplingConfig
@@ -88,6 +89,19 @@ def llama() -> PreTrainedModel:
 
 def sample(sampler: CausalSampler) -> Generated:
     return sampler.generate([[1, 2], [3, 4], [5, 6]] * 4, SamplingConfig(max_new_tokens=40), list(range(12)))
+
+
+def test_the_bytes_of_all_packed_weights_are_known_before() -> None:
+    model, packs = llama(), Packs()
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    for layer in linear:
+        packs.linear(torch.zeros(4, layer.in_features), layer.weight)
+    if packs.packed:
+        assert len(packs.packed) == len(linear)
+    size = sum(4 * layer.weight.numel() for layer in linear)
+    assert packing.bytes_of_packs(model, 4, bf16=False) == size
+    assert packing.bytes_of_packs(model, 4, bf16=True) == size / 2
+    assert packing.bytes_of_packs(model, packing.MOST_ROWS + 1, bf16=False) == 0
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])

@@ -19,11 +19,13 @@ from trainkit.config import TRLConfig
 from trainkit.data import Batch, Sequences
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
+from trainkit.models.backend import attention_as_on
 from trainkit.models.loading import length_limit, load_tokenizer
 from trainkit.models.policy import Policy
 from trainkit.models.reward import Scorer
 from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
+from trainkit.rollouts.packing import bytes_of_packs
 from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit.trainer import optim, parking
@@ -97,7 +99,8 @@ def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | No
         config: the configuration.
         prompt: tokens of a prompt. None: as many as leave room for the response.
         rows: rows of a micro-batch. None: those of the configuration.
-        device: the kind of device, by which a micro-batch is limited where the configuration does not.
+        device: the kind of device, on which the precision of attention depends, packed weights, and the size of a
+            micro-batch where the configuration does not limit it.
 
     Raises:
         ConfigError: the model cannot be found, or a pass of the algorithm cannot be made without data.
@@ -108,11 +111,11 @@ def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | No
     per_row = max(len(_sequences(example)), 1)
     rows = rows or _rows(trainer, lengths, per_row, device)
     shapes, counter = Shapes(), Counter()
-    with without_data(lengths.chosen, shapes, counter):
-        found = _measured(trainer, counter, lengths, example, rows)
+    with attention_as_on(device), without_data(lengths.chosen, shapes, counter):
+        found = _measured(trainer, counter, lengths, example, rows, device)
 
     def again(count: int) -> int:
-        with without_data(lengths.chosen, shapes, counter):
+        with attention_as_on(device), without_data(lengths.chosen, shapes, counter):
             return counter.most(
                 lambda: _backward(trainer, _batch(example, count, lengths, trainer.unwrapped, trainer.online))
             )
@@ -120,7 +123,7 @@ def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | No
     return replace(found, again=again)
 
 
-def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int) -> Need:
+def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int, device: str) -> Need:
     policy = trainer.unwrapped
     own = held(tensors_of(policy))
     reference = trainer._make_reference(policy) if trainer.needs_reference else None
@@ -146,7 +149,7 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         state = sum(held(_tensors_in(optimizer)).values())
         experience = _without_gradient(trainer, counter, lengths, example, rows)
         samples = trainer.online and not trainer._samples_apart
-        sampling, cache = _sampling(trainer, counter, lengths) if samples else (0, 0)
+        sampling, cache = _sampling(trainer, counter, lengths, device) if samples else (0, 0)
     except TrainkitError:
         raise
     except Exception as error:  # of operators that need data, which depend on the model and the algorithm
@@ -314,7 +317,7 @@ def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example:
     return counter.most(run)
 
 
-def _sampling(trainer: Any, counter: Counter, lengths: Lengths) -> tuple[int, int]:
+def _sampling(trainer: Any, counter: Counter, lengths: Lengths, device: str) -> tuple[int, int]:
     """Return the most that sampling needs, and the bytes of the cache of keys and values."""
     model, rollout = trainer.unwrapped.model, trainer.config.rollout
     prompt, vocabulary = lengths.tokens - lengths.chosen, model.config.get_text_config().vocab_size
@@ -339,4 +342,5 @@ def _sampling(trainer: Any, counter: Counter, lengths: Lengths) -> tuple[int, in
         )
     prefill = counter.most(run)
     logits = 4 * rows * vocabulary * 4  # logits, probabilities and their log, and a sorted or masked copy: float32
-    return max(prefill, cache + logits), cache
+    packs = bytes_of_packs(model, rows, trainer.accelerator.mixed_precision == "bf16") if device == "cpu" else 0
+    return max(prefill, cache + logits + packs), cache

@@ -97,9 +97,22 @@ def dtype_of_attention(tensor: Tensor) -> torch.dtype:
     bfloat16: torch's attention takes up to five times as long in bfloat16 there, for short sequences and for single
     tokens, and at most 1.2 times as long in float32, for long ones.
     """
-    kind = tensor.device.type
-    dtype = autocast_dtype(kind) or tensor.dtype
+    dtype = autocast_dtype(tensor.device.type) or tensor.dtype
+    kind = _ESTIMATED.get() or tensor.device.type
     return torch.float32 if dtype == torch.bfloat16 and kind == "cpu" and not _has_matrix_units() else dtype
+
+
+_ESTIMATED: ContextVar[str | None] = ContextVar("_ESTIMATED", default=None)
+
+
+@contextmanager
+def attention_as_on(kind: str) -> Iterator[None]:
+    """Let `dtype_of_attention` be that on devices of another type inside the block, to estimate what they need."""
+    token = _ESTIMATED.set(kind)
+    try:
+        yield
+    finally:
+        _ESTIMATED.reset(token)
 
 
 @cache

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.models.backend import autocast_dtype
 
@@ -48,6 +48,15 @@ class Packs:
             return found
 
         return product
+
+
+def bytes_of_packs(model: nn.Module, rows: int, bf16: bool) -> int:
+    """Return the bytes of the packed weights of a model's linear layers while ``rows`` responses are sampled."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    sizes = [
+        weight.numel() * (2 if bf16 else weight.dtype.itemsize) for weight in weights if weight.numel() >= SMALLEST
+    ]
+    return sum(sizes) if rows <= MOST_ROWS else 0
 
 
 def _by_onednn(dtype: torch.dtype) -> bool:
