@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -269,17 +269,19 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = mask) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
 
     usual = autocast_dtype(query.device.type) or query.dtype
     if usual == dtype_of_attention(query):
         return by_default_library(attend, query, key, value), None
-    if mask is not None and mask.is_floating_point():
-        mask = mask.float()
+    mask, kwargs = _wide(mask), {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions
     with torch.autocast(query.device.type, enabled=False):
-        found = by_default_library(partial(attend, mask=mask), query.float(), key.float(), value.float())
-    return found.to(usual), None
+        return by_default_library(attend, query.float(), key.float(), value.float()).to(usual), None
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _errors() -> Iterator[float]:
