@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
-"""What messages of a `RuntimeError` say if the memory of the CPU does not suffice."""
+ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "could not create a primitive")
+"""What messages of a `RuntimeError` say if the memory of the CPU does not suffice; the last one is oneDNN's."""
 ADVICE = (
     "Set train.gradient_checkpointing to true, shorten sequences (train.seq_length, rollout.max_new_tokens), train an "
     "adapter (model.peft_config), or divide the model among processes (train.sharding); trainkit estimate CONFIG says "
