@@ -285,7 +285,8 @@ def test_a_process_whose_memory_is_limited_trains_as_one_with_the_size_that_fits
             break
         assert "OutOfMemoryError: a micro-batch of one row does not fit into memory" in done.stderr, done.stderr[-3000:]
     end = torch.load(tmp_path / str(limit) / "end.pt")
-    assert (rows := end.pop("rows")) in (1, 2, 4)
+    rows = end.pop("rows")
+    assert rows in (1, 2, 4)
     done = run("fixed", "", str(rows))
     assert done.returncode == 0, done.stderr[-3000:]
     alone = torch.load(tmp_path / "fixed" / "end.pt")
