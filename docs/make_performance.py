@@ -105,14 +105,11 @@ def beside_trl(groups: Groups) -> Iterator[str]:
         if {"trainkit", "trl"} <= rows.keys():
             own, other = rows["trainkit"], rows["trl"]
             times = [said(ratio(systems, "seconds", "trl", "trainkit")) for systems in (default, equal)]
-            seconds, memory = ([f"{row[figure]:.{places}f}" for row in (own, other)] for figure, places in FORMS)
+            seconds, memory = [timed(row) for row in (own, other)], [f"{row['peak']:.0f}" for row in (own, other)]
             part = said(ratio(rows, "peak", "trainkit", "trl"))
             lines.append([Case.read(case).title, model, *seconds, *times, *memory, part])
     head = "work | model | trainkit, s | TRL, s | TRL / trainkit | equal products | trainkit, MB | TRL, MB | memory"
     yield from table(head, lines)
-
-
-FORMS = (("seconds", 2), ("peak", 0))
 
 
 def beside_others(groups: Groups) -> Iterator[str]:
@@ -123,7 +120,7 @@ def beside_others(groups: Groups) -> Iterator[str]:
             own, other = rows["trainkit"], rows[system]
             times = [said(ratio(systems, "seconds", system, "trainkit")) for systems in (default, equal)]
             part = said(ratio(rows, "peak", "trainkit", system))
-            seconds = [f"{row['seconds']:.2f}" for row in (own, other)]
+            seconds = [timed(row) for row in (own, other)]
             lines.append([Case.read(case).title, model, PEERS[system], *seconds, *times, part])
     yield from table(
         "work | model | other | trainkit, s | other, s | other / trainkit | equal products | memory", sorted(lines)
@@ -139,7 +136,7 @@ def alone(groups: Groups) -> Iterator[str]:
             own = rows["trainkit"]
             count = read.fields()["rows"]
             each = f"{1000 * own['seconds'] / count:.1f}"
-            lines.append([read.title, model, f"{own['seconds']:.2f}", each, f"{own['peak']:.0f}"])
+            lines.append([read.title, model, timed(own), each, f"{own['peak']:.0f}"])
     yield from table("work | model | trainkit, s | ms for each row | trainkit, MB", lines)
 
 
@@ -205,8 +202,18 @@ def _work(row: Row) -> tuple[str, ...]:
 
 def profile(row: Row) -> list[str]:
     """Return the seconds of the phases, and the memory before and at most."""
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases"].items())
+    phases = ", ".join(f"{name} {seconds:.{places(row)}f}" for name, seconds in row["phases"].items())
     return [phases, f"{row['before']:.0f}", f"{row['peak']:.0f}"]
+
+
+def timed(row: Row) -> str:
+    """Return the seconds of a step as text."""
+    return f"{row['seconds']:.{places(row)}f}"
+
+
+def places(row: Row) -> int:
+    """Return how many decimals the seconds of a step and of its phases have."""
+    return 2 if row["seconds"] >= 1 else 3
 
 
 def said(value: float | None) -> str:
