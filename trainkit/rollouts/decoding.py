@@ -279,11 +279,8 @@ class CausalDecoder:
                 real = active.real[:, : width + 1] if active.padded else None
                 own = self._forward(active.last.unsqueeze(1), real, active.lengths.unsqueeze(1), active.cache)
                 apart = _apart(found[0], own[0])
-                why = (
-                    ""
-                    if apart <= rounding(self._dtype, self.model.device) ** 0.5
-                    else f"their logits differ by {apart:.1%}"
-                )
+                allowed = rounding(self._dtype, self.model.device) ** 0.5
+                why = "" if apart <= allowed else f"their logits differ by {apart:.1%}"
         except (TapeError, *UNFIT) as error:
             why = first_line(error)
         if why:

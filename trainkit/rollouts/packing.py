@@ -61,8 +61,10 @@ def bytes_of_packs(model: nn.Module, rows: int, bf16: bool) -> int:
 
 def _by_onednn(dtype: torch.dtype) -> bool:
     """Return whether torch's products of this type are made by oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.float32:
-        return torch.get_float32_matmul_precision() == "medium" and torch.backends.mkldnn.is_available()
+        return torch.get_float32_matmul_precision() == "medium"
     return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
