@@ -1,74 +1,79 @@
 # Everything a change is checked with, in a virtual environment of its own.
 #
 #   make demo      the random-walks example: SFT, then PPO
-#   make test      the tests of every day; some of them: make test ARGS="tests/test_x.py -k y"
-#   make test-all  what make test leaves out: fresh environments, planted bugs, real launches, every example, engines;
-#                  one of ten such tests, others for every commit: make test-all ONE_IN=10
+#   make test      the tests of every change; some of them: make test ARGS="tests/test_x.py -k y"
+#   make test-all  all other tests: variants, fresh environments, planted bugs, real launches, every example, engines
+#   make weekly    what takes too long for every commit: battery-full, coverage, parity, the lowest and the newest versions
 #   make battery   the 50 checks of tests/reliability, with a table; those that take long on a sample drawn afresh
 #   make battery-full the same, the whole rule of each
-#   make engines   the tests with Ray and vLLM, and those of the core that engines touch, in an environment of their own
+#   make engines   the tests with Ray and vLLM, in an environment of their own
 #   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make browser   pages in headless Chromium: reports of runs, and the documentation site, which make docs builds
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
-#   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval; without them their tests are skipped
+#   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval, for make test-all
 #   make check     lint, types, test
 #   make api       docs/plugin-api.md, the names that plugins may use, made again
 #   make tables    the tables of docs/migrating/ from trainkit/migrating/
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
-#   make coverage  both test runs, with the lines and branches of trainkit/ that they reach
+#   make coverage  the lines and branches of trainkit/ that make test reaches, and those with the slow tests
 #   make parity    the losses beside TRL's, and a step of each of TRL's trainers in the speed benchmark
 #   make bench     the benchmarks; with them make speed
 #   make speed     speeds beside other systems, and docs/performance.md from them; some: make speed ARGS="--cases rloo"
 #   make dist      wheels and source distributions in dist/, checked, installed and tried out
 #   make test-lowest  make test, with the lowest versions of all dependencies that pyproject.toml allows
+#   make test-newest  make test, with the newest versions that it allows
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
 ENGINES := .venv-engines
-# the versions that are installed; the newest ones: make test VENV=.venv-newest PINS=
+# the versions that are installed
 PINS = -c constraints.txt
+# modules are compiled when they are first imported, which most of those installed never are
+INSTALL = -m pip install --no-compile
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-all battery battery-full test-gpu engines shards extras coverage lint types check api tables docs browser mutants parity bench speed dist test-lowest
+.PHONY: demo test test-all weekly weekly-tests battery battery-full test-gpu engines shards extras coverage lint types \
+    check api tables docs browser mutants parity bench speed dist test-lowest test-newest
 
-demo: $(VENV)/made
+demo: $(VENV)/made-demo
 	$(BIN)/trainkit examples run randomwalks
 
 # one thread: small matrices are slower on many, and sums come out in one order; a process for each core instead
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
+SETTINGS := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(SETTINGS) $(BIN)/pytest
+PARALLEL := -n auto --dist worksteal
 # one file or one -k, without starting processes: make test ARGS="tests/test_x.py -k y"
-SELECTED = $(or $(ARGS),-n auto --dist worksteal)
-
-ONE_IN = 1
+SELECTED = $(or $(ARGS),$(PARALLEL))
 
 test: $(VENV)/made
 	$(PYTEST) $(SELECTED)
 
-test-all: $(VENV)/made
-	$(PYTEST) -m "slow and not parity and not engines and not gpu and not browser" --one-in $(ONE_IN) $(SELECTED)
+test-all: extras
+	$(PYTEST) -m slow $(SELECTED)
 	$(if $(ARGS),,$(MAKE) engines shards)
 
+weekly: weekly-tests battery-full coverage parity test-lowest test-newest
+
+weekly-tests: extras
+	$(PYTEST) -m weekly $(SELECTED)
+
 battery: $(VENV)/made
-	$(PYTEST) -m slow $(or $(ARGS),-n auto --dist worksteal tests/reliability)
+	$(PYTEST) -m slow $(or $(ARGS),$(PARALLEL) tests/reliability)
 
 battery-full: $(VENV)/made
-	$(PYTEST) -m slow --full $(or $(ARGS),-n auto --dist worksteal tests/reliability)
+	$(PYTEST) -m slow --full $(or $(ARGS),$(PARALLEL) tests/reliability)
 
-# those with real servers and actors in two processes, a file in each: every test starts further ones. conftest.py, which
-# has no tests, has the option
-WITH_REAL_ENGINES := $(wildcard plugins/ray plugins/vllm)
-OF_ENGINES := $(WITH_REAL_ENGINES) $(wildcard tests/test_engine*.py tests/test_staleness.py)
-PYTEST_ENGINES := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(ENGINES)/bin/pytest
+# a file in each of two processes: every test starts servers and actors. conftest.py, which has no tests, has the options
+PYTEST_ENGINES := $(SETTINGS) $(ENGINES)/bin/pytest -m engines
 engines: $(ENGINES)/made
-	$(if $(ARGS),,$(PYTEST_ENGINES) --one-in $(ONE_IN) -n auto --dist worksteal $(OF_ENGINES) tests/conftest.py)
-	$(PYTEST_ENGINES) -m engines --one-in $(ONE_IN) $(or $(ARGS),-n 2 --dist loadfile $(WITH_REAL_ENGINES)) tests/conftest.py
+	$(PYTEST_ENGINES) $(or $(ARGS),-n 2 --dist loadfile plugins/ray plugins/vllm) tests/conftest.py
 
 shards: $(ENGINES)/made
-	$(PYTEST_ENGINES) -m engines --one-in $(ONE_IN) $(or $(ARGS),-n 2 plugins/deepspeed) tests/conftest.py
+	$(PYTEST_ENGINES) $(or $(ARGS),-n 2 plugins/deepspeed) tests/conftest.py
 
 # on CPUs they fail; tests/test_gpu.py runs one of them on a CPU, too
 test-gpu: $(VENV)/made
@@ -76,14 +81,14 @@ test-gpu: $(VENV)/made
 
 # Chromium and its driver are programs of the system: apt-get install chromium chromium-driver
 browser: $(VENV)/made docs
-	$(BIN)/python -m pip install $(PINS) -e '.[browser]'
+	$(BIN)/python $(INSTALL) $(PINS) -e '.[browser]'
 	$(PYTEST) -m browser $(or $(ARGS),tests/test_browser.py)
 
-extras: $(VENV)/made
-	$(BIN)/python -m pip install $(PINS) -e '.[reasoning,eval]'
+extras: $(VENV)/made-extras
 
-coverage: $(VENV)/made
-	$(PYTEST) -n auto --dist worksteal -m "not parity and not engines and not gpu and not browser" --cov=trainkit --cov-branch --cov-report=term $(ARGS)
+coverage: extras
+	$(PYTEST) $(PARALLEL) --cov=trainkit --cov-branch --cov-report=term
+	$(PYTEST) $(PARALLEL) -m slow --cov=trainkit --cov-branch --cov-append --cov-report=term
 
 lint: $(VENV)/made
 	$(BIN)/ruff check .
@@ -106,10 +111,10 @@ docs: $(VENV)/made-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 mutants: $(VENV)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=tests $(BIN)/python -m mutants
+	$(SETTINGS) PYTHONPATH=tests $(BIN)/python -m mutants
 
 parity: $(BENCH)/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py
+	$(SETTINGS) $(BENCH)/bin/pytest -m parity tests/parity tests/test_speed_benchmark.py
 
 SPEED := $(addprefix benchmarks/,figures.py growth.py speed.py)
 bench: $(VENV)/made $(BENCH)/made
@@ -133,10 +138,13 @@ test-lowest:
 	$(PYTHON) .ci/lowest.py > build/lowest.txt
 	$(MAKE) test VENV=.venv-lowest PINS="-c build/lowest.txt"
 
+test-newest:
+	$(MAKE) test VENV=.venv-newest PINS=
+
 # TRL, which trainkit is measured beside and never depends on
 $(BENCH)/made: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
+	$(BENCH)/bin/python $(INSTALL) -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
 # vLLM requires torchvision, torchaudio and torchcodec; the builds of them that pip finds need CUDA, and transformers,
@@ -147,16 +155,26 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	mkdir -p build
 	$(PYTHON) .ci/engines.py > build/engines.txt
-	$(ENGINES)/bin/python -m pip install -c build/engines.txt -e '.[dev]' $(foreach plugin,$(WITH_ENGINES),-e '$(plugin)')
+	$(ENGINES)/bin/python $(INSTALL) -c build/engines.txt -e '.[dev]' $(foreach plugin,$(WITH_ENGINES),-e '$(plugin)')
 	$(ENGINES)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
 # made again whenever a dependency, or trainkit's version, could have changed
-$(VENV)/made: pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
+PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
+$(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/python $(INSTALL) $(PINS) -e . -e plugins/sft -e plugins/ppo networkx
+	touch $@
+
+$(VENV)/made: $(PROJECTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(INSTALL) $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
 $(VENV)/made-docs: $(VENV)/made
-	$(BIN)/python -m pip install $(PINS) -e '.[docs]'
+	$(BIN)/python $(INSTALL) $(PINS) -e '.[docs]'
+	touch $@
+
+$(VENV)/made-extras: $(VENV)/made
+	$(BIN)/python $(INSTALL) $(PINS) -e '.[reasoning,eval]'
 	touch $@

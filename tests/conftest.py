@@ -4,7 +4,7 @@ fresh environments."""
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import io
 import os
 import shutil
@@ -12,63 +12,104 @@ import subprocess
 import sys
 import sysconfig
 import tokenize
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, by the modules of tests
 settings.register_profile(
     "trainkit", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("trainkit")
-torch.set_num_threads(1)
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; this file is read before options are, those of folders below are not."""
     parser.addoption("--full", action="store_true", help="the battery: all of each check, not a sample")
-    parser.addoption("--one-in", type=int, default=1, help="one of so many tests, others for every commit")
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before cases are selected by their marks, and after it
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark as slow what needs an environment of its own, and cases that ``daily(parameter=values)`` does not name.
+TIERS = {
+    "slow": ("make test-all", ("tests", "plugins")),
+    "weekly": ("make weekly", ("tests", "plugins")),
+    "engines": ("make engines or make shards", ("plugins/ray", "plugins/vllm", "plugins/deepspeed")),
+    "browser": ("make browser", ("tests/test_browser.py",)),
+    "gpu": ("make test-gpu", ("tests/test_gpu.py",)),
+    "parity": ("make parity", ("tests/parity", "tests/test_speed_benchmark.py")),
+}
+"""The marks of tests that `make test` does not run, with the target that does, and where that target looks for them."""
 
-    Of a test with ``only(differs)``, cases for whose parameters ``differs`` is false are left out: they repeat others.
-    This hook sees the tests of plugins too, whose folders have no conftest.
 
-    With ``--one-in N``, one of N selected tests is kept: those whose names and commit have a hash that is a multiple of
-    N, and one at least. A fault in a test that is not kept is found at another commit, or without the option.
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put every test into one tier, and stop if there is a test that no tier runs.
+
+    What needs an environment of its own is slow, and so are cases that ``daily(parameter=values)`` does not name. This
+    hook sees the tests of plugins too, whose folders have no conftest.
     """
-    items[:] = [item for item in items if all(mark.args[0](item) for mark in item.iter_markers("only"))]
     for item in items:
         slow = "fresh_venv" in getattr(item, "fixturenames", ())
         for mark in item.iter_markers("daily"):
-            given = item.callspec.params  # type: ignore[attr-defined]
-            slow |= any(given[parameter] not in values for parameter, values in mark.kwargs.items())
-        if slow:
+            case = item.callspec.params  # type: ignore[attr-defined]
+            slow |= any(case[parameter] not in values for parameter, values in mark.kwargs.items())
+        if slow and not any(item.get_closest_marker(tier) for tier in TIERS):
             item.add_marker(pytest.mark.slow)
-    yield
-    if (each := config.getoption("--one-in")) > 1:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
-        kept = [item for item in items if zlib.crc32((item.nodeid + commit).encode()) % each == 0]
-        items[:] = kept or items[:1]  # pytest fails without any test
+    if faults := [fault for item in items for fault in faults_of_tier(item)]:
+        raise pytest.UsageError(*faults)
 
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+def faults_of_tier(item: pytest.Item) -> Iterator[str]:
+    """Say why no tier runs a test: it is in two, or not where the target of its tier looks for it."""
+    marks = [name for name in TIERS if item.get_closest_marker(name)]
+    if len(marks) > 1:
+        targets = " and ".join(TIERS[name][0] for name in marks)
+        yield f"{item.nodeid} is marked {' and '.join(marks)}; keep one of these marks, {targets} exclude each other"
+    for name in marks[:1]:
+        target, places = TIERS[name]
+        if item.path.is_relative_to(ROOT) and not any(item.path.is_relative_to(ROOT / place) for place in places):
+            yield f"{item.nodeid} is marked {name}, but {target} looks in {', '.join(places)} only; move it or its mark"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stop if a selected test ``needs`` a package that is not installed."""
+    missing = [
+        f"{item.nodeid} needs {name}, which is not installed: use `make`, and if the target of its tier does not install "
+        f"{name}, add it there or mark the test for another tier"
+        for item in session.items
+        for mark in item.iter_markers("needs")
+        for name in mark.args
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise pytest.UsageError(*missing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that skips itself: a package that it needs is named by ``needs``, and its tier installs it."""
+    try:
+        yield
+    except pytest.skip.Exception as skipped:
+        pytest.fail(f"{item.nodeid} skips itself ({skipped}); name the packages that it needs with the mark `needs`")
+
+
+if TYPE_CHECKING:
+    import torch
+
+    Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(scope="session")
 def in_lockstep() -> Callable[[Callable[[Any, Reduce], Any], Sequence[Any]], list[Any]]:
     """``run(fn, shards)``: ``fn(shard, reduce)`` for every shard at once, ``reduce`` summing over the shards."""
+
+    import torch
 
     def run(fn: Callable[[Any, Reduce], Any], shards: Sequence[Any]) -> list[Any]:
         barrier, slots = Barrier(len(shards), timeout=30), [torch.zeros(())] * len(shards)
@@ -134,9 +175,6 @@ def lines_of_code() -> Callable[[Path], int]:
         return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - said)
 
     return lines_of_code
-
-
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
