@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 Test = Callable[..., None]
 
 
-def table(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
+def table(names: str, rows: Collection[Any]) -> Callable[[Test], Test]:
     """Run a test for each row, as subtests of one test; ``table("given, expected", rows)`` as `pytest.mark.parametrize`.
 
     A failing row does not stop the others. Each row has its own ``tmp_path`` and ``monkeypatch`` and finds ``capsys``,
@@ -33,6 +33,7 @@ def table(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
                 values = dict(zip(columns, row if len(columns) > 1 else [row], strict=True))
                 with ExitStack() as stack, subtests.test(f"row {index}", **{k: _short(v) for k, v in values.items()}):
                     test(**values, **_of_this_row(given, index, stack))
+            assert rows, "the table has no rows"
 
         run.__doc__, run.__name__, run.__module__ = test.__doc__, test.__name__, test.__module__
         wanted = [inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
@@ -29,55 +28,76 @@ from trainkit.testing.conformance import (
     subjects_of,
 )
 
-DAILY = ("sft",)
-"""The algorithm for which `make test` runs the whole kit; `make test-all` runs it for the others."""
-EVERYWHERE = {
+WHOLE = "ppo"
+"""The algorithm for which `make test` runs the whole kit."""
+DAILY = ("dpo", "rloo", "sft")
+"""Algorithms for which `make test` runs the checks of `LAWS`."""
+LAWS = {
     "accumulation", "batch_is_frozen", "eos_is_trained", "first_update", "gradient_reaches", "mask_law",
     "metric_totals", "micro_batches", "packing", "padding_amount", "padding_side", "reference_is_frozen", "row_order",
     "sampled_ids", "weight_counts",
 }  # fmt: skip
-"""Checks that `make test` runs for every algorithm: the laws of masks, alignment and exact means."""
-
-
-RELATED = {"best_of_k", "distill_offline", "online_dpo"}
-"""Algorithms whose batches and losses are those of another, which `make test-all` checks."""
+"""The checks of masks, alignment and exact means."""
 LAUNCHING = {"two_processes"}
 """Checks that start processes, which `make test-all` runs."""
+SHARING = ("best_of_k", "cpo", "dpo", "grpo", "online_dpo", "orpo", "reward", "rft", "rloo")
+"""Algorithms of which several rows have one prompt; their laws hold with separate rows, too."""
 
 
-def planned(check: Check, subject: Subject, shares: bool) -> Any:
-    daily = subject.name in DAILY or (check.name in EVERYWHERE and subject.name not in RELATED)  # no variants
-    slow = check.name.partition("@")[0] in LAUNCHING or not (daily and shares)
-    marks = [pytest.mark.slow] if slow else []
-    return pytest.param(
-        Case(check, subject), shares, marks=marks, id=f"{subject.name}-{check.name}{'' if shares else '-separate'}"
-    )
+def run_kit(name: str, wanted: Callable[[str], bool], subtests: pytest.Subtests) -> None:
+    """Run the checks of an algorithm and of its variants, whose names are ``wanted``, each as a subtest."""
+    cases = [Case(check, subject) for subject in subjects_of(name) for check in checks_for(subject)]
+    chosen = [case for case in cases if wanted(case.check.name.partition("@")[0])]
+    assert chosen
+    for case in chosen:
+        with subtests.test(case.check.name):
+            case()
 
 
-CASES = [
-    planned(each, subject, shares)
-    for name in trainkit.available_trainers()
-    for subject in subjects_of(name)
-    for each in checks_for(subject)
-    for shares in ([True, False] if each.name in EVERYWHERE and common_prompts.exist(name) else [True])
-]
+@pytest.mark.daily(name=(WHOLE,))
+@pytest.mark.parametrize("name", [name for name in trainkit.available_trainers() if name not in DAILY])
+def test_the_checks_hold(name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.share(monkeypatch, True)
+    run_kit(name, lambda check: check not in LAUNCHING, subtests)
 
 
-def test_the_checks_of_every_day_exist() -> None:
-    assert conformance.all_checks().keys() >= EVERYWHERE
+@pytest.mark.parametrize("name", DAILY)
+def test_the_laws_hold(name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.share(monkeypatch, True)
+    run_kit(name, LAWS.__contains__, subtests)
 
 
-@pytest.mark.parametrize(("case", "shares"), CASES)
-def test_every_trainer_conforms(case: Case, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With prompts shared wherever they can be; in `make test-all` the laws with separate rows, too."""
-    common_prompts.share(monkeypatch, shares)
-    case()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DAILY)
+def test_the_other_checks_hold(name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prompts.share(monkeypatch, True)
+    run_kit(name, lambda check: check not in LAWS | LAUNCHING, subtests)
 
 
-@pytest.mark.parametrize("check", conformance.all_checks().values(), ids=lambda check: check.name)
-def test_every_check_says_what_it_proves_and_why_it_matters(check: Check) -> None:
-    assert check.proves.endswith((".", "?"))
-    assert len(check.matters) > 20
+@pytest.mark.slow
+@pytest.mark.parametrize("name", trainkit.available_trainers())
+def test_the_checks_that_start_processes_hold(name: str, subtests: pytest.Subtests) -> None:
+    run_kit(name, LAUNCHING.__contains__, subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARING)
+def test_the_laws_hold_with_separate_rows(
+    name: str, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common_prompts.share(monkeypatch, False)
+    run_kit(name, LAWS.__contains__, subtests)
+
+
+def test_the_lists_of_this_file_are_complete() -> None:
+    assert conformance.all_checks().keys() >= LAWS | LAUNCHING
+    assert [name for name in trainkit.available_trainers() if common_prompts.exist(name)] == list(SHARING)
+
+
+def test_every_check_says_what_it_proves_and_why_it_matters() -> None:
+    for check in conformance.all_checks().values():
+        assert check.proves.endswith((".", "?")), check.name
+        assert len(check.matters) > 20, check.name
 
 
 # -------------------------------------------------------------------------------------------- observers and samplers
@@ -423,7 +443,7 @@ class Toy(trainkit.AccelerateRLTrainer[Config]):
         each = missing**2 - missing.detach() * told.logprobs - bonus
         return masked_mean(each, mask), {"policy/bonus": Mean.of(bonus, mask)}
 '''
-LAWS = [
+OF_A_CRITIC = [
     "given_responses", "padding_side", "fields_have_effects", "weight_counts", "mask_law", "export", "gradient_reaches"
 ]  # fmt: skip
 
@@ -444,7 +464,7 @@ def toy(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.mark.slow
 def test_a_sound_critic_conforms(toy: Callable[..., str]) -> None:
-    assert len(check_trainer(toy(), only=LAWS).results) == len(LAWS)
+    assert len(check_trainer(toy(), only=OF_A_CRITIC).results) == len(OF_A_CRITIC)
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from pages import (
     spans,
     tables,
 )
+from tables import table
 from trainkit.cli import app
 from trainkit.cli.configs import ShowByDefault
 from trainkit.config import TRLConfig
@@ -50,12 +51,18 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]
 
 
-def has_launches(document: Path) -> bool:
-    found = (command for block in blocks(document, "console") for command in commands(block))
-    return any(re.match(LAUNCH, c) and not any(re.match(p, c) for p in NOT_RUN) for c in found)
-
-
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+RUN_ALONE = {"README.md", "docs/getting-started.md", "docs/plugins.md", "docs/tutorial.md", "plugins/ddpo/README.md"}
+"""Pages that have tests of their own, here, in test_tutorial.py and beside the plugin."""
+LAUNCHING = (
+    "docs/conformance.md",
+    "docs/getting-started.md",
+    "docs/guides/many-processes.md",
+    "docs/plugins.md",
+    "docs/scale.md",
+    "docs/sweeps.md",
+    "examples/README.md",
+)
+"""Pages with commands of `LAUNCH`."""
 
 
 # ------------------------------------------------------------------------------------------------ reading Markdown
@@ -115,29 +122,28 @@ def test_the_page_to_begin_with_runs_and_its_models_learn_what_it_says(execute: 
     assert found.reinforced.evaluate()["eval/reward"] > 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 @pytest.mark.parametrize(
     "document",
-    [
-        *(page for page in PAGES if page.stem not in ("getting-started", "plugins", "plugin-api", "tutorial", "index")),
-        *(page for page in ALGORITHM_READMES if page.parent.name != "ddpo" and blocks(page, "python")),
-    ],
-    ids=name_of,
+    sorted({*map(name_of, [*PAGES, *ALGORITHM_READMES]), "CONTRIBUTING.md", "examples/README.md"} - RUN_ALONE),
 )
-def test_the_pages_run(document: Path, execute: Callable[[Path], Any]) -> None:
-    assert blocks(document, "python")
-    execute(document)
+def test_the_pages_run(document: str, execute: Callable[[Path], Any]) -> None:
+    execute(ROOT / document)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if has_launches(d)], ids=name_of)
-def test_the_launches_of_pages_run(document: Path, reader: Callable[..., Reader]) -> None:
-    reader(launches=True).follow(document)
+@pytest.mark.parametrize("document", LAUNCHING)
+def test_the_launches_of_pages_run(document: str, reader: Callable[..., Reader]) -> None:
+    reader(launches=True).follow(ROOT / document)
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/migrating/index.md", "examples/README.md"])
-def test_the_commands_of_pages_without_python_run(page: str, execute: Callable[[Path], Any]) -> None:
-    execute(ROOT / page)
+def test_the_pages_with_launches_are_listed() -> None:
+    def launches(document: Path) -> bool:
+        found = (command for block in blocks(document, "console") for command in commands(block))
+        return any(re.match(LAUNCH, c) and not any(re.match(p, c) for p in NOT_RUN) for c in found)
+
+    assert [name_of(document) for document in DOCUMENTS if launches(document)] == [*LAUNCHING]
 
 
 def test_every_exception_from_running_is_used() -> None:
@@ -146,6 +152,7 @@ def test_every_exception_from_running_is_used() -> None:
     assert [p for p, _ in STANDS_FOR if not any(re.search(p, command) for command in shown)] == []
 
 
+@pytest.mark.slow
 def test_the_page_about_plugins_runs_and_its_algorithm_prefers_what_was_rewarded(
     execute: Callable[[Path], Any],
 ) -> None:
@@ -200,25 +207,22 @@ def test_plugin_examples_work_as_distributions_and_conform(
 # ------------------------------------------------------------------------------------- configurations and commands
 
 
-def whole_configs() -> list[Any]:
-    found = [(d, b) for d in DOCUMENTS for b in blocks(d, "yaml") if re.search(r"^method:", b.text, flags=re.MULTILINE)]
-    names_of_others = "old.yaml"  # of the page about migrating, which shows what is said of it
-    return [pytest.param(b.text, id=f"{name_of(d)}:{b.line}") for d, b in found if b.file != names_of_others]
+def test_whole_configurations_load(subtests: pytest.Subtests) -> None:
+    shown = [(d, b) for d in DOCUMENTS for b in blocks(d, "yaml") if re.search(r"^method:", b.text, flags=re.MULTILINE)]
+    for document, block in shown:
+        if block.file != "old.yaml":  # of the page about migrating: it has the names of another framework
+            with subtests.test(f"{name_of(document)}:{block.line}"):
+                config = TRLConfig.from_dict(parse_yaml(block.text))
+                assert TRLConfig.from_dict(parse_yaml(str(config))) == config
 
 
-@pytest.mark.parametrize("text", whole_configs())
-def test_whole_configurations_load(text: str) -> None:
-    config = TRLConfig.from_dict(parse_yaml(text))
-    assert TRLConfig.from_dict(parse_yaml(str(config))) == config
-
-
-@every_document
-def test_settings_that_are_named_exist(document: Path) -> None:
-    for span in spans(prose(document)):
-        if match := re.match(rf"({'|'.join(SECTIONS)})\.(?!yaml)(\w+)", span):
-            section = TRLConfig.model_fields[match[1]].annotation
-            known = {"name"} if match[1] == "method" else section.model_fields
-            assert match[2] in known, span
+def test_settings_that_are_named_exist() -> None:
+    for document in DOCUMENTS:
+        for span in spans(prose(document)):
+            if match := re.match(rf"({'|'.join(SECTIONS)})\.(?!yaml)(\w+)", span):
+                section = TRLConfig.model_fields[match[1]].annotation
+                known = {"name"} if match[1] == "method" else section.model_fields
+                assert match[2] in known, f"{span} in {name_of(document)}"
 
 
 def test_the_table_of_sections_is_complete() -> None:
@@ -229,21 +233,21 @@ def test_the_table_of_sections_is_complete() -> None:
         assert resolve(named[section][0]) is TRLConfig.model_fields[section].annotation
 
 
-@every_document
-def test_commands_exist_with_their_options(document: Path) -> None:
-    shown = "".join(block.text for language in ("console", "") for block in blocks(document, language))
-    lines = shown.replace("\\\n", " ").splitlines() + spans(prose(document))
-    for line in (line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?trainkit ", line)):
-        words = shlex.split(line, comments=True)[1:]
-        command: Any = typer.main.get_command(app)
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
-        if isinstance(command, ShowByDefault) and words and not words[0].startswith("-"):
-            command = command.commands["show"]
-        known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
-        own = words if command.name != "run" else []  # what follows an example's name is the example's
-        assert {word for word in own if word.startswith("--")} <= known, line
-        assert not hasattr(command, "commands") or set(words) <= known, line
+def test_commands_exist_with_their_options() -> None:
+    whole: Any = typer.main.get_command(app)
+    for document in DOCUMENTS:
+        shown = "".join(block.text for language in ("console", "") for block in blocks(document, language))
+        lines = shown.replace("\\\n", " ").splitlines() + spans(prose(document))
+        for line in (line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?trainkit ", line)):
+            command, words = whole, shlex.split(line, comments=True)[1:]
+            while words and words[0] in getattr(command, "commands", {}):
+                command = command.commands[words.pop(0)]
+            if isinstance(command, ShowByDefault) and words and not words[0].startswith("-"):
+                command = command.commands["show"]
+            known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+            own = words if command.name != "run" else []  # what follows an example's name is the example's
+            assert {word for word in own if word.startswith("--")} <= known, line
+            assert not hasattr(command, "commands") or set(words) <= known, line
 
 
 def test_make_targets_exist() -> None:
@@ -256,34 +260,17 @@ def test_make_targets_exist() -> None:
 # ------------------------------------------------------------------------------------------------ names and links
 
 
-@every_document
-def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", prose(document))
-    missing = [link for link in links if not link.startswith("http") and not (document.parent / link).exists()]
-    assert missing == []
-
-
-@every_document
-def test_files_that_are_named_exist(document: Path) -> None:
-    places = "trainkit|plugins|examples|docs|tests|benchmarks"
-    named = [span for span in spans(prose(document)) if re.fullmatch(rf"({places})/[\w./]*", span)]
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@every_document
-def test_dotted_names_exist(document: Path) -> None:
-    for span in spans(prose(document)):
-        match = re.match(r"trainkit(?:_\w+)?(?:\.\w+)+", span)
-        if match and not span.endswith(".py"):
-            resolve(match[0])
-
-
-@every_document
-def test_what_a_trainer_is_said_to_have_it_has(document: Path, tmp_path: Path) -> None:
+def test_files_and_names_exist(tmp_path: Path) -> None:
+    """Of links `make docs` reports those that lead nowhere."""
     trainer = tiny_trainer("ppo", tmp_path)
-    for span in spans(prose(document)):
-        if match := re.match(r"trainer\.(\w+)", span):
-            assert hasattr(trainer, match[1]), span
+    for document in DOCUMENTS:
+        for span in spans(prose(document)):
+            if re.fullmatch(r"(trainkit|plugins|examples|docs|tests|benchmarks)/[\w./]*", span):
+                assert (ROOT / span).exists(), f"{span} in {name_of(document)}"
+            elif (match := re.match(r"trainkit(?:_\w+)?(?:\.\w+)+", span)) and not span.endswith(".py"):
+                resolve(match[0])
+            elif match := re.match(r"trainer\.(\w+)", span):
+                assert hasattr(trainer, match[1]), f"{span} in {name_of(document)}"
 
 
 def test_the_contract_names_what_exists(tmp_path: Path) -> None:
@@ -304,7 +291,7 @@ def test_the_table_of_hooks_is_complete() -> None:
     assert set(table.names) == specified
 
 
-@pytest.mark.parametrize("name", trainkit.__all__)
+@table("name", trainkit.__all__)
 def test_public_names_resolve_and_are_described(name: str) -> None:
     value = getattr(trainkit, name)
     if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
@@ -340,17 +327,17 @@ def test_the_readme_calls_ready_what_is_there() -> None:
     assert ready == {name for path in ALGORITHM_READMES for name in trainers_of(path)}
 
 
-@pytest.mark.parametrize("document", ALGORITHM_READMES, ids=name_of)
+@table("document", ALGORITHM_READMES)
 def test_a_plugins_settings_are_listed_with_their_defaults(document: Path) -> None:
     methods = [trainkit.get_trainer(name).method_class for name in trainers_of(document)]
     found = [table for table in tables(document) if table.header.startswith("trainkit_")]
     assert [resolve(table.header) for table in found] == methods
-    for table, method in zip(found, methods, strict=True):
-        listed = {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in table.rows}
+    for settings, method in zip(found, methods, strict=True):
+        listed = {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in settings.rows}
         assert listed == {name: field.default for name, field in method.model_fields.items()}
 
 
-@pytest.mark.parametrize("plugin", ["early_stop", "ray", "vllm"])
+@table("plugin", ["early_stop", "ray", "vllm"])
 def test_the_settings_of_other_plugins_are_listed_with_their_defaults(plugin: str) -> None:
     ((_, table),) = tables_about(f"trainkit_{plugin}.")
     listed = {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in table.rows}
@@ -358,7 +345,7 @@ def test_the_settings_of_other_plugins_are_listed_with_their_defaults(plugin: st
     assert listed == {name: field.default for name, field in fields.items() if name != "name"}
 
 
-@pytest.mark.parametrize("document", ALGORITHM_READMES, ids=name_of)
+@table("document", ALGORITHM_READMES)
 def test_a_plugins_suggestions_are_listed(document: Path) -> None:
     suggested: dict[str, dict[str, Any]] = {}
     for name in trainers_of(document):
@@ -374,7 +361,8 @@ FURTHER = {"grpo": {"method__kl_coef": 0.1, "method__dynamic_sampling": True}}
 """Settings with which an algorithm has metrics that it does not have by default."""
 
 
-@pytest.mark.parametrize("document", ALGORITHM_READMES, ids=name_of)
+@pytest.mark.slow
+@table("document", ALGORITHM_READMES)
 def test_a_plugins_metrics_are_listed(document: Path, tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     for name in trainers_of(document):

@@ -75,9 +75,8 @@ def test_the_kit_finds_the_bug(bug: Bug, shares: bool, tmp_path: Path, monkeypat
     assert found_by(results) == [result.check.name for result in results], [result.seen for result in results]
 
 
-@pytest.mark.parametrize("what", KNOWN)
-def test_what_is_known_from_the_field_is_planted(what: str) -> None:
-    assert KNOWN[what] in [bug.name for bug in BUGS]
+def test_what_is_known_from_the_field_is_planted() -> None:
+    assert {*KNOWN.values()} <= {bug.name for bug in BUGS}
 
 
 def test_names_of_bugs_differ() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tables import table
 
-pytest_plugins = ["pytester"]
+
 
 
 @table("given, expected", [(1, 2), (2, 4)])
