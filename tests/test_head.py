@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import trainkit.models.head as module
+from tables import table
 from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
 from trainkit.models.head import read_head, reads_in_blocks
 
 N, V, D = 20, 50, 8
-SIZES = pytest.mark.parametrize(
-    ("block", "narrowest", "kept"), [(2**22, 1024, 2**23), (64, 7, 0), (64, 7, 2**23)], ids=["one", "again", "kept"]
-)
+ONE, AGAIN, KEPT = (2**22, 1024, 2**23), (64, 7, 0), (64, 7, 2**23)
+"""Sizes with which there is one block, with which blocks are computed again in the backward pass, and kept for it."""
 
 
 def mask_of(dims: int, generator: torch.Generator) -> Tensor | None:
@@ -25,23 +27,28 @@ def mask_of(dims: int, generator: torch.Generator) -> Tensor | None:
     return mask
 
 
-@SIZES
-@pytest.mark.parametrize("dims", [0, 1, 2])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def set_sizes(patch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    for name, value in zip(("BLOCK", "NARROWEST", "KEPT"), sizes, strict=True):
+        patch.setattr(module, name, value)
+
+
+@table(
+    "sizes, dims, entropy, bias, temperature",
+    [  # bias and temperature are in pairs with all others
+        (sizes, dims, entropy, (i + dims) % 2 == 0, (0.7, 1.0)[(i + dims + entropy) % 2])
+        for i, sizes in enumerate((ONE, AGAIN, KEPT))
+        for dims, entropy in product((0, 1, 2), (False, True))
+    ],
+)
 def test_numbers_and_gradients_are_those_of_all_logits(
-    block: int,
-    narrowest: int,
-    kept: int,
+    sizes: tuple[int, ...],
     dims: int,
     entropy: bool,
     bias: bool,
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("BLOCK", block), ("NARROWEST", narrowest), ("KEPT", kept)):
-        monkeypatch.setattr(module, name, value)
+    set_sizes(monkeypatch, sizes)
     generator = torch.Generator().manual_seed(1)
     head = nn.Linear(D, V, bias=bias).double()
     states = torch.randn(N, D, dtype=torch.float64, generator=generator).requires_grad_()
@@ -56,9 +63,8 @@ def test_numbers_and_gradients_are_those_of_all_logits(
         return token_logprobs(logits, tokens), entropy_from_logits(logits)
 
     def in_blocks() -> tuple[Tensor, Tensor]:
-        return read_head(
-            head, states, tokens, previous, temperature=temperature, logit_mask=mask, entropy=entropy
-        )  # fmt: skip
+        settings = {"temperature": temperature, "logit_mask": mask, "entropy": entropy}
+        return read_head(head, states, tokens, previous, **settings)
 
     found = []
     for read in (at_once, in_blocks):
@@ -71,13 +77,12 @@ def test_numbers_and_gradients_are_those_of_all_logits(
         torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-11)
 
 
-@SIZES
+@table("sizes", [ONE, AGAIN, KEPT])
 def test_without_gradient_or_entropy_the_numbers_have_the_same_bits(
-    block: int, narrowest: int, kept: int, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reference is read without them, and the divergence before the first update is 0."""
-    for name, value in (("BLOCK", block), ("NARROWEST", narrowest), ("KEPT", kept)):
-        monkeypatch.setattr(module, name, value)
+    set_sizes(monkeypatch, sizes)
     head, states, tokens = nn.Linear(D, V), torch.randn(N, D), torch.arange(N)
     with torch.no_grad():
         alone = read_head(head, states, tokens, tokens)[0]

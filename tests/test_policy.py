@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import common_prompts
 import trainkit.models.head as head
 import trainkit.models.policy as module
-from trainkit.config import ModelConfig
+from tables import table
+from trainkit.config import ModelConfig, SamplingConfig
 from trainkit.data import Sequences, batches
 from trainkit.functional import entropy_from_logits, token_logprobs
-from trainkit.models import CausalPolicy, Reference, load_model, make_policy
-from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.models import CausalPolicy, Policy, Reference, load_model, make_policy
+from trainkit.rollouts.sampler import make_sampler
+from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.checks.tools import gradient as gradient_of
+from trainkit.testing.checks.tools import left_padded, stepped, widened, with_garbage
+from trainkit.testing.trainers import tiny_trainer
 
 GEMMA2 = {
     **tiny_llama(50),
@@ -41,8 +49,134 @@ def batch(vocab: int = 50) -> Sequences:
     return Sequences.from_lists([ids[0][:2], ids[1][:4], ids[2][:1]], [ids[0][2:], ids[1][4:7], ids[2][1:6]])
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2], ids=["gpt2", "llama", "gemma2"])
-@pytest.mark.parametrize("chunk", [50, 250, 2**22])
+# ------------------------------------------------------------------------------------- the laws, on four architectures
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": tiny_gpt2(10, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "llama": tiny_llama(10, attention_dropout=0.1),
+    "t5": tiny_t5(10, dropout_rate=0.1),
+    "bart": tiny_bart(10, dropout=0.1, attention_dropout=0.1),
+}
+"""The architectures of the laws, with dropout configured."""
+every_architecture = table("name", DROPOUT)
+with_shared_prompts_and_without = table("shares", [True, False])
+
+
+def lively(name: str, **settings: Any) -> Policy:
+    """A policy in which every token matters to log-probabilities and values."""
+    torch.manual_seed(0)
+    kind: Any = AutoModelForSeq2SeqLM if name in ("t5", "bart") else AutoModelForCausalLM
+    policy = make_policy(kind.from_config(AutoConfig.for_model(**DROPOUT[name])), value_head=True, **settings).eval()
+    for parameter in policy.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    assert policy.why_not_shared() is None
+    return policy
+
+
+def ragged() -> Sequences:
+    """Rows of several lengths; the first, the second and the last have one prompt."""
+    ids = torch.randint(0, 8, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    a, b, c = ids[:6], ids[6:8], ids[8:11]
+    return Sequences.from_lists([a, a, b, c, c, a], [ids[at : at + n] for at, n in enumerate((3, 7, 1, 4, 6, 2), 11)])
+
+
+LAYOUTS: dict[str, Callable[[Sequences], list[Sequences]]] = {
+    "more padding": lambda rows: [widened(rows, 5)],
+    "padding on the left": lambda rows: [left_padded(rows)],
+    "garbage under the mask": lambda rows: [with_garbage(widened(rows, 2))],
+    "every row alone": lambda rows: [rows.take(torch.tensor([row])) for row in range(len(rows))],
+    "micro-batches": lambda rows: [rows.take(torch.tensor(part)) for part in ([0, 1, 2], [3], [4, 5])],
+}
+
+
+def said(policy: Policy, parts: list[Sequences], shares: bool) -> tuple[Tensor, Tensor]:
+    """What a policy says of all response tokens of micro-batches [3, N], and the gradient of its weighted sum."""
+    policy.shares_prompts = shares
+    policy.zero_grad()
+    weights, found = torch.linspace(-1, 1, sum(int(part.response_mask.sum()) for part in parts)), list[Tensor]()
+    for part in parts:
+        outputs, mask = policy(part, entropy=True), part.response_mask
+        numbers = (outputs.logprobs, outputs.entropy, outputs.values)
+        assert not any(each[~mask].any() for each in numbers)
+        own, weights = weights.split([int(mask.sum()), len(weights) - int(mask.sum())])
+        found.append(torch.stack([each[mask] for each in numbers]))
+        (found[-1] * own).sum().backward()
+    whole = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return torch.cat(found, 1).detach(), whole
+
+
+@with_shared_prompts_and_without
+@every_architecture
+def test_numbers_and_gradients_of_a_row_follow_from_its_tokens_alone(name: str, shares: bool) -> None:
+    """Log-probabilities, entropies and values; not from padding, batch mates or micro-batches."""
+    policy, rows = lively(name, temperature=0.7), ragged()
+    numbers, whole = said(policy, [rows], shares)
+    assert numbers.std(1).min() > 0.01
+    for layout, change in LAYOUTS.items():
+        if layout == "padding on the left" and name in ("t5", "bart"):
+            continue  # the encoder reads prompts from the first column
+        found, own = said(policy, change(rows), shares)
+        assert (found - numbers).abs().max() < 2e-5 * numbers.abs().max(), layout
+        assert (own - whole).abs().max() < 2e-5 * whole.abs().max(), layout
+
+
+@with_shared_prompts_and_without
+@every_architecture
+def test_a_sampler_says_of_its_tokens_what_the_policy_says(name: str, shares: bool) -> None:
+    """F-02: at the temperature and under the mask, whatever top-k and top-p cut, before the weights are moved."""
+    mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(4)) < 0.7
+    mask[:, 8] = True  # EOS
+    policy = lively(name, temperature=0.7, logit_mask=mask)
+    sampler = make_sampler(policy.model, character_tokenizer("abcdefgh"), logit_mask=mask, hidden=True)
+    assert not sampler.fault
+    queries = [query.tolist() for query in ragged().queries]
+    settings = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=6, top_p=0.9)
+    rollouts = sampler([{} for _ in queries], queries, settings, range(6))
+    policy.shares_prompts = shares
+    told, real = policy(rollouts.sequences, entropy=True), rollouts.sequences.response_mask
+    assert policy.value_head is not None
+    assert rollouts.hidden is not None
+    torch.testing.assert_close(rollouts.logprobs, told.logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(rollouts.entropy, told.entropy, rtol=0, atol=2e-5)
+    torch.testing.assert_close(policy.value_head(rollouts.hidden[real]), told.values[real], rtol=1e-4, atol=2e-5)
+
+
+@with_shared_prompts_and_without
+@every_architecture
+def test_a_new_reference_has_the_bits_of_the_policy(name: str, shares: bool) -> None:
+    policy, rows = lively(name, temperature=0.7), ragged()
+    reference = Reference(policy)
+    policy.shares_prompts = reference.policy.shares_prompts = shares
+    with torch.no_grad():
+        told, same = policy(rows, reference=reference), reference(rows)
+    assert torch.equal(told.logprobs, same.logprobs)
+    assert told.divergence.abs().max() < 1e-6
+    assert same.values is None
+
+
+@table("name, shares", [("gpt2", True), ("llama", False), ("t5", True), ("bart", False)])
+def test_before_the_first_update_kl_is_exactly_zero_and_a_step_has_the_gradient_of_the_whole_batch(
+    name: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run with dropout configured, at a temperature other than 1, in micro-batches that leave a rest."""
+    common_prompts.share(monkeypatch, shares)
+    settings = {"rollout__temperature": 0.7, "train__microbatch_size": 3, "train__max_grad_norm": None}
+    trainer = tiny_trainer("rloo", tmp_path, model=DROPOUT[name], **settings)
+    trainer.collect()
+    assert trainer.unwrapped.shares_prompts is shares
+    assert trainer._pending["policy/kl"].compute() == 0.0
+    rollouts, batch = trainer._rollouts[0], trainer.store.experience
+    torch.testing.assert_close(rollouts.logprobs, trainer.unwrapped(rollouts.sequences).logprobs, rtol=0, atol=1e-5)
+    whole = gradient_of(trainer, batch)
+    assert (stepped(trainer, batch)[0] - whole).abs().max() < 1e-4 * whole.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------------ the head alone
+
+
+@table("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2])
+@table("chunk", [50, 250, 2**22])
 def test_outputs_and_gradients_are_those_of_full_logits(
     fields: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +197,7 @@ def test_outputs_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2], ids=["gpt2", "llama", "gemma2"])
+@table("fields", [tiny_gpt2(50), tiny_llama(50), GEMMA2])
 def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +236,7 @@ def test_a_model_that_caps_its_logits_is_noticed(caplog: pytest.LogCaptureFixtur
     assert make(tiny_llama(50)).head_alone
 
 
-@pytest.mark.parametrize("grad", [True, False])
+@table("grad", [True, False])
 def test_no_more_logits_are_alive_than_a_chunk(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted at every call of the head, forwards and in the recomputation backwards."""
     vocab, chunk = 997, 997 * 3
