@@ -70,6 +70,7 @@ def found(cls: type[Engine], *only: str) -> str:
 # ------------------------------------------------------------------------------------------------- what passes
 
 
+@pytest.mark.slow
 @parametrize_checks("local")
 def test_the_engine_of_trainkit_itself_conforms(check: Callable[[], None]) -> None:
     check()
@@ -93,6 +94,7 @@ class Unexact(Sound):
         return replace(made, logprobs=None, entropy=None, hidden=None)
 
 
+@pytest.mark.slow
 def test_an_engine_with_other_random_numbers_and_without_log_probabilities_conforms() -> None:
     assert found(Unexact) == ""
 
@@ -309,14 +311,7 @@ BUGS: dict[str, tuple[type[Engine], str, str]] = {
 }  # fmt: skip
 
 
-DAILY = (
-    "log-probabilities after top-p", "no seeds", "no stop strings", "old weights", "one token too many",
-    "rows in another order", "seeds that lose bits", "other versions",
-)  # fmt: skip
-"""The bugs that `make test` plants; `make test-all` plants the others."""
-
-
-@pytest.mark.daily(bug=DAILY)
+@pytest.mark.daily(bug=("no seeds",))
 @pytest.mark.parametrize("bug", BUGS)
 def test_what_engines_get_wrong_is_found(bug: str) -> None:
     cls, check, told = BUGS[bug]
@@ -395,15 +390,18 @@ class Living(Process):
         Sound.close(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Process, Restarting])
 def test_a_death_is_told_or_repaired(cls: type[Engine]) -> None:
     assert found(cls, "engine_deaths", "engine_closes") == ""
 
 
+@pytest.mark.slow
 def test_a_restart_with_other_weights_is_found() -> None:
     assert "after the death of a process other ids are sampled" in found(Forgetful, "engine_deaths")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.testing.checks.engines.CLOSING", 0.5)
     assert "1 of 1 processes are alive" in found(Living, "engine_closes")

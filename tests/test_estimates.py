@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tables import table
 from trainkit import TRLConfig, default_config
 from trainkit.cli import app
 from trainkit.cli.estimate import size
@@ -33,18 +34,19 @@ def of(name: str, **changes: Any) -> TRLConfig[Any]:
     return default_config(name).update(given | changes)
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
+DAILY = [("sft", {"model__peft_config": LORA}), ("ppo", {"model__num_layers_unfrozen": 1})]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
-    ("sft", {"model__peft_config": LORA}),
     ("ppo", {}),
-    ("ppo", {"model__num_layers_unfrozen": 1}),
     ("dpo", {"model__model_path": tiny_llama(10)}),
     ("dpo", {"optimizer__name": "sgd"}),
     ("reward", {}),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES)
+@pytest.mark.parametrize(
+    ("name", "changes"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_weights_gradients_and_optimizer_are_those_of_a_run(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     need = measure(of(name, **changes))
     given = {"model__model_path": tiny_gpt2(10, **WIDE), **changes}
@@ -69,6 +71,7 @@ def test_weights_gradients_and_optimizer_are_those_of_a_run(name: str, changes: 
     )
 
 
+@pytest.mark.daily(name=("dpo",), again=(False,))
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
 def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str, again: bool, tmp_path: Path) -> None:
@@ -109,6 +112,7 @@ LLAMA_7B = Need(
 """A model of 7B weights in float32, with P = 7e9: 4 P bytes of weights, 4 P of gradients, 8 P of Adam's moments."""
 
 
+@pytest.mark.slow
 def test_attention_is_counted_in_the_precision_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bf16, a CPU without matrix units computes it in float32, and a GPU does not."""
     monkeypatch.setattr(backend, "_has_matrix_units", lambda: False)
@@ -161,11 +165,15 @@ def run(tmp_path: Path, *arguments: str, **changes: Any) -> Any:
     return CliRunner().invoke(app, ["estimate", str(file), *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_prints_phases_and_what_fits(tmp_path: Path) -> None:
     result = run(tmp_path, "--gpus", "8", "--memory", "80GiB")
     assert result.exit_code == 0, result.output
     for told in ("update", "step", "saving", "train.sharding=none train.microbatch_size=4"):
         assert told in result.output
+
+
+def test_the_command_counts_the_parts_of_each_phase_and_says_what_fits(tmp_path: Path) -> None:
     data = json.loads(run(tmp_path, "--json", "--memory", "1GB").stdout)
     phase = data["plan"]["phases"]["update"]
     assert phase["total"] == sum(value for part, value in phase.items() if part != "total")
@@ -179,8 +187,8 @@ def test_nothing_fits_is_said_and_is_an_exit_code(tmp_path: Path) -> None:
     assert "train.gradient_checkpointing=true" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
+@table(
+    "arguments, told",
     [
         (["model.model_path=nowhere/at-all"], "nowhere"),
         (["--memory", "much"], "--memory is 'much'; give a number with a unit, such as 80GiB"),
