@@ -72,14 +72,14 @@ def faults_of_tier(item: pytest.Item) -> Iterator[str]:
         yield f"{item.nodeid} is marked {' and '.join(marks)}; keep one of these marks, {targets} exclude each other"
     for name in marks[:1]:
         target, places = TIERS[name]
-        if item.path.is_relative_to(ROOT) and not any(item.path.is_relative_to(ROOT / place) for place in places):
+        if not any(item.path.is_relative_to(ROOT / place) for place in places):
             yield f"{item.nodeid} is marked {name}, but {target} looks in {', '.join(places)} only; move it or its mark"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Stop if a selected test ``needs`` a package that is not installed."""
     missing = [
-        f"{item.nodeid} needs {name}, which is not installed: use `make`, and if the target of its tier does not install "
+        f"{item.nodeid} needs {name}, which is not installed; run the target of its tier, and if that does not install "
         f"{name}, add it there or mark the test for another tier"
         for item in session.items
         for mark in item.iter_markers("needs")
