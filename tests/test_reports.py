@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from typer.testing import CliRunner
 
+from tables import table
 from trainkit.cli import app
 from trainkit.errors import DataError
 from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, parts_of, text_chart
@@ -113,13 +113,6 @@ def test_settings_that_all_have_come_before_those_of_a_method(tmp_path: Path) ->
     assert '<td class="soft">(not set)</td>' in page
 
 
-@pytest.mark.parametrize(
-    ("seconds", "says"), [(0.0123, "0.0123 s"), (119, "119 s"), (150, "2.5 min"), (43_200, "12 h")]
-)
-def test_times_are_told_in_the_unit_that_fits(seconds: float, says: str) -> None:
-    assert lasted(seconds) == says
-
-
 def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         write_run(tmp_path / "low" / f"seed{seed}", seed=seed, gain=seed)
@@ -137,12 +130,14 @@ def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(tmp_path: Path
     assert "3 ± 1" in text
 
 
+@pytest.mark.slow
 def test_a_report_of_100_000_lines_is_small(tmp_path: Path) -> None:
     metrics = [{"step": step, **{f"part{at}/x": math.sin(step / 9 + at) for at in range(5)}} for step in range(100_000)]
     page = reported(write_run(tmp_path / "run", metrics=metrics, steps=100_000))
     assert len(page.encode()) <= LARGEST
 
 
+@pytest.mark.slow
 def test_a_report_with_too_many_curves_and_long_samples_stays_within_a_megabyte(tmp_path: Path) -> None:
     metrics = [{"step": step, **{f"m/{at}": step * at for at in range(120)}} for step in range(500)]
     for group in range(8):
@@ -165,8 +160,8 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path: Path) -> Non
     assert "nan" not in "".join(paths)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
+@table(
+    "make, says",
     [
         (lambda path: None, "there is no directory"),
         (lambda path: path.write_text("x"), "is a file; give the directory of a run"),
@@ -176,7 +171,6 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path: Path) -> Non
         (lambda path: foreign(path), "names no method"),
         (lambda path: broken(path), r"metrics.jsonl, line 2: not a JSON object"),
     ],
-    ids=["missing", "file", "empty", "no lines", "no metrics", "foreign", "broken line"],
 )
 def test_what_cannot_be_reported_is_told_in_a_sentence(tmp_path: Path, make: Any, says: str) -> None:
     make(tmp_path / "run")
@@ -196,7 +190,9 @@ def broken(path: Path) -> None:
     (path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\nnonsense\n{"step": 2}\n')
 
 
-def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_while_it_wrote_is_reported_and_one_without_samples_and_evaluations(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path / "run")
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (run / name).open("a") as file:
@@ -205,14 +201,11 @@ def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path: Path) -> Non
     page = reported(run)
     assert "killed" in Page(page).text
     assert '"step": 21' not in page
-
-
-def test_a_run_without_samples_and_evaluations_is_reported(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", metrics=[{"step": 1, "loss/total": 1.0}], samples=False)
-    text = Page(reported(run)).text
-    assert "run was not evaluated" in text
-    assert "run has no samples of evaluations" in text
-    assert "run: no versions are recorded" in text
+    alone = write_run(tmp_path / "alone", metrics=[{"step": 1, "loss/total": 1.0}], samples=False)
+    text = Page(reported(alone)).text
+    assert "alone was not evaluated" in text
+    assert "alone has no samples of evaluations" in text
+    assert "alone: no versions are recorded" in text
 
 
 def test_the_command_writes_the_report_into_the_run(tmp_path: Path) -> None:
@@ -224,13 +217,11 @@ def test_the_command_writes_the_report_into_the_run(tmp_path: Path) -> None:
     assert "cannot write" in result.stderr
 
 
-def test_samples_are_those_with_the_highest_and_lowest_rewards() -> None:
+def test_times_samples_and_changes_are_told_briefly() -> None:
+    assert [*map(lasted, (0.0123, 119, 150, 43_200))] == ["0.0123 s", "119 s", "2.5 min", "12 h"]
     samples = [(("p", at), {"reward": at}) for at in range(10)]
     assert [sample["reward"] for _, sample in chosen(samples, 4)] == [9, 8, 1, 0]
     assert chosen([(("p", 0), {"length": 3})], 4) == [(("p", 0), {"length": 3})]
-
-
-def test_changes_are_marked_by_words_or_by_characters() -> None:
     assert changed("a red <b> fox", "a blue <b> fox", "ins") == "a <ins>blue</ins> &lt;b&gt; fox"
     assert changed("a red <b> fox", "a blue <b> fox", "del") == "a <del>red</del> &lt;b&gt; fox"
     assert changed("abc", "abd", "ins") == "ab<ins>d</ins>"
@@ -239,14 +230,13 @@ def test_changes_are_marked_by_words_or_by_characters() -> None:
 # ----------------------------------------------------------------------------------------------------- comparisons
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29])
-def test_the_distribution_of_student_is_that_of_scipy(freedom: int) -> None:
-    for t in (0.0, 0.1, 1.0, 2.5, 12.0):
-        assert within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
-    assert quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-10)
+def test_student_and_the_paired_test_are_those_of_scipy() -> None:
+    from scipy import stats
 
-
-def test_the_paired_test_is_that_of_scipy() -> None:
+    for freedom in (1, 2, 3, 4, 7, 10, 29):
+        for t in (0.0, 0.1, 1.0, 2.5, 12.0):
+            assert within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-12)
+        assert quantile(0.95, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-10)
     a, b = [0.31, 0.52, 0.44, 0.61], [0.42, 0.55, 0.61, 0.70]
     test = Paired([y - x for x, y in zip(a, b, strict=True)])
     theirs = stats.ttest_rel(b, a)
@@ -277,14 +267,9 @@ def test_a_verdict_needs_seeds_in_common(tmp_path: Path) -> None:
     assert "one seed in common" in compare(a[:1], b).verdict()
     assert "no seed in common" in compare(a[:1], b[1:]).verdict()
     assert [path for path, *_ in compare(a, b).settings] == ["optimizer.lr"]
-
-
-def test_a_side_is_named_by_its_own_runs(tmp_path: Path) -> None:
-    seeds(tmp_path / "a", [0.0, 0.1, 0.2])
-    seeds(tmp_path / "b", [0.0, 0.1])
-    found = compare(runs_at([tmp_path / "a"])[1:], runs_at([tmp_path / "b"]))  # seeds 1 and 2, beside 0 and 1
-    assert (found.first.name, found.second.name) == ("a (2 seeds)", "b (2 seeds)")
-    assert len(found.paired("eval/reward").differences) == 1
+    found = compare(a[1:], b[:3])  # a side is named by its own runs
+    assert (found.first.name, found.second.name) == ("a (3 seeds)", "b (3 seeds)")
+    assert len(found.paired("eval/reward").differences) == 2
 
 
 def test_runs_of_different_methods_are_compared_by_what_they_share(tmp_path: Path) -> None:
@@ -357,16 +342,13 @@ def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]]
     list(text_chart([line], "A"))
 
 
-def test_a_line_is_drawn_to_scale() -> None:
+def test_a_line_is_drawn_to_scale_which_is_logarithmic_for_values_far_apart() -> None:
     chart = line_chart([Line("a", [0, 10], [0.0, 1.0])], title="t")
     assert 'd="M60.0 200.0L460.0 26.0"' in chart  # from the lower left corner to the upper right one
     assert 'aria-label="t. a: 0 at 0, 1 at 10"' in chart
-
-
-def test_values_far_apart_are_on_a_logarithmic_axis() -> None:
-    chart = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
-    assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in chart  # a straight line
-    assert "logarithmic" in chart
+    far = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
+    assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in far  # a straight line
+    assert "logarithmic" in far
 
 
 def ticks(values: list[float], **given: Any) -> list[str]:
@@ -374,8 +356,8 @@ def ticks(values: list[float], **given: Any) -> list[str]:
     return [axis.name(tick) for tick in axis.ticks()]
 
 
-@pytest.mark.parametrize(
-    ("values", "given", "says"),
+@table(
+    "values, given, says",
     [
         ([4.05, 9.085], {"rounded": True}, ["4", "6", "8", "10"]),
         ([1, 97], {"whole": True}, ["20", "40", "60", "80"]),
@@ -395,12 +377,9 @@ def test_all_curves_of_a_report_have_the_same_steps(tmp_path: Path) -> None:
     assert len(re.findall(r'x="460" y="\d+">10</text>', page)) == 2  # the last step is at the right end of both
 
 
-def test_each_of_twelve_series_looks_different() -> None:
+def test_twelve_series_look_different_and_bins_of_whole_numbers_hold_equally_many() -> None:
     chart = line_chart([Line(str(at), [0, 1], [at, at]) for at in range(12)], title="t")
     assert len(set(re.findall(r'class="(line [^"]*)"', chart))) == 12
-
-
-def test_bins_of_whole_numbers_hold_equally_many() -> None:
     chart = histogram([Bars("a", [2, 3, 3, 5]), Bars("b", [2])], title="t")
     assert re.findall(r"<title>([^<]*)</title>", chart) == ["a: 25% at 2", "a: 50% at 3", "a: 25% at 5", "b: 100% at 2"]
     lengths = histogram([Bars("a", list(range(100)))], title="t")
