@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import trainkit
+from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Sequences, batches
 from trainkit.errors import ConfigError, DataError
@@ -25,8 +26,8 @@ from trainkit.testing.trainers import LETTERS, tiny_trainer
 
 V = 10
 TOKENS = [*LETTERS, EOS, PAD]
-NAMES = [name for name in ("ppo", "rloo", "sft") if name in trainkit.available_trainers()]
-ONLINE = [name for name in NAMES if "prompts" in trainkit.get_trainer(name).inputs]
+NAMES = ("ppo", "rloo", "sft")
+ONLINE = ("ppo", "rloo")
 SHAPES: dict[str, dict[str, Any]] = {
     "t5": tiny_t5(V),
     "t5 unscaled": tiny_t5(V, tie_word_embeddings=False, feed_forward_proj="gated-gelu"),
@@ -37,9 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 QUERIES = [[1, 2], [3], [4, 8, 9, 6], [3], [8]]  # with EOS and padding within, one of them twice
 RESPONSES = [[7, 0, 9], [1, 2, 3, 4], [5], [9, 9], [8]]
 every_name = pytest.mark.parametrize("name", NAMES)
-every_online = pytest.mark.parametrize("name", ONLINE)
-every_shape = pytest.mark.parametrize("shape", SHAPES)
-both = pytest.mark.parametrize("fields", [tiny_t5(V), tiny_bart(V)], ids=["t5", "bart"])
+both = table("fields", [tiny_t5(V), tiny_bart(V)])
+one_of_each = table("name, fields", [("ppo", tiny_t5(V)), ("rloo", tiny_bart(V))])
 
 
 def make(fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
@@ -68,8 +68,7 @@ class Echo(torch.nn.Module):
 # ------------------------------------------------------------------------------------------------------- the policy
 
 
-@pytest.mark.parametrize("chunk", [3 * V, 2**22])
-@every_shape
+@table("shape, chunk", list(zip(SHAPES, (3 * V, 2**22, 3 * V, 3 * V, 2**22), strict=True)))
 def test_every_response_token_is_an_action_with_the_models_own_odds(
     shape: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,12 +174,11 @@ def own_generate(model: PreTrainedModel, query: list[int], **settings: Any) -> l
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
-@every_shape
+@table("shape, penalty", list(zip(SHAPES, (1.7, 1.0, 1.7, 1.0, 1.7), strict=True)))
 def test_greedy_responses_are_those_of_transformers(shape: str, penalty: float) -> None:
     """The penalty is for what the decoder has, as in transformers; what the encoder reads is not penalised."""
     lengths = set()
-    for seed in range(4):
+    for seed in range(2):
         model = make(SHAPES[shape], seed)
         found = sample(model, QUERIES, temperature=0, repetition_penalty=penalty)
         expected = [own_generate(model, query, repetition_penalty=penalty)[1:] for query in QUERIES]
@@ -200,8 +198,7 @@ def test_a_first_token_that_the_model_forces_is_read_and_is_no_action() -> None:
     torch.testing.assert_close(found.logprobs, policy(found.sequences).logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
-@every_shape
+@table("shape, masked", list(zip(SHAPES, (True, False, True, False, True), strict=True)))
 def test_what_the_sampler_has_seen_is_what_the_policy_says(shape: str, masked: bool) -> None:
     mask = torch.rand(V, V, generator=torch.Generator().manual_seed(4)) < 0.6
     mask[:, V - 2] = True
@@ -262,13 +259,12 @@ def test_prompts_stop_strings_and_endings_are_read_in_the_response_alone(fields:
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
-@every_online
-@both
+@one_of_each
 def test_what_the_sampler_has_seen_is_used_in_the_policys_place(
     name: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     trainer = tiny_trainer(name, tmp_path, model=fields, rollout__temperature=0.7, rollout__top_k=4)
-    trainer.learn()
+    trainer.collect()
     assert trainer.progress.sampler == "local"
     assert trainer.progress.sampler_exact
     rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
@@ -279,15 +275,14 @@ def test_what_the_sampler_has_seen_is_used_in_the_policys_place(
         torch.testing.assert_close(seen.values, said.values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.daily(name=("ppo",))
+@pytest.mark.slow
 @every_name
-@pytest.mark.parametrize(
+@table(
     "changes",
     [
         {"model": tiny_t5(V, dropout_rate=0.1), "model__disable_dropout": False, "model__num_layers_unfrozen": 1},
         {"model": tiny_t5(V), "model__peft_config": {"r": 2, "init_lora_weights": "gaussian"}},
     ],
-    ids=["upper layers", "adapter"],
 )
 def test_a_run_that_trains_a_part_resumes_bit_equal(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     changes = {**changes, "train__batch_size": 6, "train__save_interval": 1}
@@ -301,8 +296,7 @@ def test_a_run_that_trains_a_part_resumes_bit_equal(name: str, changes: dict[str
     assert [key for key in a if not torch.equal(a[key], b[key])] == []
 
 
-@every_online
-@both
+@one_of_each
 def test_a_loop_of_ones_own_generates_steps_and_evaluates(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model=fields)
     before = {key: value.clone() for key, value in trainer.unwrapped.state_dict().items()}
@@ -320,8 +314,8 @@ def test_a_loop_of_ones_own_generates_steps_and_evaluates(name: str, fields: dic
 # --------------------------------------------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("unfrozen", [0, 1, 2, 3])
-@pytest.mark.parametrize("fields", [tiny_t5(V, num_decoder_layers=3), tiny_bart(V, decoder_layers=3)])
+@table("unfrozen", [0, 1, 2, 3])
+@table("fields", [tiny_t5(V, num_decoder_layers=3), tiny_bart(V, decoder_layers=3)])
 def test_the_decoders_uppermost_layers_are_trained_and_nothing_below_them(
     fields: dict[str, Any], unfrozen: int
 ) -> None:
@@ -338,7 +332,7 @@ def test_the_decoders_uppermost_layers_are_trained_and_nothing_below_them(
         assert parameter.requires_grad == name.startswith((*upper, "decoder.final_layer_norm")), name
 
 
-@pytest.mark.parametrize("unfrozen", [-1, 1, 2])
+@table("unfrozen", [-1, 1, 2])
 @both
 def test_the_reference_shares_what_is_frozen_and_stays_when_the_rest_moves(
     fields: dict[str, Any], unfrozen: int
@@ -363,8 +357,7 @@ def test_the_reference_shares_what_is_frozen_and_stays_when_the_rest_moves(
     assert (kl[sequences.response_mask] > 0).all()
 
 
-@every_online
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@table("name, dropout", [("ppo", 0.0), ("rloo", 0.3)])
 def test_a_frozen_encoder_runs_once_for_reference_and_all_passes(name: str, dropout: float, tmp_path: Path) -> None:
     """With dropout too: what is frozen never drops anything out."""
     trainer = tiny_trainer(
@@ -393,7 +386,7 @@ def test_a_frozen_encoder_runs_once_for_reference_and_all_passes(name: str, drop
     assert calls == ["decoder"] * 2
 
 
-@pytest.mark.parametrize("fields", [tiny_t5(V, num_decoder_layers=1), tiny_bart(V, decoder_layers=1)])
+@table("fields", [tiny_t5(V, num_decoder_layers=1), tiny_bart(V, decoder_layers=1)])
 def test_layers_are_counted_in_the_decoder_and_too_many_refused_at_the_door(
     fields: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -401,11 +394,11 @@ def test_layers_are_counted_in_the_decoder_and_too_many_refused_at_the_door(
         tiny_trainer("sft", tmp_path, model=fields, model__num_layers_unfrozen=2)
 
 
-@pytest.mark.daily(name=("ppo",))
+@pytest.mark.daily(name=("ppo",), fields=("t5",))
 @every_name
-@both
-def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    trainer = tiny_trainer(name, tmp_path / "run", model=fields, model__peft_config={"r": 2})
+@pytest.mark.parametrize("fields", ["t5", "bart"])
+def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(name, tmp_path / "run", model=SHAPES[fields], model__peft_config={"r": 2})
     if name in ONLINE:
         trainer.collect()
         assert trainer._pending["policy/kl"].compute() == 0.0
@@ -477,7 +470,7 @@ def test_a_sample_is_a_prompt_for_the_encoder_and_an_output_with_one_eos() -> No
     assert [response.tolist() for response in found.responses] == [[2, 3, V - 2], [1, V - 2]]
 
 
-@pytest.mark.parametrize("sample", ["abc", ["a", "b", "c", "d"]])
+@table("sample", ["abc", ["a", "b", "c", "d"]])
 def test_text_without_a_prompt_and_several_turns_are_refused_at_the_door(sample: Any) -> None:
     with pytest.raises(DataError, match=r"sample 1 has (1|4) turns.*encoder-decoder.*give \(prompt, output\)"):
         trainer_with(character_tokenizer(LETTERS), tiny_t5(V)).add_samples([("a", "b"), sample])
