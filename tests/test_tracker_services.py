@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tables import table
 from trainkit import TRLConfig
 from trainkit.config.trackers import TRACKERS
 from trainkit.errors import ConfigError
@@ -54,6 +55,7 @@ def train(run_dir: Path, tracker: Any, *, steps: int = 4) -> None:
 # --------------------------------------------------------------------------------------------------- read back
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_metrics_samples_and_histograms(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tensorboard's own imports
@@ -67,8 +69,8 @@ def test_tensorboard_holds_metrics_samples_and_histograms(tmp_path: Path) -> Non
         assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(values, rel=1e-6), name
     tables = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors("eval/samples/text_summary")}
     assert {*tables} == {0, 2, 4, 6}
-    for step, table in tables.items():
-        rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+    for step, text in tables.items():
+        rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()[2:]]
         assert [(row[1], row[2], float(row[4])) for row in rows] == evaluated(run, step)
     for name, tag in (("reward", "eval/reward/histogram"), ("length", "eval/length/histogram")):
         last = events.Histograms(tag)[-1].histogram_value
@@ -82,6 +84,7 @@ def trackio_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(str(tmp_path_factory.getbasetemp()))
 
 
+@pytest.mark.slow
 def test_trackio_holds_names_metrics_samples_and_histograms(tmp_path: Path, trackio_dir: Path) -> None:
     run, entry = tmp_path / "run", {"name": "trackio", "project": "x", "group": "y", "run_name": "r", "log_model": True}
     train(run, entry)
@@ -111,6 +114,7 @@ def mlflow_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
+@pytest.mark.slow
 def test_mlflow_holds_names_metrics_parameters_samples_and_files(tmp_path: Path, mlflow_dir: str) -> None:
     run, entry = tmp_path / "run", {"name": "mlflow", "project": "x", "tags": {"team": "a"}, "log_model": True}
     train(run, entry)
@@ -150,7 +154,12 @@ def test_every_tracker_of_accelerate_has_its_settings_but_tensorboard() -> None:
         assert settings().name == name
 
 
-def test_names_projects_entities_groups_and_tags_become_the_words_of_each_tracker() -> None:
+def test_settings_name_a_tracker_survive_a_file_and_become_its_words(tmp_path: Path) -> None:
+    before = config("tensorboard", {"name": "mlflow", "project": "x", "tags": {"a": "b"}})
+    before.save_yaml(tmp_path / "config.yaml")
+    assert TRLConfig.load_yaml(tmp_path / "config.yaml").train.trackers == before.train.trackers
+    made = default_trackers(["tensorboard", *config({"name": "trackio"}).train.trackers])
+    assert [type(each).__name__ for each in made] == ["Console", "JsonLines", "TensorBoard", "Trackio"]
     given = {"project": "x", "run_name": "r", "entity": "z", "group": "y", "tags": ["a"]}
     (wandb,) = config({"name": "wandb", **given}).train.trackers
     assert wandb.arguments() == {"name": "r", "entity": "z", "group": "y", "tags": ["a"]}  # type: ignore[union-attr]
@@ -162,14 +171,8 @@ def test_names_projects_entities_groups_and_tags_become_the_words_of_each_tracke
     assert clearml.arguments() == {"task_name": "r", "tags": ["a"]}  # type: ignore[union-attr]
 
 
-def test_settings_survive_the_file_of_the_configuration(tmp_path: Path) -> None:
-    before = config("tensorboard", {"name": "mlflow", "project": "x", "tags": {"a": "b"}})
-    before.save_yaml(tmp_path / "config.yaml")
-    assert TRLConfig.load_yaml(tmp_path / "config.yaml").train.trackers == before.train.trackers
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
+@table(
+    "entry, message",
     [
         (
             {"name": "trackio", "entity": "z"},
@@ -188,7 +191,7 @@ def test_a_setting_that_a_tracker_does_not_have_is_refused(entry: dict[str, Any]
         config(entry)
 
 
-@pytest.mark.parametrize("entry", ["aim", {"name": "aim", "project": "x"}])
+@table("entry", ["aim", {"name": "aim", "project": "x"}])
 def test_a_missing_package_is_a_one_line_hint(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'aim'.*not installed.*pip install aim") as caught:
@@ -240,21 +243,17 @@ def test_samples_in_a_markdown_table_have_no_effect_as_markup() -> None:
     assert cells[1::4] == [text.replace("\n", " ") for text in evil]
 
 
-def test_tables_hold_the_texts_and_numbers_of_samples() -> None:
-    samples = [
+def test_tables_hold_texts_and_numbers_and_histograms_the_finite_numbers_of_each_value_of_a_sweep() -> None:
+    rows: Lines = [
         {"prompt": "p", "output": "\ud800", "reward": 0.5, "episode": [1]},
         {"prompt": "q", "output": "o", "won": True},
     ]
-    assert table_of(samples, 7) == {
+    assert table_of(rows, 7) == {
         "step": [7, 7], "prompt": ["p", "q"], "output": ["?", "o"], "reward": [0.5, None], "won": [None, True],
     }  # fmt: skip
-
-
-def test_histograms_have_the_finite_numbers_and_one_for_each_value_of_a_sweep() -> None:
-    samples = [{"reward": 1.0, "length": 3.0}, {"reward": float("nan")}, {"reward": 2, "setting": "temperature=0.5"}]
+    samples: Lines = [
+        {"reward": 1.0, "length": 3.0},
+        {"reward": float("nan")},
+        {"reward": 2, "setting": "temperature=0.5"},
+    ]
     assert drawn(samples) == {"reward": [1.0], "length": [3.0], "reward@temperature=0.5": [2.0]}
-
-
-def test_a_tracker_is_named_by_its_settings_too() -> None:
-    made = default_trackers(["tensorboard", *config({"name": "trackio"}).train.trackers])
-    assert [type(each).__name__ for each in made] == ["Console", "JsonLines", "TensorBoard", "Trackio"]

@@ -20,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import logging as transformers_logging
 
+from tables import table
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
 from trainkit.runs import console as console_module
-from trainkit.runs import default_trackers, trackers
+from trainkit.runs import default_trackers
 from trainkit.runs.console import Console, clock, count, excerpt, number
 from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
@@ -164,12 +165,6 @@ def test_unknown_tracker_is_refused_before_a_model_is_made(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_tracker_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'wandb'.*not installed.*pip install wandb"):
-        default_trackers(["wandb"])
-
-
 def test_a_tracker_is_made_once_however_often_it_is_named() -> None:
     made = default_trackers(["tensorboard", "tensorboard"])
     assert [type(tracker).__name__ for tracker in made] == ["Console", "JsonLines", "TensorBoard"]
@@ -228,19 +223,15 @@ def test_lines_show_the_metrics_that_there_are(tmp_path: Path) -> None:
     assert "reward" not in text.getvalue()
 
 
-def test_lines_come_by_time_not_by_step(tmp_path: Path) -> None:
+def test_lines_come_by_time_and_a_failed_run_is_said_to_have_stopped(tmp_path: Path) -> None:
     shown, text = console()
     shown.interval = 3600.0
-    tiny_trainer("sft", tmp_path / "run", callbacks=[shown], train__total_steps=6).learn()
-    assert len(text.getvalue().splitlines()) == 2  # beginning and end
-
-
-def test_a_failed_run_is_said_to_have_stopped(tmp_path: Path) -> None:
-    shown, text = console()
     trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[FailsAt(2), shown])
     with pytest.raises(HookError):
         trainer.learn()
-    assert text.getvalue().splitlines()[-1].startswith("step 2/6  stopped after")
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2  # beginning and end
+    assert lines[-1].startswith("step 2/6  stopped after")
 
 
 def test_the_table_is_shown_on_a_terminal_and_gone_after_an_error(tmp_path: Path) -> None:
@@ -257,7 +248,7 @@ def test_the_table_is_shown_on_a_terminal_and_gone_after_an_error(tmp_path: Path
     assert "stopped after" in drawn.splitlines()[-1]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@table("terminal", [False, True])
 def test_samples_cannot_control_the_terminal(terminal: bool) -> None:
     shown, text = console(terminal=terminal)
     trainer = stub_trainer()
@@ -270,8 +261,7 @@ def test_samples_cannot_control_the_terminal(terminal: bool) -> None:
         assert control not in drawn
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-@given(name=st.text() | st.just(EVIL))
+@given(terminal=st.booleans(), name=st.text() | st.just(EVIL))
 def test_names_of_metrics_and_the_text_of_a_run_cannot_control_the_terminal(terminal: bool, name: str) -> None:
     tracker, text = console(terminal=terminal)
     trainer = stub_trainer()
@@ -299,19 +289,14 @@ def test_an_output_without_unicode_does_not_end_the_run() -> None:
     assert b"reward  1.00 ? 0.50" in raw.getvalue()
 
 
-def test_outside_a_run_the_console_is_silent() -> None:
-    shown, text = console()
-    trainer = stub_trainer()
-    shown.log_metrics(trainer, 1, {"loss/total": 1.0})
-    shown.on_evaluate(step=1, metrics={"eval/reward": 1.0}, samples=[{"prompt": "a", "output": "b"}])
-    shown.on_train_end(trainer)
-    assert text.getvalue() == ""
-
-
 def test_a_loop_that_the_user_drives_has_lines_instead_of_the_table() -> None:
     shown, text = console(terminal=True)
     trainer = stub_trainer()
     trainer.learning = False
+    shown.log_metrics(trainer, 1, {"loss/total": 1.0})
+    shown.on_evaluate(step=1, metrics={"eval/reward": 1.0}, samples=[{"prompt": "a", "output": "b"}])
+    shown.on_train_end(trainer)
+    assert text.getvalue() == "", "outside a run it is silent"
     shown.on_train_begin(trainer)
     shown.log_metrics(trainer, 11, {"loss/total": 1.0})
     shown.on_evaluate(step=11, metrics={"eval/reward": 1.0}, samples=[])
@@ -389,10 +374,10 @@ def test_a_metric_that_an_evaluation_lacks_leaves_its_cell_empty_and_a_resumed_r
     assert [len(row) for row in table] == [4, 3, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "trained"),
+@table(
+    "name, changes, trained",
     [
-        ("sft", {"train__total_steps": 3, "train__batch_size": 4}, 12),  # of a dataset of more
+        ("dpo", {"train__total_steps": 2}, 16),  # of a dataset of more
         ("sft", {"train__epochs": 2, "train__total_steps": None}, 2 * 16),
         ("ppo", {"train__total_steps": 10}, 10 * 8),  # two collections of 16, in four passes each
     ],
@@ -404,7 +389,9 @@ def test_samples_are_those_that_steps_were_made_on(
     trainer = tiny_trainer(name, tmp_path / "run", callbacks=[shown], **changes)
     trainer.learn()
     assert trainer.progress.trained == trained
-    assert f"  {trained} samples  " in text.getvalue().splitlines()[-1]
+    end = text.getvalue().splitlines()[-1]
+    assert f"  {trained} samples  " in end
+    assert ("  16 pairs" in end) == (name == "dpo")
 
 
 def test_log_handlers_follow_a_captured_stream_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,26 +409,17 @@ def test_log_handlers_follow_a_captured_stream_and_nothing_else(monkeypatch: pyt
     assert [stream.getvalue() for stream in (captured, other, replacement)] == ["", "hello\n", "hello\n"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0.00"), (0.834, "0.83"), (-12.34, "-12.3"), (345.6, "346"), (4123, "4.1k"), (2.5e6, "2.5M"),
-        (3e-5, "3e-5"), (-2e-12, "-2e-12"), (float("nan"), "nan"), (float("inf"), "inf"),
-    ],
-)  # fmt: skip
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
-
-
-def test_counts_and_times_are_short() -> None:
+def test_numbers_counts_times_and_excerpts_are_short() -> None:
+    short = {
+        0.0: "0.00", 0.834: "0.83", -12.34: "-12.3", 345.6: "346", 4123: "4.1k", 2.5e6: "2.5M", 3e-5: "3e-5",
+        -2e-12: "-2e-12", float("nan"): "nan", float("inf"): "inf",
+    }  # fmt: skip
+    assert {value: number(value) for value in short} == short
     assert [count(16.0), count(4123)] == ["16", "4.1k"]
     assert [clock(5), clock(83.4), clock(3723)] == ["0:05", "1:23", "1:02:03"]
-
-
-def test_excerpts_keep_the_end_of_the_prompt_and_the_beginning_of_the_output() -> None:
     assert excerpt("what is\nit?", "a\tb") == "what is it? → a b"
     cut = excerpt("p" * 100 + "end", "begin" + "o" * 100)
-    assert "ppend → begin" in cut
+    assert "ppend → begin" in cut, "the end of the prompt and the beginning of the output"
     assert len(cut) <= 24 + 3 + 60
 
 
@@ -475,9 +453,3 @@ def test_lines_written_after_the_checkpoint_of_a_killed_run_are_not_written_twic
     tiny_trainer("ppo", tmp_path / "killed", train__resume="auto", **changes).learn()
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert lines(tmp_path / "killed", name) == lines(tmp_path / "straight", name)
-
-
-def test_the_console_says_what_a_step_averages_over(tmp_path: Path) -> None:
-    shown, text = console()
-    tiny_trainer("dpo", tmp_path, train__total_steps=2, callbacks=[shown]).learn()
-    assert re.search(r"done after \S+  16 samples  16 pairs", text.getvalue())
