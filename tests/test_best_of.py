@@ -16,6 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import trainkit
+from tables import table
 from trainkit.cli import app
 from trainkit.errors import ConfigError, DataError, RewardError
 from trainkit.testing.checks.traces import metric_lines, require_same_lines
@@ -47,6 +48,7 @@ def moments(values: Tensor) -> tuple[float, float]:
     return float(values.double().mean()), float(values.double().std()) / math.sqrt(len(values))
 
 
+@pytest.mark.daily(n=(5,))
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
 def test_the_expected_best_score_is_that_of_the_closed_form(n: int, tmp_path: Path) -> None:
     """P(max ≤ m) = (m / V)ⁿ, so E max = Σ_{m=1}^{V} (1 − ((m − 1) / V)ⁿ) = V − Σ_{m<V} (m / V)ⁿ."""
@@ -172,6 +174,7 @@ class Chooser:
         self.calls += 1
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", ["ppo", "online_dpo"])
 def test_training_is_not_affected(name: str, tmp_path: Path) -> None:
     """Law 8: the weights and the logged numbers are bit-equal, and the global generators are as they were."""
@@ -220,28 +223,28 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "error", "told"), REFUSED.values(), ids=REFUSED)
+@pytest.fixture
+def plain(tmp_path: Path) -> Any:
+    return tiny_trainer("ppo", tmp_path)
+
+
+@table("given, error, told", REFUSED.values())
 def test_what_cannot_be_chosen_from_is_refused(
-    given: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
+    given: dict[str, Any], error: type[Exception], told: str, plain: Any
 ) -> None:
-    trainer = tiny_trainer("ppo", tmp_path)
     with pytest.raises(error, match=told):
-        trainer.best_of(**{"prompts": ["a"], **given})
+        plain.best_of(**{"prompts": ["a"], **given})
 
 
-def test_one_greedy_response_is_the_best_of_one(tmp_path: Path) -> None:
-    trainer = tiny_trainer("ppo", tmp_path)
-    assert trainer.best_of(["a"], 1, temperature=0)[0].outputs == trainer.generate(["a"], temperature=0).outputs
+def test_one_greedy_response_is_the_best_of_one(plain: Any) -> None:
+    assert plain.best_of(["a"], 1, temperature=0)[0].outputs == plain.generate(["a"], temperature=0).outputs
 
 
-def test_scores_that_training_drops_are_not_compared(tmp_path: Path) -> None:
+def test_scores_that_training_drops_and_a_reward_model_are_refused(tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path, reward__on_nonfinite="drop_row")
     nan = math.nan
     with pytest.raises(RewardError, match="the score of sample 1 is nan"):
         trainer.best_of(["a"], 3, reward_fn=lambda outputs, **_: [1.0, nan, 2.0])
-
-
-def test_a_reward_model_has_no_best_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generates none, so best_of\(\) has no use"):
         tiny_trainer("reward", tmp_path).best_of(["a"], 2, reward_fn=rank)
 
@@ -293,6 +296,7 @@ def test_a_file_of_the_best_is_continued_within_a_prompt_and_not_by_others(run: 
     assert "begun with best_of 3, and given is None" in written(run, out, "--samples-per-prompt", "2", code=1)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_missing(run: Path, tmp_path: Path) -> None:
     out, paid = tmp_path / "best.jsonl", ("--reward-fn", f"{run / 'reward.py'}:count_first_letters")
     assert "give --best-of and --reward-fn, or neither" in written(run, out, "--best-of", "3", code=2)

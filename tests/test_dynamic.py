@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from researchers.dapo import DapoTrainer
+from tables import table
 from trainkit import Rollouts, register_trainer
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
 from trainkit.functional import per_response
@@ -79,7 +80,7 @@ def test_nothing_kept_is_an_error(tmp_path: Path) -> None:
         trainer.learn()
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@table("dense", [False, True])
 def test_scores_per_token_stay_with_their_tokens(dense: bool, tmp_path: Path) -> None:
     def reward(outputs: list[str], **_: Any) -> list[Any]:
         return [[float(c == "a") for c in output] if dense else float(output.count("a")) for output in outputs]
@@ -107,7 +108,7 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize(("returned", "said"), RETURNED.values(), ids=RETURNED)
+@table("returned, said", RETURNED.values())
 def test_what_keep_returns_is_checked(returned: Any, said: str, tmp_path: Path) -> None:
     trainer = trainer_at(tmp_path)
     trainer.keep = lambda rollouts, scores: returned(len(rollouts))
@@ -129,6 +130,7 @@ def test_keep_beside_a_make_experience_that_does_not_call_it_is_refused() -> Non
                 return super().make_experience(rows)
 
 
+@pytest.mark.daily(stop=(1,))
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_run_that_keeps_resumes_exactly(stop: int, tmp_path: Path) -> None:
     changes = {"train__save_interval": 1, "train__batch_size": 8}
@@ -175,12 +177,9 @@ def test_two_processes_keep_what_one_keeps(tmp_path: Path) -> None:
 def test_epochs_end_when_the_prompts_are_used_up_however_many_were_kept(tmp_path: Path) -> None:
     trainer = trainer_at(tmp_path, train__total_steps=None, train__epochs=3, train__batch_size=16)
     trainer.learn()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = [line["rollout/kept"] for line in lines if "rollout/kept" in line]
+    assert kept
+    assert all(0 < part < 1 for part in kept)
     assert trainer.progress.cursor + trainer.progress.taken >= 3 * 8, "the last collection is used"
     assert trainer.progress.step < trainer.total_steps == 6, "the steps of a run that keeps everything"
-
-
-def test_the_metrics_say_how_much_was_kept(tmp_path: Path) -> None:
-    trainer_at(tmp_path).learn()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < line["rollout/kept"] < 1 for line in lines if "rollout/kept" in line)
-    assert any("rollout/kept" in line for line in lines)
