@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
+from tables import table
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.data.batches import BATCH_CLASSES
 from trainkit.errors import CheckpointError, ConfigError, EpisodeError, HookError, RewardError
@@ -212,8 +214,8 @@ def test_a_batch_class_with_other_fields_is_refused(tmp_path: Path, monkeypatch:
         read_state(tmp_path, "state")
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
+@table(
+    "value, said",
     [
         (object(), "state 'method.deep.1' is a object"),
         ({1, 2}, "state 'method.deep.1' is a set"),
@@ -226,7 +228,6 @@ def test_a_batch_class_with_other_fields_is_refused(tmp_path: Path, monkeypatch:
         ({(1, 2): 3}, r"state 'method.deep.1' has the key \(1, 2\) \(tuple\); keys are text or numbers"),
         ({b"k": 3}, r"state 'method.deep.1' has the key b'k' \(bytes\)"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_plain_data_is_refused_with_its_path(value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=said):
@@ -234,8 +235,7 @@ def test_what_is_no_plain_data_is_refused_with_its_path(value: Any, said: str, t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", ["state.json", "state.safetensors"])
-@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "cut"])
+@table("file, damage", [*product(["state.json", "state.safetensors"], ["missing", "empty", "garbage", "cut"])])
 def test_state_that_cannot_be_read_is_an_error_that_names_it(file: str, damage: str, tmp_path: Path) -> None:
     write_state(tmp_path, "state", {"a": torch.ones(3), "b": [1, 2]})
     hurt(tmp_path / file, damage)
@@ -275,6 +275,7 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_manifest_of_every_file(tmp_
     assert find_fault(path) is None
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", trainkit.available_trainers())
 def test_a_run_leaves_no_pickle_and_nothing_that_is_not_listed(name: str, tmp_path: Path) -> None:
     """F1: every file parses as JSON or as safetensors, in checkpoints of every algorithm."""
@@ -310,7 +311,7 @@ def test_files_are_readable_by_others(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o444 for file in save(tmp_path, 1).iterdir()} == {0o444}
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@table("keep", [1, 2, 3])
 def test_retention_keeps_the_newest(keep: int, tmp_path: Path) -> None:
     for step in (1, 2, 5, 10, 11):
         save(tmp_path, step, keep)
@@ -318,7 +319,7 @@ def test_retention_keeps_the_newest(keep: int, tmp_path: Path) -> None:
     assert len(names(tmp_path)) == keep
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@table("keep", [1, 2])
 def test_retention_never_lets_the_newly_written_one_go(keep: int, tmp_path: Path) -> None:
     """A run that was resumed from before its newest checkpoint writes one that is not the newest by its number."""
     for step in (1, 9):
@@ -417,9 +418,8 @@ def killed_at_every_operation(
             return [*left, root]
 
 
-@pytest.mark.parametrize(
-    ("before", "keep"), [((), 1), ((1,), 1), ((1, 2), 1), ((1, 2), 2), ((3,), 1), ((1, 3), 2)], ids=str
-)
+@pytest.mark.daily(before=((1, 2), (1, 3)))
+@pytest.mark.parametrize(("before", "keep"), [((), 1), ((1,), 1), ((1, 2), 1), ((3,), 1), ((1, 3), 2)], ids=str)
 def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(
     before: tuple[int, ...], keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,14 +486,14 @@ def hurt(file: Path, how: str) -> None:
         file.write_bytes(kinds[how])
 
 
-FILES = ("loop.json", "loop.safetensors", MANIFEST, "model.json", "model.safetensors")
+DATA = ("loop.json", "loop.safetensors", "model.json", "model.safetensors")
+FILES = (*DATA, MANIFEST)
 DAMAGES = (
     "missing", "empty", "cut", "almost whole", "longer", "garbage", "other JSON", "a list", "zeros", "a directory",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@table("file, damage", [*product([MANIFEST], DAMAGES), *zip(cycle(DATA), DAMAGES, strict=False)])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     file: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -554,7 +554,7 @@ def sealed(path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("depth", [300, 5_000, 100_000])
+@table("depth", [300, 5_000, 100_000])
 def test_json_that_is_nested_too_deep_is_damage(depth: int, tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
@@ -625,6 +625,7 @@ def resumed(run_dir: Path, **changes: Any) -> Any:
     return tiny_trainer("ppo", run_dir, **{**CHANGES, "train__resume": "auto", **changes})
 
 
+@pytest.mark.daily(file=("store-00000.safetensors",))
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -676,8 +677,8 @@ def with_one_more(part: str) -> Callable[[Any], None]:
     return lambda state: state[part].update(surprise=1)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
+@table(
+    "change, said",
     [
         (without_a_state, "the optimizer's states of parameters differ in model.transformer"),
         (with_a_further_state, "the optimizer's states of parameters differ in 99, which is no parameter"),
@@ -690,14 +691,14 @@ def with_one_more(part: str) -> Callable[[Any], None]:
     ],
 )
 def test_a_checkpoint_that_lacks_a_part_of_the_loop_is_refused_before_anything_changes(
-    change: Callable[[Any], None], said: str, a_run: Path
+    change: Callable[[Any], None], said: str, finished: Path, tmp_path: Path
 ) -> None:
-    path = a_run / "checkpoints" / "step_00000004"
+    path = Path(shutil.copytree(finished, tmp_path / "run")) / "checkpoints" / "step_00000004"
     state = read_state(path, "loop")
     change(state)
     write_state(path, "loop", state)
     sealed(path)
-    trainer = tiny_trainer("ppo", a_run.parent / "other", **CHANGES)
+    trainer = tiny_trainer("ppo", tmp_path / "other", **CHANGES)
     before = weights(trainer)
     with pytest.raises(CheckpointError, match=f"does not fit this model: .*{said}"):
         trainer.load(path)
@@ -711,8 +712,8 @@ def moved(store: Any, **columns: Any) -> None:
     object.__setattr__(store, "parts", lambda: found)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
+@table(
+    "change, said",
     [
         (lambda store: moved(store, advantages=None), "the column 'advantages' of PPOBatch is missing"),
         (lambda store: moved(store, surprise=store.returns), "PPOBatch has no column 'surprise'"),
@@ -733,11 +734,11 @@ def moved(store: Any, **columns: Any) -> None:
             "masks are boolean, True = counts",
         ),
     ],
-    ids=["missing", "unknown", "rows", "columns", "ids", "mask"],
 )
 def test_a_checkpoint_whose_store_has_other_columns_is_set_aside(
-    change: Callable[[Any], None], said: str, a_run: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[Any], None], said: str, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    a_run = Path(shutil.copytree(finished, tmp_path / "run"))
     path = a_run / "checkpoints" / "step_00000004"
     store = read_state(path, "store-00000")["experience"]
     change(store)
@@ -777,46 +778,37 @@ def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(
     assert "line 3 of" in caplog.text
 
 
-def drift_refused(run_dir: Path, **changes: Any) -> str:
-    with pytest.raises(CheckpointError, match="was made with another configuration") as caught:
-        resumed(run_dir, **changes).learn()
-    return str(caught.value)
-
-
-def test_a_changed_configuration_is_refused_with_every_difference(a_run: Path) -> None:
-    """B8."""
-    before = (a_run / "config.yaml").read_text()
-    said = drift_refused(a_run, optimizer__lr=0.5, method__gamma=0.9, train__seed=2, train__keep_checkpoints=1)
-    assert "\n  optimizer.lr: 0.001 -> 0.5\n" in said
-    assert "\n  method.gamma: 1.0 -> 0.9\n" in said
-    assert "\n  train.seed: 1 -> 2\n" in said
-    assert "keep_checkpoints" not in said, "this one may change"
-    assert (a_run / "config.yaml").read_text() == before, "a refused configuration leaves no trace"
-
-
-REFUSED_CHANGES: dict[str, Any] = {
+CHANGED: dict[str, Any] = {
     "train__seed": 2,
     "train__batch_size": 4,
     "train__max_grad_norm": 0.5,
     "train__mixed_precision": "bf16",
     "train__seq_length": 32,
     "optimizer__name": "sgd",
-    "optimizer__kwargs": {"eps": 1e-6},
+    "optimizer__lr": 0.5,
     "scheduler__warmup_steps": 1,
     "rollout__temperature": 0.5,
     "rollout__num_rollouts": 8,
     "rollout__batch_size": 4,
+    "method__gamma": 0.9,
     "method__ppo_epochs": 2,
     "model__disable_dropout": False,
 }
+"""What the course of training depends on."""
 
 
-@pytest.mark.parametrize("key", REFUSED_CHANGES)
-def test_what_the_course_of_training_depends_on_must_not_change(key: str, a_run: Path) -> None:
-    said = drift_refused(a_run, **{key: REFUSED_CHANGES[key]})
-    differences = said.splitlines()[1:-1]
-    assert len(differences) == 1
-    assert differences[0].strip().startswith(key.replace("__", "."))
+def test_a_changed_configuration_is_refused_with_every_difference(a_run: Path) -> None:
+    """B8."""
+    before = (a_run / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match="was made with another configuration") as caught:
+        resumed(a_run, **CHANGED, optimizer__kwargs={"momentum": 0.5}, train__keep_checkpoints=1).learn()
+    differences = [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+    assert {"optimizer.lr: 0.001 -> 0.5", "method.gamma: 1.0 -> 0.9", "train.seed: 1 -> 2"} < {*differences}
+    keys = {line.partition(": ")[0] for line in differences}
+    assert keys == {"optimizer.kwargs.momentum", *(key.replace("__", ".") for key in CHANGED)}
+    assert (a_run / "config.yaml").read_text() == before, "a refused configuration leaves no trace"
+    with pytest.raises(CheckpointError, match=r"another configuration.*\n  train\.batch_size: 8 -> 4\n"):
+        resumed(a_run, train__batch_size=4).learn()
 
 
 def test_what_the_course_of_training_does_not_depend_on_may_change(a_run: Path, tmp_path: Path) -> None:
@@ -872,7 +864,7 @@ def test_a_path_that_is_not_whole_is_an_error_and_stays_as_it_is(a_run: Path, tm
     assert path.is_dir()
 
 
-@pytest.mark.parametrize("where", ["nowhere", "empty", "checkpoint without manifest"])
+@table("where", ["nowhere", "empty", "checkpoint without manifest"])
 def test_a_path_without_a_checkpoint_is_an_error(where: str, a_run: Path, tmp_path: Path) -> None:
     path = {"checkpoint without manifest": a_run / "checkpoints" / "step_00000004"}.get(where, tmp_path / where)
     if where == "empty":
@@ -896,7 +888,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(a_run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in a_run.rglob("*")} == before
 
 
-@pytest.mark.daily(name=("ilql", "ppo", "rft"))
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", trainkit.available_trainers())
 def test_a_trainer_that_has_trained_can_go_back_to_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Whatever it holds from then: experience, counters, the optimizer's memory."""
@@ -929,39 +921,35 @@ def full_disk(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("size", [100, 20_000], ids=["for our own files", "for safetensors"])
-def test_a_disk_that_takes_no_more_is_an_error_that_names_the_place(size: int, a_run: Path) -> None:
-    """B3: whoever writes the file that no longer fits."""
-    trainer = resumed(a_run)
-    trainer.save()
-    root = a_run / "checkpoints"
-    before = names(root)
-    with (
-        files_of_at_most(size),
-        pytest.raises(CheckpointError, match=rf"cannot save a checkpoint under {root}: .*File too large.* MB free"),
-    ):
-        trainer.save()
-    assert names(root) == before, "what was there is there, and nothing else takes up space"
-    assert newest_whole(root) == root / "step_00000004"
-    trainer.save()
-    assert newest_whole(root) == root / "step_00000004"
-
-
-@pytest.mark.parametrize("operation", ["save_file", "_fsync", "json.dumps", "os.rename", "os.mkdir"])
-def test_no_space_left_is_an_error_that_names_the_place(
-    operation: str, a_run: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_place(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """B3: whoever writes the file that no longer fits, and whatever else finds no space."""
     trainer = resumed(a_run)
     trainer.save()
     root = a_run / "checkpoints"
     before = names(root)
-    with monkeypatch.context() as patch:
-        patch.setattr(f"trainkit.runs.checkpoint.{operation}", full_disk)
-        with pytest.raises(CheckpointError, match=rf"under {root}: .*No space left on device") as caught:
+
+    def unchanged() -> bool:
+        """What was there is there, and nothing else takes up space."""
+        return names(root) == before and newest_whole(root) == root / "step_00000004"
+
+    for size in (100, 20_000):  # for our own files, for those of safetensors
+        with (
+            files_of_at_most(size),
+            pytest.raises(CheckpointError, match=rf"cannot save a checkpoint under {root}: .*File too large.* MB free"),
+        ):
             trainer.save()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert names(root) == before
-    assert newest_whole(root) == root / "step_00000004"
+        assert unchanged(), size
+    for operation in ("save_file", "_fsync", "json.dumps", "os.rename", "os.mkdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"trainkit.runs.checkpoint.{operation}", full_disk)
+            with pytest.raises(CheckpointError, match=rf"under {root}: .*No space left on device") as caught:
+                trainer.save()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert unchanged(), operation
+    trainer.save()
+    assert unchanged()
 
 
 def test_a_place_that_cannot_be_made_is_an_error_that_names_it(a_run: Path, tmp_path: Path) -> None:
@@ -985,6 +973,7 @@ def test_an_export_that_cannot_be_written_is_an_error_that_says_how_much_room_it
             trainer.save_pretrained(place)
 
 
+@pytest.mark.slow
 def test_training_that_could_not_save_resumes_from_what_was_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1036,34 +1025,6 @@ def test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written(
 # -------------------------------------------------------------------------------------- reward functions that fail
 
 
-def test_a_reward_function_that_raises_leaves_a_run_that_resumes_to_the_bit_equal_end(tmp_path: Path) -> None:
-    """C1: one collection of 16 in two calls is trained on for two steps; the fifth call is step 5's."""
-    changes = {"method__ppo_epochs": 1, "train__save_interval": 1, "train__total_steps": 6}
-    straight = tiny_trainer("ppo", tmp_path / "straight", **changes)
-    straight.learn()
-    calls: list[int] = []
-
-    def fails_once(**given_: Any) -> list[float]:
-        calls.append(len(calls))
-        if len(calls) == 5:
-            raise TimeoutError("the judge is away")
-        return count_first_letters(**given_)
-
-    stopped = tiny_trainer("ppo", tmp_path / "stopped", **changes)
-    stopped.reward_fn = fails_once
-    with pytest.raises(RewardError, match=r"fails_once .* raised TimeoutError: the judge is away"):
-        stopped.learn()
-    path = newest_whole(tmp_path / "stopped" / "checkpoints")
-    assert path is not None
-    assert path.name == "step_00000004"
-    saved = {name.removeprefix("model."): t for name, t in read_state(path, "model").items()}
-    assert_same_weights(saved, {k.removeprefix("model."): v for k, v in weights(stopped).items()})
-    again = tiny_trainer("ppo", tmp_path / "stopped", **changes, train__resume="auto")
-    again.reward_fn = fails_once
-    again.learn()
-    assert_same_weights(weights(again), weights(straight))
-
-
 FAILS: dict[str, Any] = {"train__save_interval": 100, "train__total_steps": 6, "train__batch_size": 8}
 """Checkpoints that are not due before the end."""
 
@@ -1086,11 +1047,11 @@ def failing(at: int, honest: Any) -> Any:
     return fails
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("ppo", {"method__ppo_epochs": 2, "rollout__batch_size": 4}),
-        ("rloo", {"rollout__batch_size": 4}),
         ("rloo", {"rollout__batch_size": 4, "rollout__staleness": 1}),
         ("rft", {"method__rft_k": 2, "rollout__batch_size": 4}),
     ],
@@ -1117,6 +1078,7 @@ def test_an_error_within_a_collection_leaves_a_checkpoint_of_the_last_step(
     assert_same_weights(weights(again), weights(straight))
 
 
+@pytest.mark.daily(method=("loss",))
 @pytest.mark.parametrize("method", ["loss", "prepare_step", "judge"])
 def test_an_error_within_a_step_leaves_a_checkpoint_of_the_step_before(method: str, tmp_path: Path) -> None:
     """In the middle of a pass: the minibatch at hand is made again."""
@@ -1271,15 +1233,11 @@ def best(run_dir: Path) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(run_dir / "best").state_dict()
 
 
+@pytest.mark.daily(winner=(1, 3))
 @pytest.mark.parametrize(
     ("rewards", "winner"),
-    [
-        ([0.0, 3.0, 1.0, 2.0], 1),
-        ([0.0, 1.0, 2.0, 3.0], 3),
-        ([2.0, 1.0, 2.0, 2.0], 0),
-        ([-5.0, -4.0, -4.5, -4.0], 1),
-    ],
-    ids=["early", "last", "first, not its equals", "negative"],
+    [([-5.0, -4.0, -4.5, -4.0], 1), ([0.0, 1.0, 2.0, 3.0], 3), ([2.0, 1.0, 2.0, 2.0], 0)],
+    ids=["first of two", "last", "that of the start"],
 )
 def test_best_is_the_export_of_the_highest_evaluation(rewards: list[float], winner: int, tmp_path: Path) -> None:
     seen = trained_with_rewards(tmp_path, rewards, train__save_best=True)
@@ -1306,6 +1264,7 @@ def test_best_is_judged_at_the_first_value_of_a_sweep(tmp_path: Path) -> None:
     assert_same_weights(best(tmp_path), expected)
 
 
+@pytest.mark.daily(mode=("min",))
 @pytest.mark.parametrize(("mode", "winner"), [("max", 1), ("min", 2)])
 def test_best_may_be_judged_by_any_metric(mode: str, winner: int, tmp_path: Path) -> None:
     """By a number of the metric function, while the reward says another one."""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit
+from tables import table
 from trainkit.data.columns import KNOWN, near
 from trainkit.errors import CheckpointError, DataError
 from trainkit.rollouts import Turn
@@ -44,29 +44,29 @@ def train(tmp_path: Path, *arguments: Any, settings: dict[str, Any] | None = Non
 
 # --------------------------------------------------------------------------------------------- what is refused
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "the prompt of another format": ("sft", {"question": "a", "completion": "b"}, "question", "rename it to 'prompt'"),
-    "half of Alpaca": ("sft", {"instruction": "a", "completion": "b"}, "instruction", "rename it to 'prompt'"),
-    "a letter left out": ("sft", {"promt": "a", "completion": "b"}, "promt", "did you mean 'prompt'"),
-    "a letter added": ("sft", {"prompts": "a", "completion": "b"}, "prompts", "did you mean 'prompt'"),
-    "two letters swapped": ("sft", {"pormpt": "a", "completion": "b"}, "pormpt", "did you mean 'prompt'"),
-    "a letter replaced": ("sft", {"prompt": "a", "output": "b", "imput": "c"}, "imput", "did you mean 'input'"),
-    "another case": ("sft", {"Prompt": "a", "completion": "b"}, "Prompt", "did you mean 'prompt'"),
-    "images": ("sft", {**SAMPLE, "images": ["x"]}, "images", "training is on text alone"),
-    "an image": ("dpo", {**PAIR, "image": "x"}, "image", "did you mean 'images'"),
-    "a second output": ("sft", {**SAMPLE, "output": "c"}, "output", "it belongs to another format"),
-    "text beside an output": ("sft", {"text": "a", "completion": "b"}, "text", "it belongs to another format"),
-    "a prompt beside text": ("sft", {"prompt": "a", "text": "b"}, "prompt", "it belongs to another format"),
-    "a question beside a pair": ("dpo", {"question": "x", "chosen": "ab", "rejected": "ac"}, "question", "'prompt'"),
-    "the reference": ("dpo", {**PAIR, "reference_chosen_logps": -1.0}, "reference_chosen_logps", "computed here"),
-    "the reference, shortened": ("dpo", {**PAIR, "ref_rejected_logps": -1.0}, "ref_rejected_logps", "computed here"),
-    "a system prompt": ("reward", {**PAIR, "system": "x"}, "system", "write it into the prompt"),
-    "tools without a template": ("sft", {**SAMPLE, "tools": [{"name": "f"}]}, "tools", "and the row is text"),
-    "images of labelled samples": ("kto", {**SAMPLE, "label": True, "images": ["x"]}, "images", "text alone"),
-}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("sft", {"question": "a", "completion": "b"}, "question", "rename it to 'prompt'"),
+    ("sft", {"instruction": "a", "completion": "b"}, "instruction", "rename it to 'prompt'"),
+    ("sft", {"promt": "a", "completion": "b"}, "promt", "did you mean 'prompt'"),
+    ("sft", {"prompts": "a", "completion": "b"}, "prompts", "did you mean 'prompt'"),
+    ("sft", {"pormpt": "a", "completion": "b"}, "pormpt", "did you mean 'prompt'"),
+    ("sft", {"prompt": "a", "output": "b", "imput": "c"}, "imput", "did you mean 'input'"),
+    ("sft", {"Prompt": "a", "completion": "b"}, "Prompt", "did you mean 'prompt'"),
+    ("sft", {**SAMPLE, "images": ["x"]}, "images", "training is on text alone"),
+    ("dpo", {**PAIR, "image": "x"}, "image", "did you mean 'images'"),
+    ("sft", {**SAMPLE, "output": "c"}, "output", "it belongs to another format"),
+    ("sft", {"text": "a", "completion": "b"}, "text", "it belongs to another format"),
+    ("sft", {"prompt": "a", "text": "b"}, "prompt", "it belongs to another format"),
+    ("dpo", {"question": "x", "chosen": "ab", "rejected": "ac"}, "question", "'prompt'"),
+    ("dpo", {**PAIR, "reference_chosen_logps": -1.0}, "reference_chosen_logps", "computed here"),
+    ("dpo", {**PAIR, "ref_rejected_logps": -1.0}, "ref_rejected_logps", "computed here"),
+    ("reward", {**PAIR, "system": "x"}, "system", "write it into the prompt"),
+    ("sft", {**SAMPLE, "tools": [{"name": "f"}]}, "tools", "and the row is text"),
+    ("kto", {**SAMPLE, "label": True, "images": ["x"]}, "images", "text alone"),
+]
 
 
-@pytest.mark.parametrize(("method", "row", "column", "said"), REFUSED.values(), ids=REFUSED)
+@table("method, row, column, said", REFUSED)
 def test_a_column_that_changes_what_is_learnt_is_refused_until_it_is_ignored(
     method: str, row: dict[str, Any], column: str, said: str, tmp_path: Path
 ) -> None:
@@ -81,6 +81,8 @@ def test_a_column_that_changes_what_is_learnt_is_refused_until_it_is_ignored(
 
 def test_an_empty_cell_is_no_column() -> None:
     """A table has the columns of its widest row."""
+    from datasets import Dataset
+
     empty = {"system": "", "history": [], "images": None, "question": float("nan")}
     assert trainkit.data.sample_rows(Dataset.from_list([{**SAMPLE, **empty}]))[0]["turns"] == ["a", "b"]
     assert trainkit.data.prompt_rows([{"prompt": "a", "images": [], "completions": None, "labels": None}])
@@ -89,7 +91,7 @@ def test_an_empty_cell_is_no_column() -> None:
 ORDINARY = ("id", "source", "label", "labels", "answer", "score", "test", "prompt_id", "context", "category", "meta")
 
 
-@pytest.mark.parametrize("column", ORDINARY)
+@table("column", ORDINARY)
 def test_a_column_of_an_ordinary_dataset_is_named_and_stops_nobody(
     column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,14 +136,14 @@ def test_labels_are_read_by_those_that_learn_from_them(tmp_path: Path, caplog: p
 
 
 class Rows:
-    """A stream of three windows of rows with a column that nothing reads."""
+    """A stream of two windows of rows with a column that nothing reads."""
 
     def __iter__(self) -> Iterator[Any]:
-        return ({**SAMPLE, "id": n} for n in range(600))
+        return ({**SAMPLE, "id": n} for n in range(400))
 
 
 def test_a_column_of_a_stream_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"train": {"total_steps": 150, "save_interval": 0, "eval_interval": 0}}
+    settings = {"train": {"total_steps": 70, "save_interval": 0, "eval_interval": 0}}
     train(tmp_path, samples=Rows(), settings=settings)
     assert told(caplog, "does not read") == ["sft does not read the column 'id' of the samples"]
 
@@ -180,7 +182,7 @@ NO_PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("row", "said"), NO_PROMPTS.values(), ids=NO_PROMPTS)
+@table("row, said", NO_PROMPTS.values())
 def test_prompts_that_are_something_else_are_refused_until_the_column_is_ignored(
     row: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
@@ -258,7 +260,7 @@ def tokenizer(side: str) -> Any:
     return made
 
 
-@pytest.mark.parametrize(("side", "kept", "lost"), [("right", "abcdef", "end"), ("left", "efghh<eos>", "beginning")])
+@table("side, kept, lost", [("right", "abcdef", "end"), ("left", "efghh<eos>", "beginning")])
 def test_a_sample_loses_the_side_that_the_tokenizer_truncates_and_it_is_told(
     side: str, kept: str, lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,7 +277,7 @@ def test_a_sample_loses_the_side_that_the_tokenizer_truncates_and_it_is_told(
     assert trained == ("def" if side == "right" else "fghh<eos>"), "nothing precedes the first token"
 
 
-@pytest.mark.parametrize(("side", "first"), [("right", "end"), ("left", "beginning")])
+@table("side, first", [("right", "end"), ("left", "beginning")])
 def test_pairs_that_truncation_makes_equal_are_counted(
     side: str, first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,25 +319,25 @@ def test_the_side_of_truncation_is_set_in_the_configuration_and_belongs_to_the_r
 
 # ------------------------------------------------------------------------------------------- how many rows a step has
 
-SHORT_STEPS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "offline": (
+SHORT_STEPS: list[tuple[str, dict[str, Any], int, str]] = [
+    (
         "sft", {"train__batch_size": 6}, 4,
         "step 3 is made with 4 rows: train.batch_size, 6, does not divide the 16 rows of the "
         "dataset",
     ),
-    "a small dataset": (
+    (
         "sft", {"train__batch_size": 32}, 2,
         "step 1 is made with 16 rows: train.batch_size, 32, does not divide the 16 rows of the dataset",
     ),
-    "online": (
+    (
         "ppo", {"rollout__num_rollouts": 12}, 6,
         "step 2 is made with 4 rows: train.batch_size, 8, does not divide the 12 rows of a collection "
         "(rollout.num_rollouts)",
     ),
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "changes", "steps", "said"), SHORT_STEPS.values(), ids=SHORT_STEPS)
+@table("method, changes, steps, said", SHORT_STEPS)
 def test_a_step_of_fewer_rows_is_told_once(
     method: str, changes: dict[str, Any], steps: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,7 +364,7 @@ def test_prompts_of_a_further_epoch_are_told(tmp_path: Path, caplog: pytest.LogC
     ]
 
 
-@pytest.mark.parametrize("method", ["sft", "ppo"])
+@table("method", ["sft", "ppo"])
 def test_no_steps_train_nothing_and_it_is_told(method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_trainer(method, tmp_path, train__total_steps=0).learn()
     assert told(caplog, "nothing is trained") == [

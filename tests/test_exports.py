@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import trainkit
+from tables import table
 from trainkit.errors import NonFiniteError
 from trainkit.models.loading import merge_export
 from trainkit.testing.trainers import tiny_trainer
@@ -49,7 +50,7 @@ def test_an_export_of_an_export_is_the_same(tmp_path: Path) -> None:
     assert named(again.save_pretrained(tmp_path / "second")) == named(first)
 
 
-@pytest.mark.parametrize("merged", [False, True])
+@table("merged", [False, True])
 def test_what_is_saved_of_an_adapters_base_names_it_too(merged: bool, tmp_path: Path) -> None:
     lora = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
     trainer = tiny_trainer("sft", tmp_path / "run", model=FIELDS, model__peft_config=lora)
@@ -74,7 +75,7 @@ def test_an_adapter_whose_base_is_elsewhere_says_that_the_base_names_another_eos
     assert named(tmp_path / "whole") == (trainer.tokenizer.eos_token_id, [OLD, trainer.tokenizer.eos_token_id])
 
 
-@pytest.mark.parametrize("save_interval", [0, 10])
+@table("save_interval", [0, 10])
 def test_weights_that_are_not_finite_are_not_exported(save_interval: int, tmp_path: Path) -> None:
     """With and without checkpoints: the last step was too long, and no loss follows that would say so."""
 

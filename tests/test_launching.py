@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.plugins import registry
 from trainkit.testing.conformance import Case, CheckError, Subject, all_checks
@@ -61,8 +62,8 @@ def test_processes_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
         launch("sft", tmp_path / "job", {}, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
+@table(
+    "variables, said",
     [
         ({"ACCELERATE_USE_FSDP": "true"}, "configured to use FSDP, which would divide the model"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured to use DeepSpeed"),

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import forking
 import trainkit
+from tables import table
 from trainkit.config.arguments import OPTIMIZERS
 from trainkit.runs.symptoms import FIRST_KL, HALF_PRECISION, RATIO
 from trainkit.testing import character_tokenizer, tiny_gpt2
@@ -23,7 +24,7 @@ from trainkit.trainer.master_weights import MasterWeights, with_masters
 BF16 = {"model__dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@table("name", OPTIMIZERS)
 def test_steps_are_those_of_float32_and_the_weights_are_their_rounding(name: str) -> None:
     """Bit by bit, also after the state was written and read."""
     torch.manual_seed(0)
@@ -82,6 +83,7 @@ def test_a_closure_is_refused() -> None:
         optimizer.step(lambda: 0.0)
 
 
+@pytest.mark.daily(name=("dpo",))
 @pytest.mark.parametrize("name", ["ppo", "dpo"])
 def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     ends = []
@@ -114,6 +116,7 @@ def test_the_gradient_is_accumulated_in_float32(tmp_path: Path) -> None:
     assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 1 - 1e-4
 
 
+@pytest.mark.slow
 def test_processes_hold_the_same_weights_and_copies(tmp_path: Path) -> None:
     """Two end with the bits of each other, and with what one process ends with up to rounding."""
     for processes in (1, 2):
@@ -142,6 +145,7 @@ def test_an_optimizer_of_the_user_is_told_to_lose_small_changes(
     assert "the weights are bfloat16" not in caplog.text
 
 
+@pytest.mark.daily(name=("rloo",))
 @pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
 def test_under_bf16_the_declared_correction_uses_the_numbers_of_the_sampler(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

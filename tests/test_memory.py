@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 import forking
 import researchers.critics  # noqa: F401  (registers two algorithms)
+from runs import only_new_garbage
+from tables import table
 from trainkit.errors import ConfigError, OutOfMemoryError
 from trainkit.models.recomputing import recompute_activations
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -41,6 +44,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    """After a lack of memory, garbage is collected."""
+    with only_new_garbage():
+        yield
+
+
 def gradient(trainer: Any, batch: Any) -> Tensor:
     """The gradient of a step, as the loop computes it."""
     trainer._gradient(batch, batch.weight)
@@ -64,6 +74,7 @@ def kept(trainer: Any, batch: Any) -> int:
     return sum(size for place, size in sizes.items() if place not in own)
 
 
+@pytest.mark.daily(case=("bart", "adapter", "frozen layers", "critic of its own", "dropout"))
 @pytest.mark.parametrize("case", CASES)
 def test_activations_that_are_computed_again_give_the_same_gradient(case: str, tmp_path: Path) -> None:
     name, changes = CASES[case]
@@ -79,12 +90,15 @@ def test_activations_that_are_computed_again_give_the_same_gradient(case: str, t
     assert kept(again, batch) < kept(plain, batch)
 
 
-@pytest.mark.parametrize("name", ["rloo", "ppo"])
-def test_sampling_is_not_affected_by_checkpointing(name: str, tmp_path: Path) -> None:
+def test_sampling_is_not_affected_by_checkpointing(tmp_path: Path) -> None:
     """transformers drops caches of checkpointed layers in training mode; the sampler runs in evaluation mode."""
-    settings = {"model": tiny_llama(10), "train__share_prompts": False}  # as with checkpointing
+    settings = {
+        "model": tiny_llama(10),
+        "train__share_prompts": False,
+        "train__total_steps": 3,
+    }  # as with checkpointing
     runs = [
-        tiny_trainer(name, tmp_path / str(on), train__gradient_checkpointing=on, **settings) for on in (False, True)
+        tiny_trainer("rloo", tmp_path / str(on), train__gradient_checkpointing=on, **settings) for on in (False, True)
     ]
     for trainer in runs:
         trainer.learn()
@@ -142,13 +156,16 @@ class Full:
             raise self.error
 
 
-@pytest.mark.parametrize("error", [FULL, MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")])
-@pytest.mark.parametrize("name", ["sft", "ppo", "rloo"])
+@pytest.mark.daily(name=("sft", "ppo"))
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("sft", FULL), ("ppo", torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")), ("rloo", MemoryError())],
+)
 def test_a_run_that_is_out_of_memory_equals_one_with_the_size_that_fits(
     name: str, error: Exception, tmp_path: Path
 ) -> None:
     """With dropout, whose random numbers are drawn anew in every attempt."""
-    changes = {"model": tiny_gpt2(10, **DROPOUT), "model__disable_dropout": False, "train__save_interval": 2}
+    changes = {"model": tiny_gpt2(10, **DROPOUT), "model__disable_dropout": False, "train__total_steps": 3}
     plenty, scarce = (tiny_trainer(name, tmp_path / each, **changes, **AUTO) for each in ("plenty", "scarce"))
     plenty.progress.microbatch = 2
     full = Full(scarce, 2, error)
@@ -174,7 +191,7 @@ def test_gradients_of_passes_that_fitted_before_are_not_kept(tmp_path: Path) -> 
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo"])
+@table("name", ["ppo", "dpo"])
 def test_passes_without_gradient_are_divided_too(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, **AUTO)
     full = Full(trainer, 1)
@@ -184,6 +201,7 @@ def test_passes_without_gradient_are_divided_too(name: str, tmp_path: Path) -> N
     assert len(full.seen) == 32  # 16 responses in policy and reference; 32 of the pairs in the reference
 
 
+@pytest.mark.daily(name=("sft",))
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_resuming_uses_the_size_that_was_found(name: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"train__save_interval": 1, **AUTO}
@@ -211,7 +229,7 @@ def test_evaluating_does_not_change_the_size(tmp_path: Path) -> None:
     assert trainer.progress.microbatch == 8
 
 
-@pytest.mark.parametrize("size", ["auto", 1])
+@table("size", ["auto", 1])
 def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_do(size: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path, train__microbatch_size=size)
     Full(trainer, 0)
@@ -270,6 +288,7 @@ torch.save({**trainer.unwrapped.state_dict(), "rows": trainer.progress.microbatc
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited so on Linux alone")
 def test_a_process_whose_memory_is_limited_trains_as_one_with_the_size_that_fits(tmp_path: Path) -> None:
     """Under RLIMIT_AS, with errors of the allocator itself, and of oneDNN, whose own needs depend on the processor."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tables import table
 from trainkit import Batch
 from trainkit.data import Sequences, shuffled
 from trainkit.testing.trainers import tiny_trainer
@@ -56,8 +57,8 @@ def divided(prompts: int, each: int, world: int) -> list[Numbered]:
     return [Numbered(rows[rank::world].flatten()) for rank in range(world)]
 
 
-@pytest.mark.parametrize(("prompts", "each", "size"), [(16, 1, 8), (8, 4, 8), (8, 4, 16), (8, 3, 8), (12, 2, 16)])
-@pytest.mark.parametrize("together", [False, True])
+@table("prompts, each, size", [(16, 1, 8), (8, 4, 8), (8, 4, 16), (8, 3, 8), (12, 2, 16)])
+@table("together", [False, True])
 def test_minibatches_have_the_same_rows_on_any_number_of_processes(
     prompts: int, each: int, size: int, together: bool
 ) -> None:

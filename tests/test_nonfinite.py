@@ -14,6 +14,7 @@ import torch
 from researchers.copying import Copying
 from researchers.dapo import DapoTrainer
 from researchers.remax import ReMaxTrainer
+from tables import table
 from test_dynamic import picky
 from test_laws import assert_same_weights, weights
 from test_processes import succeed
@@ -51,6 +52,7 @@ def logged(place: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- dropping
 
 
+@pytest.mark.daily(name=("ppo", "rloo"))
 @pytest.mark.parametrize("name", ["ppo", "rloo", "online_dpo"])
 def test_what_is_trained_on_has_finite_scores_and_groups_are_whole(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -88,14 +90,13 @@ def test_what_is_trained_on_has_finite_scores_and_groups_are_whole(
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", "rft"])
-@pytest.mark.parametrize("policy", ["drop_row", "clip"])
+@pytest.mark.daily(name=("ppo", "rloo"))
+@pytest.mark.parametrize(("name", "policy"), [("ppo", "clip"), ("rloo", "drop_row"), ("rft", "drop_row")])
 def test_with_finite_scores_the_run_is_the_same(name: str, policy: str, tmp_path: Path) -> None:
     ends = []
     for on_nonfinite in ("error", policy):
-        trainer = trainer_at(
-            tmp_path / on_nonfinite, count_first_letters, name, reward__on_nonfinite=on_nonfinite, rollout__batch_size=8
-        )
+        settings = {"reward__on_nonfinite": on_nonfinite, "rollout__batch_size": 8, "train__total_steps": 3}
+        trainer = trainer_at(tmp_path / on_nonfinite, count_first_letters, name, **settings)
         trainer.learn()
         ends.append(weights(trainer))
     assert_same_weights(*ends)
@@ -115,8 +116,8 @@ def test_a_run_that_only_reuses_pools_without_scores_ends_too(tmp_path: Path) ->
         trainer.learn()
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.daily(name=("rloo",))
+@pytest.mark.parametrize(("name", "stop"), [("ppo", 1), ("rloo", 4)])
 def test_a_run_that_drops_resumes_exactly(name: str, stop: int, tmp_path: Path) -> None:
     changes = {"name": name, "train__save_interval": 1, "train__batch_size": 4}
     straight = trainer_at(tmp_path / "a", **changes)
@@ -128,6 +129,7 @@ def test_a_run_that_drops_resumes_exactly(name: str, stop: int, tmp_path: Path) 
     assert_same_weights(weights(straight), weights(resumed))
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_ahead_drops_the_same(tmp_path: Path) -> None:
     ends = []
     for engine in ("local", "_test_copy"):
@@ -261,8 +263,8 @@ def test_an_algorithm_that_keeps_gets_clipped_scores(tmp_path: Path) -> None:
     assert len(trainer.store) == 16
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
+@table(
+    "value, said",
     [
         (math.nan, r"after step 0: .* returned nan \(float\) for sample 0 \(of prompt \d\); numbers must be finite"),
         (math.inf, "no score of the collection after step 0 is finite"),
@@ -287,6 +289,7 @@ def some_collections(bad: set[int], calls: list[int]) -> Any:
     return reward
 
 
+@pytest.mark.daily(staleness=(0,))
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_three_collections_in_a_row_without_a_usable_score_end_the_run(staleness: int, tmp_path: Path) -> None:
     """C6: two in a row do not, and one that is usable begins anew."""

@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import trainkit
+from tables import table
 from trainkit import TRLConfig
 from trainkit.config.arguments import OPTIMIZERS, SCHEDULES, TORCH_SCHEDULES
 from trainkit.config.sections import OptimizerConfig, SchedulerConfig
@@ -46,6 +47,7 @@ def test_the_names_are_those_that_arguments_are_known_of() -> None:
     assert set(schedules) == {"constant", *SCHEDULES, *TORCH_SCHEDULES}
 
 
+@pytest.mark.daily(name=("adafactor", "rmsprop"))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_each_optimizer_of_torch_trains_and_resumes_bit_exactly(name: str, tmp_path: Path) -> None:
     lr = {"adadelta": 1.0, "adafactor": 0.05}.get(name, 1e-2)
@@ -68,7 +70,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+@table("name", TORCH_SCHEDULES)
 def test_schedules_of_torch_have_the_rates_of_torch_after_the_warm_up(name: str) -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))], lr=0.3)
@@ -115,8 +117,8 @@ def test_a_schedule_of_torch_resumes_bit_exactly(tmp_path: Path) -> None:
     assert later.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 16)
 
 
-@pytest.mark.parametrize(
-    ("section", "given", "said"),
+@table(
+    "section, given, said",
     [
         ("optimizer", {"name": "nadm"}, "did you mean 'nadam'"),
         ("optimizer", {"name": "lbfgs"}, "optimizer.name"),
@@ -187,8 +189,8 @@ def test_an_optimizer_over_a_live_model_is_stepped(tmp_path: Path) -> None:
     assert schedule.get_last_lr() == pytest.approx([1e-2 / 8])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
+@table(
+    "arguments, said",
     [
         ({"optimizer": 3}, "optimizer should be one of torch, or a function that makes it; given 3"),
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters[1:])}, "does not have model.*, which is trained"),

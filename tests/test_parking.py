@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,20 @@ import torch
 from torch import Tensor
 
 import trainkit
+from runs import only_new_garbage
+from tables import table
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import parking
 
 PAIRS = [{"prompt": "a", "chosen": "bc", "rejected": "d"}, {"prompt": "ef", "chosen": "g", "rejected": "ha"}] * 4
 LABELS = [{"prompt": "a", "output": "bc", "label": True}, {"prompt": "ef", "output": "g", "label": False}] * 4
 HELD_OUT = {"dpo": PAIRS, "kto": LABELS}
-METHODS = pytest.mark.parametrize("name", ["dpo", "kto"])
+
+
+@pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    with only_new_garbage():
+        yield
 
 
 @pytest.fixture
@@ -59,7 +67,8 @@ def weights(trainer: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
 
 
-@METHODS
+@pytest.mark.daily(name=("dpo",))
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_its_weights_leave_memory_and_the_run_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +81,8 @@ def test_its_weights_leave_memory_and_the_run_ends_with_the_same_bits(
     assert not list((tmp_path / "left").glob("tmp*")), "the file has no name"
 
 
-@METHODS
+@pytest.mark.daily(name=("dpo",))
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.usefixtures("small")
 def test_a_run_that_resumes_without_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     usual = weights(run(name, tmp_path / "whole"))
@@ -98,7 +108,7 @@ def _stopping(trainer: Any) -> Any:
     return update
 
 
-@METHODS
+@table("name", ["dpo", "kto"])
 @pytest.mark.usefixtures("small")
 def test_held_out_samples_are_prepared_before_it_leaves(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, train__total_steps=4, train__eval_interval=2)

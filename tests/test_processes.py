@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import forking
-import trainkit
-from trainkit.errors import RewardError
 from trainkit.runs import newest_whole
-from trainkit.runs.processes import everywhere
-from trainkit.runs.stopping import Interrupted
 from trainkit.testing.trainers import language_trainers
 
-TRAINERS, LANGUAGE = trainkit.available_trainers(), language_trainers()
 STEPS: dict[str, dict[str, Any]] = {
     "means over a step": {"name": "dpo", "method__loss_type": "kto_pair"},
     "no weight in one process": {"name": "dpo"},
@@ -465,9 +459,10 @@ def test_two_processes_have_the_metrics_of_one(name: str, gradients: Path) -> No
 
 def test_two_processes_train_upper_layers_or_an_adapter_and_end_bit_equal(tmp_path: Path) -> None:
     """Resumed half-way; with frozen layers run once, and rows of like length going through together; T5 too."""
-    succeed(PARTS, 2, str(tmp_path), *LANGUAGE)
+    names = language_trainers()
+    succeed(PARTS, 2, str(tmp_path), *names)
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert len(first) == 2 * len(LANGUAGE) + 2 * len({"ppo", "rloo", "sft"} & set(TRAINERS)) + 1
+    assert len(first) == 2 * len(names) + 2 * len({"ppo", "rloo", "sft"} & {*names}) + 1
     assert all(first.values())
     assert first == second
     assert (tmp_path / "ppo-layers" / "best").is_dir()
@@ -628,24 +623,3 @@ def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(resumed: list
     first, second = resumed
     assert first["packed straight"] == second["packed straight"] == first["packed resumed"] == second["packed resumed"]
     assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]
-
-
-@pytest.mark.parametrize("own", ["interrupted", "failed", "nothing"])
-@pytest.mark.parametrize("others", ["interrupted", "failed", "nothing"])
-def test_processes_leave_in_the_same_way(own: str, others: str) -> None:
-    """An error of one comes before the request to end that another has received: both would wait for each other."""
-    made = {"interrupted": Interrupted(), "failed": RewardError("away"), "nothing": None}
-
-    def here() -> None:
-        if made[own] is not None:
-            raise made[own]
-
-    trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=2), gather=lambda items: [*items, made[others]]
-    )
-    kind = next((type(made[name]) for name in ("failed", "interrupted") if name in (own, others)), None)
-    if kind is None:
-        everywhere(trainer, here)
-        return
-    with pytest.raises(kind):
-        everywhere(trainer, here)

@@ -63,7 +63,7 @@ def saved_makers(run_dir: Path) -> Any:
     return checkpoint.read_state(path, "loop")["makers"]
 
 
-def resumed(run_dir: Path, name: str = "ppo", **changes: Any) -> list[str]:
+def resumed(run_dir: Path, name: str = "sft", **changes: Any) -> list[str]:
     """What a run says of the checkpoint that it goes on from, after the line about where it is."""
     trainer = tiny_trainer(name, run_dir, **{**SAVING, "train__total_steps": 3, **changes})
     trainer.learn()
@@ -90,7 +90,7 @@ def test_resuming_with_another_version_of_a_plugin_says_so_and_goes_on(
     install: Callable[[str], None], tmp_path: Path
 ) -> None:
     install("1.5")
-    tiny_trainer("ppo", tmp_path / "run", **SAVING, plugins=["fake-watch"]).learn()
+    tiny_trainer("sft", tmp_path / "run", **SAVING, plugins=["fake-watch"]).learn()
     install("2.0")
     said = resumed(tmp_path / "run", plugins=["fake-watch"])
     assert said == ["  changed: plugin fake-watch: fake-watch 1.5 -> fake-watch 2.0"]
@@ -99,7 +99,7 @@ def test_resuming_with_another_version_of_a_plugin_says_so_and_goes_on(
 
 def test_resuming_without_a_plugin_or_with_one_more_says_so(install: Callable[[str], None], tmp_path: Path) -> None:
     install("1.5")
-    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    tiny_trainer("sft", tmp_path / "run", **SAVING).learn()
     assert resumed(tmp_path / "run", plugins=["fake-watch"]) == [
         "  changed: plugin fake-watch: not in that run -> fake-watch 1.5"
     ]
@@ -110,7 +110,7 @@ def test_resuming_without_a_plugin_or_with_one_more_says_so(install: Callable[[s
 
 def test_resuming_with_another_version_of_trainkit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainkit, "__version__", "0.1.99")
-    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    tiny_trainer("sft", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
     assert resumed(tmp_path / "run") == [f"  changed: trainkit: trainkit 0.1.99 -> trainkit {trainkit.__version__}"]
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_the_record_is_resumed_from_and_said_to_lack_it(
         honest(directory, name, {key: value for key, value in state.items() if key != "makers"})
 
     monkeypatch.setattr(checkpoint, "write_state", without_record)
-    tiny_trainer("ppo", tmp_path / "run", **SAVING).learn()
+    tiny_trainer("sft", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
     assert resumed(tmp_path / "run") == ["  changed: the checkpoint does not record which plugins it was made with"]
 

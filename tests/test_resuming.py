@@ -15,16 +15,17 @@ import pytest
 import torch
 
 import trainkit
-from runs import full, resumed_at, snapshot, steps_logged
+from runs import full, only_new_garbage, resumed_at, snapshot, steps_logged
+from tables import table
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.runs import checkpoint
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import Letters, tiny_trainer
 
 
-def test_resumed_at_every_step_a_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """In the middle of a pass, between passes, between collections, at the end; the battery runs the others."""
-    assert resumed_at("ppo", range(1, 13), tmp_path) == 12
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """With dropout, from within a pass, between passes and between collections; the battery resumes at every step."""
+    assert resumed_at("ppo", (2, 3, 6), tmp_path) == 3
 
 
 def test_a_finished_run_can_be_made_longer_and_its_export_is_the_new_one(tmp_path: Path) -> None:
@@ -134,8 +135,8 @@ def test_a_longer_run_follows_the_longer_schedule_from_the_first_step_on(tmp_pat
     assert longer.optimizer.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@table(
+    "changes, said",
     [
         ({"optimizer__name": "sgd"}, r"another method or optimizer: optimizer\.name: 'adamw' -> 'sgd'"),
         (
@@ -154,34 +155,39 @@ def test_what_cannot_be_continued_is_refused_also_where_drift_is_allowed(
     assert snapshot(a_run) == before
 
 
+ROWS = [{"prompt": letter, "answer": n} for n, letter in enumerate("abcd")]
 ODD = {"samples": [("ab", "c"), ("cd", "e")] * 8, "rewards": [0.0, 1.0] * 8}
-OTHER_DATA: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "a prompt": ("ppo", {"prompts": ["a", "b", "c", "d"] * 4}, {"prompts": ["a", "b", "c", "e"] * 4}, "'prompt'"),
-    "their order": ("ppo", {"prompts": ["a", "b", "c", "d"]}, {"prompts": ["b", "a", "c", "d"]}, "'prompt'"),
-    "a column": (
+OTHER_DATA: list[tuple[str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (
         "ppo",
-        {"prompts": [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]},
-        {"prompts": [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 3}]},
-        "'answer'",
+        {"prompts": ROWS},
+        [
+            ({"prompts": [*ROWS[:3], {"prompt": "e", "answer": 3}]}, "'prompt'"),
+            ({"prompts": [{"prompt": "b", "answer": 0}, {"prompt": "a", "answer": 1}, *ROWS[2:]]}, "'prompt'"),
+            ({"prompts": [*ROWS[:3], {"prompt": "d", "answer": 4}]}, "'answer'"),
+            ({"tokenizer": character_tokenizer("hgfedcba")}, "the tokenizer"),
+        ],
     ),
-    "a sample": ("ilql", ODD, {**ODD, "samples": [("ab", "c"), ("cd", "f")] * 8}, "'[a-z]+'"),
-    "a reward": ("ilql", ODD, {**ODD, "rewards": [0.0, 0.5] * 8}, "'reward'"),
-    "the tokenizer": ("ppo", {}, {"tokenizer": character_tokenizer("hgfedcba")}, "the tokenizer"),
-}
+    (
+        "ilql",
+        ODD,
+        [({"samples": [("ab", "c"), ("cd", "f")] * 8}, "'[a-z]+'"), ({"rewards": [0.0, 0.5] * 8}, "'reward'")],
+    ),
+]
 
 
-@pytest.mark.parametrize("case", [*OTHER_DATA])
+@table("name, before, others", OTHER_DATA)
 def test_a_run_does_not_go_on_with_other_data_unless_that_is_allowed(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, before: dict[str, Any], others: list[tuple[dict[str, Any], str]], tmp_path: Path
 ) -> None:
-    name, before, now, said = OTHER_DATA[case]
     changes: dict[str, Any] = {"train__save_interval": 1, "train__total_steps": 1, "train__eval_interval": 0}
     tiny_trainer(name, tmp_path, arguments=before, **changes).learn()
     changes |= {"train__total_steps": 2, "train__resume": "auto"}
     tiny_trainer(name, tmp_path, arguments=before, **changes).begin()
-    with pytest.raises(CheckpointError, match=f"a run with other data.*\n  data: (the column )?{said}.* changed\n"):
-        tiny_trainer(name, tmp_path, arguments=now, **changes).learn()
-    allowed = tiny_trainer(name, tmp_path, arguments={**now, "allow_drift": True}, **changes)
+    for now, said in others:
+        with pytest.raises(CheckpointError, match=f"a run with other data.*\n  data: (the column )?{said}.* changed\n"):
+            tiny_trainer(name, tmp_path, arguments={**before, **now}, **changes).learn()
+    allowed = tiny_trainer(name, tmp_path, arguments={**before, **others[0][0], "allow_drift": True}, **changes)
     allowed.learn()
     assert allowed.progress.step == 2
     assert any("changed: data: " in line for line in allowed.resumed)
@@ -251,10 +257,11 @@ def test_trackers_of_a_loop_that_the_user_drives_are_closed_with_it(tmp_path: Pa
     closed: list[bool] = []
     honest = SummaryWriter.close
     monkeypatch.setattr(SummaryWriter, "close", lambda self: (closed.append(True), honest(self)))
-    trainer = tiny_trainer("ppo", tmp_path, train__trackers=["tensorboard"])
-    rollouts = trainer.generate(["a", "b"])
-    trainer.step(rollouts.queries, rollouts.responses, [0.0, 1.0])
-    assert not closed
-    del trainer, rollouts
-    gc.collect()
+    with only_new_garbage():
+        trainer = tiny_trainer("ppo", tmp_path, train__trackers=["tensorboard"])
+        rollouts = trainer.generate(["a", "b"])
+        trainer.step(rollouts.queries, rollouts.responses, [0.0, 1.0])
+        assert not closed
+        del trainer, rollouts
+        gc.collect()
     assert closed

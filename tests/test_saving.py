@@ -38,6 +38,7 @@ class Saves:
         self.weights[step] = weights(trainer)
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_the_training_goes_on_while_a_checkpoint_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_what_the_user_saves_is_complete_at_once(tmp_path: Path) -> None:
     assert checkpoint.find_fault(trainer.save()) is None
 
 
+@pytest.mark.slow
 def test_metrics_and_files_are_those_of_a_run_that_saves_at_once(tmp_path: Path) -> None:
     found = []
     for asynchronous in (False, True):

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainkit
 from runs import assert_same, full, state, steps_logged
+from tables import table
 from trainkit.runs import checkpoint
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import Letters, count_first_letters
@@ -30,7 +32,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.daily(name=("ppo",))
+@pytest.mark.daily(name=("ppo",), at_call=(3,))
 @pytest.mark.parametrize("at_call", [1, 3])
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_sigterm_while_sampling_saves_what_was_before_the_collection(name: str, at_call: int, tmp_path: Path) -> None:
@@ -70,8 +72,8 @@ class Sends:
                 os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"),
+@table(
+    "sent, code",
     [
         ([signal.SIGTERM, signal.SIGTERM], 143),
         ([signal.SIGHUP, signal.SIGTERM], 129),
@@ -110,7 +112,7 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("sent", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
+@table("sent", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGINT]])
 def test_a_second_interrupt_ends_at_once(sent: list[signal.Signals], tmp_path: Path) -> None:
     stopped = full("sft", tmp_path, train__save_interval=1000, callbacks=[Sends(4, *sent)])
     with pytest.raises(KeyboardInterrupt):
@@ -118,6 +120,41 @@ def test_a_second_interrupt_ends_at_once(sent: list[signal.Signals], tmp_path: P
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses a GPU cannot be forked")
+def test_a_run_that_is_killed_while_it_saves_goes_on_and_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGKILL in a process that is forked; the battery kills at every call that changes a file."""
+    changes: dict[str, Any] = {"train__total_steps": 6, "train__save_interval": 2, "train__resume": "auto"}
+    straight = full("sft", tmp_path / "straight", **changes)
+    straight.learn()
+    written = checkpoint.write_state
+
+    def kills(directory: Path, name: str, state: Any) -> None:
+        written(directory, name, state)
+        if name == "loop" and ".tmp-4" in directory.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(100)  # whatever happens, it ends
+            monkeypatch.setattr(checkpoint, "write_state", kills)
+            full("sft", tmp_path / "run", **changes).learn()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert [name[:6] for name in left] == [".tmp-4", "step_0"]
+    assert steps_logged(tmp_path / "run") == steps_logged(tmp_path / "straight")[:4]
+    resumed = full("sft", tmp_path / "run", **changes)
+    resumed.learn()
+    assert resumed.resumed[0].endswith("step_00000002 at step 2")
+    assert_same(state(resumed), state(straight))
+    assert steps_logged(tmp_path / "run") == steps_logged(tmp_path / "straight")
+
+
+@pytest.mark.slow
 def test_an_interrupt_while_saving_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,11 +181,12 @@ def test_an_interrupt_while_saving_leaves_the_checkpoint_before(
     assert_same(state(resumed), state(straight))
 
 
+@pytest.mark.daily(name=("ppo",), where=("sampling",))
 @pytest.mark.parametrize("where", ["step", "sampling", "evaluating"])
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_sigusr1_saves_and_the_run_goes_on(name: str, where: str, tmp_path: Path) -> None:
     """Also before a collection that is being made, which is made again if the run resumes from there."""
-    straight = full(name, tmp_path / "straight", train__save_interval=0)
+    straight = full(name, tmp_path / "straight", train__save_interval=0, train__total_steps=6)
     straight.learn()
     calls: list[int] = []
     noted: Any
@@ -165,14 +203,14 @@ def test_sigusr1_saves_and_the_run_goes_on(name: str, where: str, tmp_path: Path
         return {"letters": [float(len(output)) for output in outputs]}
 
     changes: dict[str, Any] = {"train__save_interval": 1000, "train__keep_checkpoints": 9, "train__eval_interval": 3}
-    changes["arguments"] = {"metric_fn": measure}
+    changes |= {"train__total_steps": 6, "arguments": {"metric_fn": measure}}
     noted = full(name, tmp_path / "run", **changes, callbacks=[Sends(4, signal.SIGUSR1)] if where == "step" else [])
     noted.reward_fn = judge
     noted.learn()
     assert_same(state(noted), state(straight))
     first, last = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert first == {"step": "step_00000004", "sampling": "step_00000000", "evaluating": "step_00000003"}[where]
-    assert last == "step_00000012"
+    assert last == "step_00000006"
     resumed = full(name, tmp_path / "again", **changes)
     resumed.load(tmp_path / "run" / "checkpoints" / first)
     resumed.learn()
@@ -194,13 +232,13 @@ def test_a_checkpoint_that_sigusr1_asks_for_and_that_cannot_be_written_need_not_
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full_disk)
-    trainer = full("ppo", tmp_path, train__save_interval=1000, train__on_save_error="continue", train__eval_interval=0)
+    trainer = full("ppo", tmp_path, train__save_interval=1000, train__on_save_error="continue", train__total_steps=2)
     trainer.reward_fn = judge
     with caplog.at_level("ERROR", logger="trainkit"):
         trainer.learn()
-    assert trainer.progress.step == 12
+    assert trainer.progress.step == 2
     told = [message for message in caplog.messages if "The run goes on (train.on_save_error)" in message]
-    assert [message[:7] for message in told] == ["step 0:", "step 12"], "in the first collection, and at the end"
+    assert [message[:7] for message in told] == ["step 0:", "step 2:"], "in the first collection, and at the end"
 
 
 TASK = """
@@ -261,10 +299,12 @@ class Ends:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.daily(at=(9,))
 @pytest.mark.parametrize("at", [2, 9, 40])
 def test_a_run_ends_within_one_forward_pass_and_resumes_to_the_same_bits(at: int, tmp_path: Path) -> None:
     """While it evaluates before the first step, in a turn of an episode, and while responses are sampled."""
     given: dict[str, Any] = {"arguments": {"reward_fn": None, "environment": Letters}, "rollout__max_new_tokens": 4}
+    given["train__total_steps"] = 3
     straight = full("ppo", tmp_path / "straight", **given)
     straight.learn()
     stopped = full("ppo", tmp_path / "run", **given, train__save_interval=1000)

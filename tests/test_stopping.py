@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from tables import table
 from trainkit import hookimpl
 from trainkit.cli import app
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, RewardError
 from trainkit.metrics import Mean
 from trainkit.runs import newest_whole, read_state
+from trainkit.runs.processes import everywhere
+from trainkit.runs.stopping import Interrupted
 from trainkit.testing.trainers import tiny_trainer
 
 SAVING = {"train__save_interval": 10, "train__eval_interval": 10}
@@ -61,7 +66,7 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo"])
+@table("name", ["sft", "ppo"])
 def test_a_stopped_run_ends_with_evaluation_checkpoint_export_and_its_reason(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,14 +86,6 @@ def test_a_stopped_run_ends_with_evaluation_checkpoint_export_and_its_reason(
     assert capsys.readouterr().out.splitlines()[-1].startswith("step 3/6  stopped after ")
 
 
-def test_the_weights_of_a_stopped_run_are_those_of_the_step(tmp_path: Path) -> None:
-    stopped = tiny_trainer("ppo", tmp_path / "stopped", callbacks=[Stops()])
-    short = tiny_trainer("ppo", tmp_path / "short", train__total_steps=3)
-    stopped.learn()
-    short.learn()
-    assert same(stopped, short)
-
-
 def test_an_evaluation_that_stops_the_run_is_its_last_one(tmp_path: Path) -> None:
     stops = Stops("on_evaluate", at=2)
     trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[stops], train__eval_interval=2)
@@ -97,7 +94,7 @@ def test_an_evaluation_that_stops_the_run_is_its_last_one(tmp_path: Path) -> Non
     assert stops.evaluated == [0, 2]
 
 
-@pytest.mark.parametrize(("hook", "at", "last"), [("on_evaluate", 0, 1), ("on_experience", 0, 1), ("on_save", 2, 3)])
+@table("hook, at, last", [("on_evaluate", 0, 1), ("on_experience", 0, 1), ("on_save", 2, 3)])
 def test_a_call_between_steps_ends_the_run_after_the_next_step(hook: str, at: int, last: int, tmp_path: Path) -> None:
     stops = Stops(hook, at)
     trainer = tiny_trainer("ppo", tmp_path / "run", callbacks=[stops], train__eval_interval=10, train__save_interval=2)
@@ -131,7 +128,7 @@ def test_stopping_in_the_last_step_changes_nothing(tmp_path: Path, caplog: pytes
     assert longer.progress.step == 8
 
 
-@pytest.mark.parametrize("reason", ["", " ", None, 3])
+@table("reason", ["", " ", None, 3])
 def test_a_reason_is_a_text(reason: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.stop\(reason\) logs why the run ends; given .* Give a text"):
         tiny_trainer("sft", tmp_path).stop(reason)
@@ -154,8 +151,7 @@ def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: 
     ]
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo"])
-@pytest.mark.parametrize("change", [{"train__total_steps": 7}, {"plugins": ["rloo"]}])
+@pytest.mark.parametrize(("name", "change"), [("ppo", {"train__total_steps": 7}), ("sft", {"plugins": ["rloo"]})])
 def test_a_stopped_run_continues_if_its_length_is_changed_as_if_it_had_not_been_stopped(
     name: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -239,7 +235,7 @@ def logged(run_dir: Path) -> list[float]:
     return [line["own/calls"] for line in lines if "own/calls" in line]
 
 
-@pytest.mark.parametrize("method", ["prepare_step", "loss"])
+@table("method", ["prepare_step", "loss"])
 def test_what_evaluations_record_is_not_logged_with_training(method: str, tmp_path: Path) -> None:
     """Two steps with evaluations of held-out samples before, between and after: calls 1, 3 and 5 are evaluations'."""
     trainer = tiny_trainer("sft", tmp_path / "run", train__eval_interval=1, train__total_steps=2)
@@ -282,3 +278,23 @@ def test_records_are_kept_when_an_evaluation_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.evaluate()
     assert trainer._pending == before
+
+
+@table("own, others", [*product(["interrupted", "failed", "nothing"], repeat=2)])
+def test_processes_leave_in_the_same_way(own: str, others: str) -> None:
+    """An error of one comes before the request to end that another has received: both would wait for each other."""
+    made = {"interrupted": Interrupted(), "failed": RewardError("away"), "nothing": None}
+
+    def here() -> None:
+        if made[own] is not None:
+            raise made[own]
+
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=2), gather=lambda items: [*items, made[others]]
+    )
+    kind = next((type(made[name]) for name in ("failed", "interrupted") if name in (own, others)), None)
+    if kind is None:
+        everywhere(trainer, here)
+        return
+    with pytest.raises(kind):
+        everywhere(trainer, here)

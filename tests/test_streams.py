@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit
+from tables import table
 from trainkit.data import Stream
 from trainkit.data.pipeline import WINDOW
 from trainkit.errors import ConfigError, DataError
@@ -72,7 +72,7 @@ def test_no_more_is_read_than_is_needed_and_one_window(tmp_path: Path) -> None:
     assert endless.read == 2 * WINDOW
 
 
-@pytest.mark.daily(at=(2,))
+@pytest.mark.daily(at=(2,), packing=(True,))
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_run_on_a_stream_resumes_as_if_it_had_never_stopped(at: int, packing: bool, tmp_path: Path) -> None:
@@ -92,6 +92,8 @@ def test_a_run_on_a_stream_resumes_as_if_it_had_never_stopped(at: int, packing: 
 
 
 def test_a_streaming_dataset_of_pairs_or_samples_trains_with_the_usual_call(tmp_path: Path) -> None:
+    from datasets import Dataset, IterableDataset
+
     def rows() -> Iterator[Any]:
         yield from ({"question": letter, "answer": "b"} for letter in "abcd")
 
@@ -124,12 +126,10 @@ def test_a_streams_bad_row_is_named_when_it_is_read(tmp_path: Path) -> None:
         trainer.learn()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"train__total_steps": None, "train__epochs": 1}, {"train__total_steps": 5, "train__epochs": 1}]
-)
-def test_a_stream_has_no_epochs(changes: dict[str, Any], tmp_path: Path) -> None:
+@table("total_steps", [None, 5])
+def test_a_stream_has_no_epochs(total_steps: int | None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set train.total_steps, omit train.epochs.*list\(samples\)"):
-        tiny_trainer("sft", tmp_path, **changes).add_samples(Endless())
+        tiny_trainer("sft", tmp_path, train__total_steps=total_steps, train__epochs=1).add_samples(Endless())
 
 
 def test_an_empty_stream_is_refused_at_the_door(tmp_path: Path) -> None:
