@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tables import table
 from trainkit.data import Batch, Preferences, Rollouts, Sequences, TokenBatch
 from trainkit.data.batches import BATCH_CLASSES, pass_cost
 
@@ -131,8 +132,8 @@ def test_prompts_without_responses_are_refused():
         Sequences.from_lists([[1], [2]], [[3]])
 
 
-@pytest.mark.parametrize("wrong", ["attention_mask", "response_mask"])
-@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+@table("wrong", ["attention_mask", "response_mask"])
+@table("dtype", [torch.long, torch.float32])
 def test_masks_that_are_not_boolean_are_refused(wrong, dtype):
     fields = dict.fromkeys(("input_ids", "attention_mask", "response_mask"), torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(TypeError, match="masks are boolean"):

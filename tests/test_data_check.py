@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
+from tables import table
 from test_data_files import FORMATS
 from trainkit.cli import app
 from trainkit.config import TRLConfig
@@ -72,8 +73,8 @@ def facts(*arguments: str, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(checked(*arguments, "--json", code=code)))
 
 
-@pytest.mark.parametrize(("form", "row"), FORMATS)
-@pytest.mark.parametrize("named", [True, False], ids=["model", "characters"])
+@table("form, row", FORMATS)
+@table("named", [True, False])
 def test_every_format_of_the_documents_is_accepted(
     form: str, row: dict[str, Any], named: bool, model: str, tmp_path: Path
 ) -> None:
@@ -92,9 +93,9 @@ def trainer_of(method: str, tokenizer: PreTrainedTokenizerBase, path: Path, **ch
     return get_trainer(method)(config, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("limit", [None, 16])
-@pytest.mark.parametrize("form", ["language modelling", "prompt-completion", "preference", "implicit preference"])
+@table("side", ["right", "left"])
+@table("limit", [None, 16])
+@table("form", ["language modelling", "prompt-completion", "preference", "implicit preference"])
 def test_what_is_shown_as_trained_on_is_what_the_trainer_trains_on(
     form: str, limit: int | None, side: str, tmp_path: Path
 ) -> None:
@@ -140,7 +141,7 @@ FAULTY: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@table("name", FAULTY)
 def test_rows_are_refused_that_the_trainer_refuses_and_no_others(name: str, tmp_path: Path) -> None:
     method, rows = FAULTY[name]
     tokenizer = talking_tokenizer()
@@ -309,7 +310,7 @@ def test_overlong_prompts_are_refused_truncated_or_dropped_as_the_settings_say(m
     assert "leaves no room for a prompt within 48 tokens" in checked(*given, "rollout.max_new_tokens=48", code=2)
 
 
-@pytest.mark.parametrize("given", [[ANSWER, PAIR], [PAIR, ANSWER], [{"prompt": "2?"}, PAIR]])
+@table("given", [[ANSWER, PAIR], [PAIR, ANSWER], [{"prompt": "2?"}, PAIR]])
 def test_without_a_method_the_first_row_decides(given: list[Any], tmp_path: Path) -> None:
     found = facts(written(tmp_path / "a.jsonl", given), code=0 if given[0] == {"prompt": "2?"} else 1)
     assert found["kind"] == {"completion": "samples", "chosen": "pairs", "prompt": "prompts"}[[*given[0]][:2][-1]]
@@ -345,8 +346,8 @@ def test_a_method_that_learns_from_other_data_says_what_it_learns_from(tmp_path:
     assert "Prompts without outputs are for prompts=" in text
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@table(
+    "content, message",
     [
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": \nx\n', r"line 2: not JSON[\s\S]*2 lines are not JSON: 2, 3"),
         (b'"a"\n"\xe9"\n', "line 2: not UTF-8"),
@@ -431,8 +432,8 @@ def test_other_trainers_than_those_of_text_are_omitted(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- tokenizers
 
 
-@pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("begins", [False, True])
+@table("offsets", [False, True])
+@table("begins", [False, True])
 def test_encoding_ahead_changes_no_token(begins: bool, offsets: bool) -> None:
     tokenizer = talking_tokenizer(bos_token="<bos>")
     if begins:

@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tables import table
 from trainkit.cli import app
 from trainkit.cli.files import read_data, row_lines
 from trainkit.data import PLAIN_TEMPLATE
@@ -40,8 +41,8 @@ FORMATS = [
 FLAT = [(form, row) for form, row in FORMATS if not any(isinstance(value, list) for value in row.values())]
 
 
-@pytest.mark.parametrize(("form", "row"), FORMATS)
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "saved"])
+@table("form, row", FORMATS)
+@table("suffix", ["jsonl", "json", "parquet", "saved"])
 def test_rows_of_every_format_are_read_as_they_were_written(
     form: str, row: dict[str, Any], suffix: str, tmp_path: Path
 ) -> None:
@@ -57,7 +58,7 @@ def test_rows_of_every_format_are_read_as_they_were_written(
     assert read_data(str(path)) == rows
 
 
-@pytest.mark.parametrize(("form", "row"), FLAT)
+@table("form, row", FLAT)
 def test_rows_of_text_are_read_from_csv(form: str, row: dict[str, Any], tmp_path: Path) -> None:
     lines = [",".join(row), ",".join(json.dumps(value).replace("\\n", "\n") for value in row.values())]
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
@@ -73,7 +74,7 @@ def test_text_in_csv_stays_text_whatever_it_looks_like(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@table("separator", [",", ";", "\t"])
 def test_columns_are_separated_by_what_the_first_line_has(separator: str, tmp_path: Path) -> None:
     text = f'prompt{separator}answer\n"a, b; c"{separator}d\n'
     (tmp_path / "a.csv").write_text(text, encoding="utf-8")
@@ -109,8 +110,8 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
         read_data(str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
+@table(
+    "name, content, message",
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON .*every line should be an object or a string"),
         ("a.jsonl", b"[" * 100_000, "line 1: not JSON"),
@@ -222,10 +223,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("source", "form", "row"), STORED)
+SAMPLE = [
+    of[2 * at % len(of)]
+    for at, source in enumerate(SOURCES)
+    for of in [[stored for stored in STORED if stored[0] == source]]
+]
+"""Each source once, with several formats."""
+
+
+@table("source, form, row", SAMPLE)
+def test_formats_are_checked_and_trained_on_from_every_source(
+    source: str, form: str, row: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains(source, form, row, model, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@table("source, form, row", [stored for stored in STORED if stored not in SAMPLE])
 def test_every_format_is_checked_and_trained_on_from_every_source(
     source: str, form: str, row: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trains(source, form, row, model, tmp_path, monkeypatch)
+
+
+def trains(source: str, form: str, row: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [row, {**row, "label": not row["label"]} if "label" in row else row]
     data, method = stored(rows, source, tmp_path), METHODS.get(form, "sft")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import trainkit
+from tables import table
 from trainkit.cli import app
 from trainkit.config import TRLConfig
 
@@ -80,7 +81,7 @@ def test_three_doors_end_bit_identical(tmp_path: Path, task: ModuleType) -> None
             assert all(torch.equal(ends[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("seed", range(1, 8))
+@table("seed", range(1, 8))
 def test_walks_and_optimality_are_what_the_task_says(seed: int, task: ModuleType) -> None:
     walks = task.RandomWalks.generate(seed)
     graph = walks.graph

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import trainkit
+from tables import table
 from trainkit.data import (
     PLAIN_TEMPLATE,
     Chat,
@@ -77,7 +78,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "form"), ROWS.values(), ids=ROWS)
+@table("row, form", ROWS.values())
 def test_a_format_is_known_by_its_columns(row: dict[str, Any], form: str) -> None:
     assert recognise(row) == form
 
@@ -174,7 +175,7 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sample", "template", "said"), BAD_TALK.values(), ids=BAD_TALK)
+@table("sample, template, said", BAD_TALK.values())
 def test_a_conversation_that_cannot_be_read_is_named(sample: Any, template: str | None, said: str) -> None:
     with pytest.raises(DataError, match=re.compile(f"sample 1.*{said}", re.DOTALL)):
         sample_rows(["fine", sample], None, tokenizer(template))
@@ -197,7 +198,7 @@ ALPACA: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "asked", "prompt"), ALPACA.values(), ids=ALPACA)
+@table("row, asked, prompt", ALPACA.values())
 def test_alpaca_is_a_conversation_with_a_chat_template_and_its_own_text_without(
     row: dict[str, Any], asked: str, prompt: str
 ) -> None:
@@ -242,7 +243,7 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize(("pair", "expected"), PAIRS.values(), ids=PAIRS)
+@table("pair, expected", PAIRS.values())
 def test_pairs_have_a_prompt_and_two_sides(pair: dict[str, Any], expected: tuple[str, str, str]) -> None:
     (row,) = preference_rows([{**pair, "margin": 1.5}], tokenizer())
     assert row.pop("margin") == 1.5
@@ -286,7 +287,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "method", "line"), WRONG.values(), ids=WRONG)
+@table("row, method, line", WRONG.values())
 def test_the_lines_that_an_error_shows_are_the_way_out(row: Any, method: str, line: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(method, tmp_path)
     with pytest.raises(DataError, match=r"sample 0 has the columns .*expected here: text") as caught:
@@ -325,7 +326,7 @@ def test_a_column_is_the_reward_for_whom_learns_from_rewards() -> None:
         sample_rows([{**row, "reward": 0.5, "label": True}], rated=True)
 
 
-@pytest.mark.parametrize("read", [sample_rows, prompt_rows, preference_rows])
+@table("read", [sample_rows, prompt_rows, preference_rows])
 def test_a_dataset_of_several_splits_is_an_error_that_names_one(read: Any) -> None:
     with pytest.raises(DataError, match=r"splits train, test; give one of them: \w+=dataset\['train'\]"):
         read(DatasetDict(train=Dataset.from_list([{"text": "a"}]), test=Dataset.from_list([{"text": "a"}])))
@@ -373,7 +374,7 @@ def test_conversational_pairs_and_prompts_train_with_the_usual_call(tmp_path: Pa
     assert set(seen) == {(ASKED, 1)}
 
 
-@pytest.mark.parametrize("label", [True, 1, np.True_, torch.tensor(1)])
+@table("label", [True, 1, np.True_, torch.tensor(1)])
 def test_a_label_is_true_or_one_of_any_library(label: Any) -> None:
     row = {"prompt": "a", "completion": "b", "label": label}
     assert recognise(row) == "unpaired preference"

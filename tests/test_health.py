@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tables import table
 from trainkit import TRLConfig
 from trainkit.runs.health import Health
 from trainkit.runs.symptoms import MANY
@@ -64,7 +65,7 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, list[float]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "wrong", "right"), CASES)
+@table("check, wrong, right", CASES)
 def test_a_check_finds_what_is_beyond_its_limit_and_nothing_else(
     check: str, wrong: dict[str, list[float]], right: dict[str, list[float]]
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import trainkit
+from tables import table
 from trainkit import TRLConfig, default_config
 from trainkit.cli import app
 from trainkit.config.names import dotted, settings
@@ -68,8 +69,8 @@ def test_every_setting_that_a_table_names_exists() -> None:
             assert setting.convert or setting.part_of or setting.unused or setting.override or setting.refused, path
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
+@table(
+    "given, expected",
     [
         # the steps of PPO are those of its collections: 100 epochs of 4 passes over 128 / 32 batches
         ({}, {"train.total_steps": 1600, "train.batch_size": 32, "train.max_grad_norm": None}),
@@ -163,8 +164,8 @@ def test_trainers_of_trlx_are_methods() -> None:
             assert config.rollout.eval_kwargs == {"beta": [0, 1, 100]}
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "words"),
+@table(
+    "given, field, words",
     [
         ({"train__trainer": "NeMoPPOTrainer"}, "train.trainer", "train.sharding"),
         ({"train__trainer": "AccelerateILQLTrainer"}, "method.name", "does not train with 'PPOConfig'"),
@@ -284,9 +285,7 @@ def test_names_of_a_script_that_the_adapter_lacks_are_told(tmp_path: Path) -> No
         assert words in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("generations", "processes", "expected"), [(32, 1, 128), (100, 1, 200), (4, 2, 128), (40, 2, 160)]
-)
+@table("generations, processes, expected", [(32, 1, 128), (100, 1, 200), (4, 2, 128), (40, 2, 160)])
 def test_a_collection_of_rft_has_whole_groups(generations: int, processes: int, expected: int) -> None:
     method = {"name": "RFTConfig", "n_generations_per_prompt": generations, "gen_kwargs": {"max_new_tokens": 4}}
     found = translate("trlx", {"train": {"trainer": "AccelerateRFTTrainer"}, "method": method}, processes=processes)
@@ -309,7 +308,7 @@ def fields_of(name: str, cls: str) -> set[str]:
     return {path.partition(".")[2] for path in framework(name).settings if path.startswith(f"{cls}.")}
 
 
-@pytest.mark.parametrize(
+@table(
     "cls",
     ["SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"],
 )
@@ -318,7 +317,7 @@ def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
     assert known - fields_of("trl1", cls) == set()
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@table("name", FRAMEWORKS)
 def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
     known = {path for paths in settings().values() for path in paths}
     sampling = {f"rollout.{field}" for field in TRLConfig(method="ilql").method.sampling.model_fields}
@@ -338,8 +337,8 @@ def test_settings_and_functions_that_a_table_names_exist(name: str) -> None:
         assert setting.to or any(about), path
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
+@table(
+    "given, expected",
     [
         # 2 rows in each of 4 passes on each of 3 processes
         (
@@ -553,8 +552,8 @@ def test_what_ddpo_pytorch_does_without_a_field_is_said_too() -> None:
 # ---------------------------------------------------------------------------------------- DeepSpeed, FSDP, accelerate
 
 
-@pytest.mark.parametrize(
-    ("given", "sharding"),
+@table(
+    "given, sharding",
     [
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "zero3"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "zero2"),
@@ -573,7 +572,7 @@ def test_sharding_in_training_arguments_is_taken_over(given: dict[str, Any], sha
     ]
 
 
-@pytest.mark.parametrize(
+@table(
     "given",
     [
         {"deepspeed": "ds.json"},
@@ -582,15 +581,15 @@ def test_sharding_in_training_arguments_is_taken_over(given: dict[str, Any], sha
         {"fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["GPT2Block"]}},
     ],
 )
-@pytest.mark.parametrize(("name", "cls"), [("trl1", "GRPOConfig"), ("async_rlhf", "OnlineDPOConfig")])
+@table("name, cls", [("trl1", "GRPOConfig"), ("async_rlhf", "OnlineDPOConfig")])
 def test_sharding_without_counterpart_leads_to_the_setting(given: dict[str, Any], name: str, cls: str) -> None:
     (refused,) = translate(name, {cls: given}).refused
     assert refused.field == f"{cls}.{next(iter(given))}"
     assert "train.sharding" in refused.text
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
+@table(
+    "given, expected",
     [
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {"sharding": "none", "mixed_precision": "bf16"}),
         (
@@ -623,8 +622,8 @@ def test_a_file_of_accelerate_with_what_is_not_there_is_refused(tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------- names in error messages
 
 
-@pytest.mark.parametrize(
-    ("method", "section", "name", "hint"),
+@table(
+    "method, section, name, hint",
     [
         ("ppo", "method", "gen_kwargs", "did you mean rollout?"),
         ("ppo", "method", "chunk_size", "did you mean rollout.batch_size?"),
@@ -737,8 +736,8 @@ def test_a_script_of_async_rlhf_is_recognised(tmp_path: Path) -> None:
     assert "a.py:2: src.utils.repeat_generator: the loop of trainkit passes over the prompts" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
+@table(
+    "given, expected",
     [
         ({"mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
         ({"mixed_precision": None, "fsdp_plugin": {"version": 2}}, {"mixed_precision": "no", "sharding": "fsdp2"}),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from tables import table
 from trainkit.cli import app
 from trainkit.config.names import settings
 from trainkit.migrating import FRAMEWORKS, framework
@@ -28,7 +29,7 @@ def names(kind: str) -> Iterator[Any]:
     for each in FRAMEWORKS:
         for path, name in framework(each).names.items():
             if name.kind == kind:
-                yield pytest.param(path, name, id=path)
+                yield path, name
 
 
 @cache
@@ -44,7 +45,7 @@ def resolve(path: str) -> Any:
 
 def test_mapped_names_are_at_the_same_path_in_the_adapter() -> None:
     missing = []
-    for path, name in (each.values for each in names("mapped")):
+    for path, name in names("mapped"):
         try:
             resolve(name.text)
         except (ImportError, AttributeError):
@@ -52,7 +53,7 @@ def test_mapped_names_are_at_the_same_path_in_the_adapter() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(("path", "name"), [*names("equivalent")])
+@table("path, name", [*names("equivalent")])
 def test_equivalents_exist(path: str, name: Name) -> None:
     assert path
     words = name.text.split()
@@ -67,7 +68,7 @@ def test_equivalents_exist(path: str, name: Name) -> None:
 
 
 def test_what_is_refused_says_what_to_do() -> None:
-    for _, name in (each.values for each in (*names("refused"), *names("without effect"))):
+    for _, name in (*names("refused"), *names("without effect")):
         assert len(name.text.split()) >= 4, name.text
         assert name.text[0].islower() or name.text.split()[0].isidentifier(), name.text
 
@@ -83,8 +84,8 @@ def test_no_name_is_listed_twice() -> None:
         assert len({*mapped, *others}) == len(mapped) + len(others)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "said"),
+@table(
+    "module, name, said",
     [
         ("trainkit_trl", "RichProgressCallback", "remove the callback"),
         ("trainkit_trl.core", "randn_tensor", "write torch.randn"),
@@ -136,7 +137,7 @@ def same(default: Any, peer: Any) -> bool:
 MAPPED = {path for each in FRAMEWORKS for path, name in framework(each).names.items() if name.kind == "mapped"}
 
 
-@pytest.mark.parametrize("path", [path for path in SIGNATURES if path in MAPPED or path.rpartition(".")[0] in MAPPED])
+@table("path", [path for path in SIGNATURES if path in MAPPED or path.rpartition(".")[0] in MAPPED])
 def test_signatures_are_those_of_the_framework(path: str) -> None:
     versions = [SIGNATURES[path]] if isinstance(SIGNATURES[path], str) else SIGNATURES[path]
     given = own(path)

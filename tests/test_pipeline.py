@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tables import table
 from trainkit.data import Pipeline, PromptEncoder, Row, preference_rows, prompt_rows, sample_rows
 from trainkit.data.pipeline import encode_joint, encode_pair, encode_sample
 from trainkit.errors import DataError
@@ -181,7 +182,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("prompts", "said"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+@table("prompts, said", BAD_PROMPTS.values())
 def test_a_prompt_that_cannot_be_used_is_one_error_that_names_its_index(prompts: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         prompt_rows(prompts)
@@ -244,9 +245,7 @@ def test_token_ids_are_taken_as_they_are() -> None:
     assert encode(torch.tensor([3, 1, 2], dtype=torch.int32)) == [3, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "ids", [[1.0, 2.0], torch.tensor([1.0]), torch.tensor([[1, 2]]), ["a"], [None]], ids=lambda value: repr(value)
-)
+@table("ids", [[1.0, 2.0], torch.tensor([1.0]), torch.tensor([[1, 2]]), ["a"], [None]])
 def test_what_is_neither_text_nor_ids_is_refused(ids: Any) -> None:
     with pytest.raises(DataError, match="token ids should be a 1-D integer tensor or a list of int"):
         PromptEncoder(tokenizer(), None)(ids)
@@ -306,7 +305,7 @@ def test_dropped_prompts_are_left_out_and_the_count_is_logged(caplog: pytest.Log
     assert caplog.messages == ["2 of 5 prompts were dropped: more than 4 tokens"]
 
 
-@pytest.mark.parametrize("overlong", ["error", "truncate", "drop"])
+@table("overlong", ["error", "truncate", "drop"])
 def test_nothing_is_logged_when_every_prompt_fits(overlong: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert PromptEncoder(tokenizer(), 6, overlong).fit(LONG) == LONG
@@ -345,7 +344,7 @@ SAMPLES: dict[str, tuple[Any, list[str], list[bool]]] = {
 }
 
 
-@pytest.mark.parametrize(("sample", "turns", "outputs"), SAMPLES.values(), ids=SAMPLES)
+@table("sample, turns, outputs", SAMPLES.values())
 def test_every_form_of_sample_becomes_turns_of_which_the_last_is_an_output(
     sample: Any, turns: list[str], outputs: list[bool]
 ) -> None:
@@ -391,7 +390,7 @@ BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("samples", "rewards", "said"), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
+@table("samples, rewards, said", BAD_SAMPLES.values())
 def test_a_sample_that_cannot_be_used_is_one_error_that_names_its_index(samples: Any, rewards: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         sample_rows(samples, rewards)
@@ -435,8 +434,8 @@ def test_eos_in_a_prompt_is_read_and_the_outputs_own_is_trained() -> None:
     assert encoded(made, (f"a{EOS}", "b")) == (ids_of(made, "a", EOS, "b", EOS), "..xx")
 
 
-@pytest.mark.parametrize("template", ["$A", f"{BOS} $A", f"{BOS} $A {EOS}"])
-@pytest.mark.parametrize("text", ["abc", f"{BOS}abc"])
+@table("template", ["$A", f"{BOS} $A", f"{BOS} $A {EOS}"])
+@table("text", ["abc", f"{BOS}abc"])
 def test_text_alone_is_trained_after_one_bos(template: str, text: str) -> None:
     """Whether or not the tokenizer adds BOS by itself, and whether or not the text spells it out."""
     made = tokenizer(template)
@@ -456,7 +455,7 @@ def test_a_text_that_is_eos_alone_still_has_one_to_train() -> None:
 
 
 @every_pad
-@pytest.mark.parametrize(("limit", "mask"), [(6, "...xxx"), (5, "...xx"), (4, "...x")])
+@table("limit, mask", [(6, "...xxx"), (5, "...xx"), (4, "...x")])
 def test_a_sample_that_is_cut_has_no_eos(limit: int, mask: str, pad: str) -> None:
     made = tokenizer(f"{BOS} $A", pad=pad)
     whole = ids_of(made, BOS, *"abcd", EOS)
@@ -477,7 +476,7 @@ def test_a_sample_whose_output_is_cut_off_wholly_is_refused_by_name() -> None:
         encode_sample(tokenizer(f"{BOS} $A"), sample_rows([("ab", "cd")])[0], 3, "sample 7")
 
 
-@pytest.mark.parametrize("sample", ["  ", ("a", "  "), ["a", "b", "  ", "c"]], ids=["text", "output", "later prompt"])
+@table("sample", ["  ", ("a", "  "), ["a", "b", "  ", "c"]])
 def test_a_turn_that_the_tokenizer_drops_is_refused_by_name(sample: Any) -> None:
     made = tokenizer()
     made.backend_tokenizer.normalizer = normalizers.Strip()
@@ -532,8 +531,8 @@ def test_a_pair_keeps_its_columns_and_is_a_copy() -> None:
     assert row is not pair
 
 
-@pytest.mark.parametrize(
-    ("sample", "said"),
+@table(
+    "sample, said",
     [
         ({"prompt": "a", "chosen": "b"}, "has the columns prompt, chosen, .*expected here: prompt, chosen, rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "no preference"),
@@ -580,8 +579,8 @@ def test_what_was_cut_is_told() -> None:
     assert [encode_pair(character_tokenizer("abcdef"), row, limit)[2] for limit in (None, 6, 5)] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("row", "limit", "said"),
+@table(
+    "row, limit, said",
     [
         ({"chosen": "B", "rejected": "b"}, None, "same tokens as chosen and as rejected; remove it"),
         ({"chosen": "bbbc", "rejected": "bbbd"}, 4, "within 4 tokens; raise train.seq_length"),
@@ -640,7 +639,7 @@ def in_bytes(made: Any, ids: list[int]) -> list[int]:
     return [0 if i in special else len(token) for i, token in zip(ids, made.convert_ids_to_tokens(ids), strict=True)]
 
 
-@pytest.mark.parametrize("kind", BYTE_PAIRS)
+@table("kind", BYTE_PAIRS)
 @given(prompt=UNTYPICAL, output=UNTYPICAL)
 def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_begins(
     kind: dict[str, bool], prompt: str, output: str
@@ -665,7 +664,7 @@ def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_b
         assert ends[0] - added < in_bytes(made, whole)[0]
 
 
-@pytest.mark.parametrize("kind", BYTE_PAIRS)
+@table("kind", BYTE_PAIRS)
 @given(prompt=UNTYPICAL, chosen=UNTYPICAL, rejected=UNTYPICAL, limit=st.integers(2, 20))
 def test_cut_sides_are_ends_of_the_whole_ones_and_answer_to_one_prompt(
     kind: dict[str, bool], prompt: str, chosen: str, rejected: str, limit: int

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tables import table
 from trainkit import AcceleratedLoop, AccelerateRLTrainer, MethodConfig, Verdict, register_trainer
 from trainkit.data import Batch, Sequences, TokenBatch
 from trainkit.errors import PluginError, RegistryError
 from trainkit.metrics import Mean, Std
 from trainkit.plugins.contract import METHODS
 from trainkit.testing.trainers import tiny_trainer
-from trainkit.trainer.returns import checked_batch
+from trainkit.trainer.returns import checked_batch, checked_loss
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,10 +86,16 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("wrong", "told"), LOSSES.values(), ids=LOSSES)
-def test_a_wrong_return_of_loss_is_an_error_before_the_weights_move(
-    wrong: Callable[[Tensor, Any], Any], told: str, tmp_path: Path
-) -> None:
+@table("wrong, told", LOSSES.values())
+def test_a_wrong_return_of_loss_is_an_error(wrong: Callable[[Tensor, Any], Any], told: str, trainer: Any) -> None:
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(PluginError, match=rf"(?s)^'sft': loss returned {told}"):
+        checked_loss(trainer, wrong(loss, {"loss/nll": Mean.of(ONE)}))
+
+
+@table("case", ["nothing", "per row", "metric number"])
+def test_a_wrong_return_of_loss_is_told_before_the_weights_move(case: str, tmp_path: Path) -> None:
+    wrong, told = LOSSES[case]
     trainer = changed("sft", tmp_path, "loss", lambda right: wrong(*right))
     before = [p.detach().clone() for p in trainer.unwrapped.parameters()]
     with pytest.raises(PluginError, match=rf"(?s)^'sft': loss returned {told}"):
@@ -112,8 +119,8 @@ def test_a_loss_that_is_not_finite_is_no_wrong_return(tmp_path: Path) -> None:
     assert trainer.progress.step == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
+@table(
+    "given, told",
     [
         ({"mine/a": 1.0}, rf"1\.0 \(float\) as the metric 'mine/a'{NAMED}$"),
         (None, rf"None \(NoneType\) as the metrics{NAMED}$"),
@@ -126,9 +133,7 @@ def test_metrics_that_are_recorded_are_checked_at_the_call(given: Any, told: str
         trainer.record(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [(None, r"None \(NoneType\)"), (True, r"True \(bool\)"), ("skip", r"'skip' \(str\)")]
-)
+@table("given, said", [(None, r"None \(NoneType\)"), (True, r"True \(bool\)"), ("skip", r"'skip' \(str\)")])
 def test_what_judge_returns_is_a_verdict(given: Any, said: str, tmp_path: Path) -> None:
     trainer = changed("ppo", tmp_path, "judge", lambda _: given)
     expected = r"expected Verdict\.STEP, Verdict\.SKIP or Verdict\.STOP$"
@@ -143,55 +148,28 @@ PLACES = ("experience", "make_experience", "prepare_experience", "prepare_step")
 """The methods that return batches."""
 
 
-@pytest.mark.parametrize("method", PLACES)
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda batch: None, r"None \(NoneType\)"),
-        (lambda batch: batch.parts(), r"\{'sequences.*\(dict\)"),
-        (lambda batch: [batch], r"\[.*\(list\)"),
-        (lambda batch: (batch, ONE), r"a tuple of a \w+ of \d+ rows and a tensor of shape \(\)"),
-    ],
-    ids=["none", "dict", "list", "tuple"],
-)
-def test_experience_that_is_no_batch_is_an_error(method: str, wrong: Any, said: str, tmp_path: Path) -> None:
-    trainer = changed("ppo", tmp_path, method, wrong)
-    told = rf"(?s)^'ppo': {method} returned {said}; expected a Batch, such as a dataclass derived from TokenBatch$"
-    with pytest.raises(PluginError, match=told):
+@table("method", PLACES)
+def test_experience_that_is_no_batch_is_an_error_of_the_method(method: str, tmp_path: Path) -> None:
+    trainer = changed("ppo", tmp_path, method, lambda batch: None)
+    with pytest.raises(PluginError, match=rf"^'ppo': {method} returned None \(NoneType\); expected a Batch, such as "):
         trainer.learn()
     assert trainer.progress.step == 0
 
 
-@pytest.mark.parametrize("method", PLACES)
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda x: x[:, 1:], r"\(8, {shorter}\); expected \[B, T, \.\.\.\] like its sequences, \(8, {t}\)" + ALIGNED),
-        (
-            lambda x: torch.nn.functional.pad(x, (1, 0)),
-            r"\(8, {longer}\); expected \[B, T, \.\.\.\] like its sequences, \(8, {t}\)" + ALIGNED,
-        ),
-        (lambda x: x[1:], r"\(7, {t}\); expected 8 rows, the first dimension of 'sequences'$"),
-        (lambda x: x.mean(), r"\(\); expected a tensor \[B, \.\.\.\] or a batch$"),
-    ],
-    ids=["T - 1", "T + 1", "B - 1", "scalar"],
-)
-def test_fields_of_other_shapes_are_an_error(
-    method: str, wrong: Callable[[Tensor], Tensor], said: str, tmp_path: Path
-) -> None:
+@table("method", PLACES)
+def test_fields_of_other_shapes_are_an_error_of_the_method(method: str, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
 
     def change(batch: Any) -> Any:
         name, field = next((name, field) for name, field in batch.parts().items() if isinstance(field, Tensor))
         found.update(kind=type(batch).__name__, name=name, t=field.size(1))
-        return replace(batch, **{name: wrong(field)})
+        return replace(batch, **{name: field[:, 1:]})
 
     trainer = changed("ppo", tmp_path, method, change, rollout__num_rollouts=8)
     with pytest.raises(PluginError) as caught:
         trainer.learn()
-    t = found["t"]
-    shapes = said.format(t=t, shorter=t - 1, longer=t + 1)
     told = rf"^'ppo': {method} returned a {found['kind']} whose field '{found['name']}' is a tensor of shape "
+    shapes = rf"\(8, {found['t'] - 1}\); expected \[B, T, \.\.\.\] like its sequences, \(8, {found['t']}\){ALIGNED}"
     assert re.search(told + shapes, str(caught.value)), str(caught.value)
 
 
@@ -263,7 +241,23 @@ RIGHT: dict[str, Batch] = {
     "columns of its own": Wide(sequences(), torch.zeros(2, 9)),
 }
 TENSOR = r"expected a tensor \[B, \.\.\.\] or a batch$"
-WRONG: dict[str, tuple[Batch, str]] = {
+NO_BATCH = "expected a Batch, such as a dataclass derived from TokenBatch$"
+FIELD = r"a PerToken whose field 'inner' is a tensor of shape"
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": (None, rf"None \(NoneType\); {NO_BATCH}"),
+    "fields alone": (Pairs(ONE).parts(), rf"\{{'one'.*\(dict\); {NO_BATCH}"),
+    "a list of batches": ([sequences()], rf"\[[\s\S]*\(list\); {NO_BATCH}"),
+    "two": ((sequences(), ONE), rf"a tuple of a \w+ of 2 rows and a tensor of shape \(\); {NO_BATCH}"),
+    "a column too few": (
+        PerToken(sequences(), X[:, 1:]),
+        rf"{FIELD} \(2, 2\); expected \[B, T, \.\.\.\] like its sequences, \(2, 3\){ALIGNED}",
+    ),
+    "a column too many": (
+        PerToken(sequences(), torch.zeros(2, 4)),
+        rf"{FIELD} \(2, 4\); expected \[B, T, \.\.\.\] like its sequences, \(2, 3\){ALIGNED}",
+    ),
+    "a row too few": (PerToken(sequences(), X[1:]), rf"{FIELD} \(1, 3\); expected 2 rows, the first dimension of 'seq"),
+    "a mean": (PerToken(sequences(), ONE), rf"{FIELD} \(\); {TENSOR}"),
     "a list": (Pairs(torch.zeros(2), [1, 2]), rf"a Pairs whose field 'other' is \[1, 2\] \(list\); {TENSOR}"),
     "a number": (Pairs(3.0), rf"a Pairs whose field 'one' is 3\.0 \(float\); {TENSOR}"),
     "a shorter batch": (
@@ -302,13 +296,13 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_trainer("sft", tmp_path_factory.mktemp("returns"))
 
 
-@pytest.mark.parametrize("batch", RIGHT.values(), ids=RIGHT)
+@table("batch", RIGHT.values())
 def test_a_right_batch_is_returned_as_it_is(batch: Batch, trainer: Any) -> None:
     assert checked_batch(trainer, "make_experience", batch) is batch
 
 
-@pytest.mark.parametrize(("batch", "told"), WRONG.values(), ids=WRONG)
-def test_a_wrong_batch_is_an_error(batch: Batch, told: str, trainer: Any) -> None:
+@table("batch, told", WRONG.values())
+def test_a_wrong_batch_is_an_error(batch: Any, told: str, trainer: Any) -> None:
     with pytest.raises(PluginError, match=rf"^'sft': make_experience returned {told}"):
         checked_batch(trainer, "make_experience", batch)
 
@@ -339,8 +333,8 @@ def derived(**members: Any) -> type:
     return type(Good)("Derived", (Good,), {"__module__": __name__, **members})
 
 
-@pytest.mark.parametrize(
-    ("group", "told"),
+@table(
+    "group, told",
     [
         (
             "wrong_n",
@@ -356,8 +350,8 @@ def test_a_group_that_names_no_setting_is_refused(group: Any, told: str) -> None
         register_trainer("fake-returns")(derived(group=group))
 
 
-@pytest.mark.parametrize(
-    ("remembers", "told"),
+@table(
+    "remembers, told",
     [
         ({"seen": []}, r"has \[\] \(list\) for 'seen'; give a function that returns the initial value, such as list"),
         ({"seen": list, "beta": 0.1}, r"has 0\.1 \(float\) for 'beta'; give a function"),
@@ -387,7 +381,7 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize(("name", "meant"), MISSPELT.items(), ids=MISSPELT)
+@table("name, meant", MISSPELT.items())
 def test_a_misspelt_method_is_refused_with_a_suggestion(name: str, meant: str) -> None:
     told = (
         rf"^Derived cannot be registered as 'fake-returns': Derived\.{name} overrides nothing, and the class does not "
@@ -396,9 +390,7 @@ def test_a_misspelt_method_is_refused_with_a_suggestion(name: str, meant: str) -
         register_trainer("fake-returns")(derived(**{name: nothing}))
 
 
-@pytest.mark.parametrize(
-    "kind", [property, classmethod, staticmethod, torch.no_grad()], ids=["property", "classmethod", "static", "no_grad"]
-)
+@table("kind", [property, classmethod, staticmethod, torch.no_grad()])
 def test_misspelt_methods_are_found_under_decorators(kind: Any) -> None:
     def experience_row(*_: Any) -> int:
         return 1
@@ -461,7 +453,7 @@ class Unlike(Good):
     def after_step(self) -> None: ...
 
 
-@pytest.mark.parametrize("cls", [Good, CallsItsOwn, Unlike, derived(group="wrong_k", remembers={"seen": list})])
+@table("cls", [Good, CallsItsOwn, Unlike, derived(group="wrong_k", remembers={"seen": list})])
 def test_a_class_without_faults_is_registered(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.plugins.registry._TRAINERS", {})
     assert register_trainer("fake-returns")(cls) is cls

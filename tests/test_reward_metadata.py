@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tables import table
 from trainkit.errors import RewardError
 from trainkit.testing.trainers import tiny_trainer
 
@@ -76,8 +77,8 @@ def test_a_metric_may_not_take_the_name_of_what_the_reward_function_returned(tmp
         trainer.evaluate()
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
+@table(
+    "found, said",
     [
         (lambda outputs: [{"score": 1.0}] * 7 + [{}], "give the same names for all"),
         (lambda outputs: [{"value": 1.0} for _ in outputs], "without 'score', the name of the scores"),

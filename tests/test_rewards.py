@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tables import table
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import DataError, RewardError
 from trainkit.rollouts import check_scores, metrics, score
@@ -73,7 +74,7 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("value", ACCEPTED.values(), ids=ACCEPTED)
+@table("value", ACCEPTED.values())
 def test_one_number_per_sample_becomes_float32_scores(value: Any) -> None:
     found = scored(value)
     assert found.dtype == torch.float32
@@ -111,7 +112,7 @@ DENSE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("value", DENSE.values(), ids=DENSE)
+@table("value", DENSE.values())
 def test_dense_rewards_stand_at_the_response_tokens_from_the_first_on(value: Any) -> None:
     found = scored(value)
     assert found.dtype == torch.float32
@@ -198,7 +199,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("value", "said"), REFUSED.values(), ids=REFUSED)
+@table("value, said", REFUSED.values())
 def test_anything_else_is_one_error_that_names_the_function_and_what_is_allowed(value: Any, said: str) -> None:
     with pytest.raises(RewardError, match=said) as caught:
         scored(value)
@@ -284,13 +285,13 @@ def test_a_column_that_a_row_lacks_is_none_there() -> None:
     assert score(lambda answer, **_: [{None: 0, "y": 1}[a] for a in answer], batch, None).tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["samples", "prompts", "outputs", "tokenizer"])
+@table("name", ["samples", "prompts", "outputs", "tokenizer"])
 def test_a_column_with_the_name_of_an_argument_is_refused_by_name(name: str) -> None:
     with pytest.raises(RewardError, match=rf"judge .*column '{name}'.*rename"):
         score(judge_that_returns([0.0] * 3), rollouts(**{name: [1, 2, 3]}), None)
 
 
-@pytest.mark.parametrize("name", ["fn", "reward_fn", "self", "rollouts"])
+@table("name", ["fn", "reward_fn", "self", "rollouts"])
 def test_every_other_column_name_reaches_the_function(name: str) -> None:
     def judge(**given_: Any) -> Any:
         return given_[name]
@@ -334,15 +335,14 @@ class Judge:
     def method(self, **_: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("fn", "name"),
+@table(
+    "fn, name",
     [
         (Judge(), "Judge"),
         (Judge().method, "Judge.method"),
         (functools.partial(Judge(), extra=1), "Judge"),
         (functools.partial(functools.partial(Judge().method), extra=1), "Judge.method"),
     ],
-    ids=["object", "method", "partial", "partial of a partial"],
 )
 def test_every_kind_of_callable_is_named_in_errors(fn: Any, name: str) -> None:
     with pytest.raises(RewardError, match=rf"^{name} \({__name__}\) returned None"):
@@ -426,7 +426,7 @@ METRICS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("value", "expected"), METRICS.values(), ids=METRICS)
+@table("value, expected", METRICS.values())
 def test_a_metric_is_a_number_or_a_number_per_sample(value: Any, expected: Any) -> None:
     assert measured({"m": value, "other": 1.0}) == {"m": expected, "other": 1.0}
 
@@ -445,7 +445,7 @@ REFUSED_METRICS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("value", "said"), REFUSED_METRICS.values(), ids=REFUSED_METRICS)
+@table("value, said", REFUSED_METRICS.values())
 def test_other_metrics_are_one_error_that_names_the_function(value: Any, said: str) -> None:
     with pytest.raises(RewardError, match=said) as caught:
         measured(value)
@@ -499,8 +499,8 @@ def test_integer_and_float_rewards_train_alike(tmp_path: Path) -> None:
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
-@pytest.mark.parametrize(
-    ("method", "said"),
+@table(
+    "method, said",
     [
         ("rloo", "rloo: the 4 responses to each prompt have equal scores in the whole collection (the first has 0.5)"),
         ("ppo", "ppo: all responses have equal scores in the whole collection (the first has 0.5)"),

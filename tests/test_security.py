@@ -24,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import trainkit
+from tables import table
 from trainkit import PluginConfig, TRLConfig, hookimpl, register_tracker
 from trainkit.cli import app
 from trainkit.config import ModelConfig
@@ -176,7 +177,7 @@ def test_changed_copies_keep_secrets(keyed: Any) -> None:
         assert changed.train.trackers[0].phrase.get_secret_value() == f"{CANARY}-2"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("token", [f"{CANARY}\n", f" {CANARY}", f"{CANARY}\x00", f"{CANARY}é"])
+@table("token", [f"{CANARY}\n", f" {CANARY}", f"{CANARY}\x00", f"{CANARY}é"])
 def test_a_token_that_a_library_would_quote_in_its_error_is_refused(token: str) -> None:
     """A header with a line break is an error of HTTP libraries that shows the header."""
     with pytest.raises(ConfigError, match="the token has a space, a line break") as caught:
@@ -210,7 +211,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@table("wrong", WRONG)
 def test_errors_about_a_configuration_show_no_secret(keyed: Any, wrong: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"method": "sft", **WRONG[wrong]}))
     for fails in (
@@ -234,7 +235,7 @@ def test_errors_of_single_sections_show_no_secret(keyed: Any) -> None:
         assert CANARY not in str(caught.value)
 
 
-@pytest.mark.parametrize(("begin", "end"), [("'", ""), ("[", ""), ("{", ""), ("", ": x")])
+@table("begin, end", [("'", ""), ("[", ""), ("{", ""), ("", ": x")])
 def test_errors_of_yaml_say_where_and_quote_nothing(tmp_path: Path, begin: str, end: str) -> None:
     (tmp_path / "bad.yaml").write_text(f"method: sft\nmodel:\n  kwargs:\n    token: {begin}{CANARY}{end}\n")
     found = cli("--traceback", "train", str(tmp_path / "bad.yaml"))
@@ -448,8 +449,8 @@ def test_no_other_way_of_loading_a_model_runs_its_code(far: tuple[str, Path], tm
     assert ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
+@table(
+    "setting, value",
     [
         ("model.kwargs.weights_only", False),
         ("model.kwargs.use_kernels", True),
@@ -511,7 +512,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@table("bomb", BOMBS)
 def test_a_malicious_file_is_refused_within_a_second_in_one_line(tmp_path: Path, bomb: str) -> None:
     (tmp_path / "bomb.yaml").write_text(BOMBS[bomb])
     begun = time.process_time()
@@ -523,7 +524,7 @@ def test_a_malicious_file_is_refused_within_a_second_in_one_line(tmp_path: Path,
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
+@table(
     "text",
     [
         "method: ppo\ntrain:\n" + "".join(f"  batch_sizf{i}: 1\n" for i in range(2_400)),

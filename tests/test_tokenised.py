@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import trainkit
+from tables import table
 from trainkit.data import Completions, output_spans, preference_rows, recognise, sample_rows
 from trainkit.errors import ConfigError, DataError
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
@@ -24,8 +25,8 @@ def test_rows_of_token_ids_are_recognised_unless_they_have_text() -> None:
     assert recognise({"input_ids": [1], "prompt": "a"}) == "prompt-only"
 
 
-@pytest.mark.parametrize(
-    ("row", "ids", "outputs"),
+@table(
+    "row, ids, outputs",
     [
         # the first token follows nothing
         ({"input_ids": [1, 2, 3]}, [1, 2, 3], [False, True, True]),
@@ -38,8 +39,8 @@ def test_labels_say_what_is_trained_on(row: Any, ids: list[int], outputs: list[b
     assert sample_rows([row], None, tokenizer) == [{"input_ids": ids, "outputs": outputs}]
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
+@table(
+    "row, words",
     [
         ({"input_ids": [1, 2], "labels": [-100]}, r"sample 0: labels has 1 numbers, and there are 2 tokens"),
         ({"input_ids": [1, 99]}, r"sample 0: input_ids has the id 99; ids of this tokenizer are 0 to 1\d"),

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import trainkit
+from tables import table
 from trainkit.cli import app
 from trainkit.data.chat import PLAIN_TEMPLATE
 from trainkit.errors import ConfigError
@@ -97,7 +97,7 @@ def test_a_student_answers_without_its_teacher(teacher: str | None, runs: Path, 
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["ppo", "ilql", "lora", "game"])
+@table("name", ["ppo", "ilql", "lora", "game"])
 def test_the_numbers_of_a_run_are_exactly_those_of_its_last_evaluation(name: str, runs: Path, tmp_path: Path) -> None:
     paid = ("--environment", "Letters") if name == "game" else ("--reward-fn", "count_first_letters")
     out = tmp_path / "samples.jsonl"
@@ -184,9 +184,9 @@ def test_tasks_are_passed_to_lm_eval_with_the_model(
 
 
 @pytest.mark.slow
+@pytest.mark.needs("lm_eval")
 def test_lm_eval_evaluates_a_task_of_ones_own(runs: Path, tmp_path: Path) -> None:
     """With the harness itself, which `make extras` installs: documents whose right choice is the likelier one."""
-    pytest.importorskip("lm_eval")
     tried = load(str(runs / "lora"))
     rows = [{"text": text, "choices": ["a", "b"], "answer": 0} for text in ("ab", "ba", "aab", "bb")]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
@@ -275,22 +275,15 @@ def test_a_prompt_that_is_too_long_can_be_given_again_with_shorter_answers(talke
     assert told("eval", str(talker), *given, *reward, code=1).stderr.endswith(said)
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet", "txt", "saved"])
-def test_prompts_come_from_every_kind_of_file(suffix: str, runs: Path, tmp_path: Path) -> None:
-    rows, path = [{"prompt": "ab"}, {"prompt": "c"}], tmp_path / f"data.{suffix}"
-    data = Dataset.from_list(rows)
-    if suffix in ("json", "csv", "parquet"):
-        write = {"json": lambda: data.to_json(path, lines=False), "csv": lambda: data.to_csv(path)}
-        write.get(suffix, lambda: data.to_parquet(path))()
-    elif suffix == "txt":
-        path.write_text("ab\nc\n")
-    else:
-        data.save_to_disk(path)
-    out = tmp_path / "out.jsonl"
-    told("generate", str(runs / "ppo"), "--prompts", str(path), "--out", str(out))
+@table("name, text", [("data.csv", "prompt\nab\nc\n"), ("data.txt", "ab\nc\n")])
+def test_prompts_come_from_every_kind_of_file(name: str, text: str, runs: Path, tmp_path: Path) -> None:
+    """All kinds are read by `read_data`, which has tests of its own."""
+    (tmp_path / name).write_text(text)
+    out, prompts = tmp_path / "out.jsonl", ("--prompts", str(tmp_path / name))
+    told("generate", str(runs / "ppo"), *prompts, "--out", str(out))
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["ab", "c"]
     reward = ("--reward-fn", f"{runs / 'reward.py'}:count_first_letters")
-    assert "4 responses" in told("eval", str(runs / "ppo"), "--prompts", str(path), *reward).stdout  # 2 temperatures
+    assert "4 responses" in told("eval", str(runs / "ppo"), *prompts, *reward).stdout  # 2 temperatures
 
 
 def test_an_encoder_decoder_of_no_run_generates(tmp_path: Path) -> None:
@@ -383,6 +376,7 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(talker: Path, m
     assert told("chat", str(talker), typed="x\n").stdout == "a [31m\nb\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_has_two_answers_side_by_side_and_ends_with_ctrl_d(runs: Path) -> None:
     first, second = "ppo", "ilql"
     command = [sys.executable, "-m", "trainkit.cli", "chat", first, "--compare", second, "--seed", "1"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tables import table
 from trainkit.data import check_labels, mismatched
 from trainkit.errors import DataError
 
@@ -62,8 +63,8 @@ def test_labels_of_one_kind_are_an_error(label: bool) -> None:
         check_labels([{"label": label}] * 3, {"good": 1.0, "bad": 1.0}, ratio=(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("counts", "advice"),
+@table(
+    "counts, advice",
     [
         ((4, 8), None),
         # good = 9 / 3 to 2 · 9 / 3
