@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, TrainerCallback, TrainingArguments
 
+from tables import table
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit_trl import (
     AutoModelForCausalLMWithValueHead,
@@ -173,7 +174,7 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "words"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+@table("make, words", [each[1:] for each in BAD])
 def test_bad_input_is_told(
     make: Callable[[], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

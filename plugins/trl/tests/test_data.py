@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
+from tables import table
 from trainkit.testing import character_tokenizer
 from trainkit_trl import ConstantLengthDataset, DataCollatorForCompletionOnlyLM, SFTTrainer
 from trainkit_trl.trainer.utils import RewardDataCollatorWithPadding, compute_accuracy, pad_to_length
@@ -63,7 +64,7 @@ def test_texts_are_joined_by_eos_and_cut() -> None:
         ConstantLengthDataset(tokenizer, [])
 
 
-@pytest.mark.parametrize("infinite", [False, True])
+@table("infinite", [False, True])
 def test_rows_of_one_length_are_trained_on(infinite: bool, tmp_path: Path) -> None:
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=len(tokenizer), n_positions=16)
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=3, report_to="none", per_device_train_batch_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import math
 import random
@@ -12,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from tables import table
 from trainkit.errors import ConfigError, DataError, RewardError
 from trainkit.migrating import framework, translate
 from trainkit_ddpo import PixelPipeline
@@ -31,7 +31,6 @@ from trainkit_trl import (
 from trainkit_trl.trainer.utils import PerPromptStatTracker
 
 ANIMALS = ["cat", "dog"]
-LIBRARY: Any = diffusers
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -65,6 +64,7 @@ def made(tmp_path: Path, hook: Any = None, reward: Any = brightness, model: Any 
 # ------------------------------------------------------------------------------------------------------- the script
 
 
+@pytest.mark.slow
 def test_a_script_in_the_manner_of_trls_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     set_seed(0)
@@ -121,19 +121,19 @@ def test_a_script_in_the_manner_of_trls_example_learns(tmp_path: Path, monkeypat
 
 
 def test_epochs_are_collections_and_a_run_resumes_with_the_next(tmp_path: Path) -> None:
-    straight = made(tmp_path / "a", save_freq=2)
-    straight.train(5)
+    straight = made(tmp_path / "a", save_freq=2, sample_num_steps=2)
+    straight.train(4)
     assert straight.first_epoch == 0
-    assert straight.trainer.progress.collection == 5
-    stopped = made(tmp_path / "b", save_freq=2)
-    stopped.train(4)  # saved after the epochs 2
+    assert straight.trainer.progress.collection == 4
+    stopped = made(tmp_path / "b", save_freq=2, sample_num_steps=2)
+    stopped.train(3)  # saved after the epochs 2
     del stopped  # it locks its directory
-    resumed = made(tmp_path / "b", resume_from=str(tmp_path / "b" / "run" / "checkpoints"))
+    resumed = made(tmp_path / "b", resume_from=str(tmp_path / "b" / "run" / "checkpoints"), sample_num_steps=2)
     assert resumed.first_epoch == 3
     random.seed(0)
     [animal() for _ in range(3 * 8)]
-    resumed.train(5)
-    assert resumed.trainer.progress.step == straight.trainer.progress.step == 10
+    resumed.train(4)
+    assert resumed.trainer.progress.step == straight.trainer.progress.step == 8
     ours, theirs = (each.trainer.unwrapped.state_dict() for each in (resumed, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -240,15 +240,18 @@ def test_statistics_of_prompts() -> None:
 @pytest.fixture(scope="module")
 def stable_diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of a Stable Diffusion of tiny configurations, with random weights: images of 8 × 8."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    library: Any = importlib.import_module("diffusers")  # which only slow tests need
     torch.manual_seed(0)
     tokens = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
     size = len(tokens)
-    unet = LIBRARY.UNet2DConditionModel(
+    unet = library.UNet2DConditionModel(
         sample_size=4, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1,
         cross_attention_dim=16, attention_head_dim=4, norm_num_groups=2,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    vae = LIBRARY.AutoencoderKL(
+    vae = library.AutoencoderKL(
         in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, sample_size=8,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
@@ -256,12 +259,12 @@ def stable_diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
         vocab_size=size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=8, bos_token_id=size - 2, eos_token_id=size - 1, pad_token_id=size - 1,
     )  # fmt: skip
-    pipe = LIBRARY.StableDiffusionPipeline(
+    pipe = library.StableDiffusionPipeline(
         vae=vae,
         text_encoder=CLIPTextModel(text),
         tokenizer=CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=8),
         unet=unet,
-        scheduler=LIBRARY.PNDMScheduler(
+        scheduler=library.PNDMScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
         ),
         safety_checker=None,
@@ -273,6 +276,7 @@ def stable_diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_lora", [True, False])
 def test_a_pipeline_of_diffusers_is_trained(stable_diffusion: str, use_lora: bool, tmp_path: Path) -> None:
     pipeline = DefaultDDPOStableDiffusionPipeline(stable_diffusion, use_lora=use_lora)
@@ -296,11 +300,13 @@ def test_a_pipeline_of_diffusers_is_trained(stable_diffusion: str, use_lora: boo
     assert len(made_by[0].latents) == 3
 
 
+@pytest.mark.slow
 def test_lora_weights_beside_a_model_of_trl_are_merged(stable_diffusion: str, tmp_path: Path) -> None:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    pipe = LIBRARY.StableDiffusionPipeline.from_pretrained(stable_diffusion, safety_checker=None)
+    library: Any = importlib.import_module("diffusers")
+    pipe = library.StableDiffusionPipeline.from_pretrained(stable_diffusion, safety_checker=None)
     pipe.save_pretrained(tmp_path / "trl")
     pipe.unet.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q"]))
     pipe.save_lora_weights(tmp_path / "trl", unet_lora_layers=get_peft_model_state_dict(pipe.unet))
@@ -348,8 +354,8 @@ def test_settings_are_translated(tmp_path: Path) -> None:
     assert made(tmp_path / "b").trainer.method.buffer_size == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
+@table(
+    "changes, error, words",
     [
         ({"train_cfg": False}, ConfigError, "guidance is the same in training and sampling"),
         ({"train_use_8bit_adam": True}, ConfigError, "write False; trainkit.train takes an optimizer"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config
 
+from tables import table
 from trainkit.errors import DataError
 from trainkit.testing import character_tokenizer
 from trainkit_trl import (
@@ -72,8 +73,8 @@ def test_a_tool_answers_and_its_answer_is_not_of_the_model() -> None:
     assert histories[0].last_text_segment == "3<submit>"
 
 
-@pytest.mark.parametrize(
-    ("call", "result"),
+@table(
+    "call, result",
     [
         ("<request><T>x<call>", "Tool error: invalid literal for int() with base 10: 'x'<response>"),
         ("<request><W>1<call>", "Unknown tool W.<response>"),
@@ -126,7 +127,7 @@ def test_a_loop_with_a_tool_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The model is paid for the letters a of its turns; the mask keeps the tool's letters out of the loss."""
     monkeypatch.chdir(tmp_path)
     model = tiny()
-    config = PPOConfig(batch_size=16, mini_batch_size=16, learning_rate=3e-3, init_kl_coef=0.0, adap_kl_ctrl=False)
+    config = PPOConfig(batch_size=16, mini_batch_size=16, learning_rate=1e-2, init_kl_coef=0.0, adap_kl_ctrl=False)
     trainer = PPOTrainer(config, model, None, TOKENIZER)
     kwargs = {"do_sample": True, "max_new_tokens": 6, "top_k": 0}
 
@@ -135,11 +136,11 @@ def test_a_loop_with_a_tool_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     env = TextEnvironment(model, TOKENIZER, {"T": str}, pay, max_turns=2, generation_kwargs=kwargs)
     means = []
-    for _ in range(16):
+    for _ in range(10):
         queries, responses, masks, rewards, _ = env.run(["b", "c"] * 8)
         trainer.step(queries, responses, rewards, masks)
         means.append(float(torch.stack(rewards).mean()))
-    assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.7
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.7
 
 
 def test_best_of_n_returns_the_texts_with_the_highest_scores() -> None:

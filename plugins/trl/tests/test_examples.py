@@ -51,6 +51,7 @@ def run(name: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     return vars(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_fine_tuning(packing: bool, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(tmp_path / "out")
@@ -62,6 +63,7 @@ def test_fine_tuning(packing: bool, models: dict[str, str], tmp_path: Path, monk
         assert tokenizer.decode(made[0]) == f"{letter}#{letter * 3}"
 
 
+@pytest.mark.slow
 def test_ppo_trains_a_t5(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = run("t5_sentiment.py", [models["t5"]], tmp_path, monkeypatch)["history"]
     assert sum(history[-4:]) / 4 > history[0] + 1.5
@@ -76,6 +78,7 @@ def share_of_a(model: str, tokenizer: str) -> float:
     return float((made[:, 2:] == words.encode("a")[0]).float().mean())
 
 
+@pytest.mark.slow
 def test_three_steps_from_a_llama_to_ppo(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +105,7 @@ def test_three_steps_from_a_llama_to_ppo(
     assert found["answers"][-1] > found["answers"][0] + 0.15
 
 
+@pytest.mark.slow
 def test_policy_and_reward_adapters_on_one_base(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +136,7 @@ def classifier(models: dict[str, str], tmp_path: Path) -> str:
     return str(tmp_path / "classifier")
 
 
+@pytest.mark.slow
 def test_detoxifying(models: dict[str, str], classifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--model_name", models["llama"], "--toxicity_model", classifier]
     history = run("toxicity.py", arguments, tmp_path, monkeypatch)["history"]
@@ -139,6 +144,7 @@ def test_detoxifying(models: dict[str, str], classifier: str, tmp_path: Path, mo
     assert (tmp_path / "detoxified" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_sentiment_with_an_adapter(
     models: dict[str, str], classifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +158,7 @@ def test_sentiment_with_an_adapter(
     assert last > reference + 0.5, "the reference is the model without its adapter"
 
 
+@pytest.mark.daily(peft=(False,))
 @pytest.mark.parametrize("peft", [False, True])
 def test_preferences_with_a_file_of_arguments(
     peft: bool, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.migrating import framework, translate
 from trainkit.testing import character_tokenizer
@@ -155,8 +156,8 @@ def test_dpo_learns_which_side_is_chosen(tmp_path: Path) -> None:
     assert loss.item() == pytest.approx(found["eval_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "smoothing", "expected"),
+@table(
+    "loss_type, smoothing, expected",
     [
         # beta .1, margins (2, -1, 0): -log sigmoid(.1 x); with smoothing -.9 log sigmoid(.1 x) - .1 log sigmoid(-.1 x)
         ("sigmoid", 0.0, [0.598139, 0.744397, 0.693147]),
@@ -244,8 +245,8 @@ def test_iterative_sft_trains_on_what_step_is_given(tmp_path: Path) -> None:
         IterativeSFTTrainer(model, arguments(tmp_path, max_steps=-1), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@table(
+    "changes, words",
     [
         ({"tf32": False, "optim": "adamw_8bit"}, "as an object an optimizer of another library, such as bitsandbytes"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
@@ -270,8 +271,8 @@ def test_sharding_is_taken_over_with_the_launch(tmp_path: Path, caplog: pytest.L
         DPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
+@table(
+    "name, value, words",
     [
         ("optimizers", (object(), None), "should be one of torch"),
         ("callbacks", [object()], "hookimpl"),
@@ -335,7 +336,7 @@ def test_an_optimizer_and_its_schedule_are_stepped(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("optim", "name"), [("adafactor", "adafactor"), ("sgd", "sgd"), ("adamw_torch", "adamw")])
+@table("optim, name", [("adafactor", "adafactor"), ("sgd", "sgd"), ("adamw_torch", "adamw")])
 def test_optimizers_are_named(optim: str, name: str, tmp_path: Path) -> None:
     model, tokenizer = made()
     args = arguments(tmp_path, max_steps=2, optim=optim, lr_scheduler_type="cosine_with_restarts")
@@ -346,13 +347,14 @@ def test_optimizers_are_named(optim: str, name: str, tmp_path: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.daily(adapter=(False,))
 @pytest.mark.parametrize("adapter", [False, True])
 def test_the_best_evaluation_is_loaded_at_the_end(adapter: bool, tmp_path: Path) -> None:
     """Overfitting to texts that the held-out ones contradict, the first evaluation after a step is the best."""
     model, tokenizer = made()
     learnt, contrary = (Dataset.from_dict({"text": [text] * 8}) for text in ("abab", "baba"))
     args = arguments(
-        tmp_path, max_steps=40, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=20,
+        tmp_path, max_steps=20, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=10,
         load_best_model_at_end=True, metric_for_best_model="eval_loss",
     )  # fmt: skip
     peft = {"peft_config": LoraConfig(r=4, target_modules=["c_fc"], modules_to_save=["wte"])} if adapter else {}

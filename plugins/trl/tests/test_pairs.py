@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, TrainingArguments
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.migrating import framework
 from trainkit.testing import character_tokenizer
@@ -51,6 +52,7 @@ def arguments(kind: Any, tmp_path: Path, *more: str) -> Any:
     return HfArgumentParser(kind).parse_args_into_dataclasses(given)[0]
 
 
+@pytest.mark.daily(trainer_class=(ORPOTrainer,))
 @pytest.mark.parametrize(
     ("trainer_class", "more", "settings"),
     [
@@ -89,8 +91,8 @@ def test_the_loss_of_orpo_is_that_of_trl_in_float64(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack([good, bad]), 0.2 * torch.stack([chosen, rejected]))
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "smoothing", "expected"),
+@table(
+    "loss_type, smoothing, expected",
     [
         # beta .1, margins (2, -1, 0): -log sigmoid(.1 x); with smoothing -.9 log sigmoid(.1 x) - .1 log sigmoid(-.1 x)
         ("sigmoid", 0.0, [0.598139, 0.744397, 0.693147]),
@@ -110,7 +112,7 @@ def test_the_losses_of_cpo_are_those_of_trl(loss_type: Any, smoothing: float, ex
     assert not bad.any()
 
 
-@pytest.mark.parametrize("trainer_class", [ORPOTrainer, CPOTrainer])
+@table("trainer_class", [ORPOTrainer, CPOTrainer])
 def test_the_loss_of_a_batch_has_the_metrics_of_trl(trainer_class: Any, tmp_path: Path) -> None:
     model, tokenizer = made()
     args = arguments(TRAINERS[trainer_class], tmp_path)
@@ -159,8 +161,8 @@ def test_dropout_of_an_adapter_is_switched_off_as_in_trl(tmp_path: Path, caplog:
     assert "disable_dropout switches it off" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "given", "said"),
+@table(
+    "trainer_class, given, said",
     [
         (CPOTrainer, {"loss_type": "kto_pair"}, "write sigmoid"),
         (ORPOTrainer, {"truncation_mode": "keep_start"}, "shorten them in the dataset"),

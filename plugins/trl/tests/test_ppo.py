@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.migrating import framework
 from trainkit.testing import character_tokenizer
@@ -73,7 +74,7 @@ def test_arguments_that_end_responses_have_their_counterparts(
 
 def test_the_loop_of_ppo_learns(made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, dataset = made
-    config = settings(tmp_path, monkeypatch, adap_kl_ctrl=False)
+    config = settings(tmp_path, monkeypatch, adap_kl_ctrl=False, learning_rate=1e-2)
     ref_model = create_reference_model(model)
     ppo_trainer = PPOTrainer(config, model, ref_model, tokenizer, dataset=dataset, data_collator=collator)
     generation_kwargs = {
@@ -85,7 +86,7 @@ def test_the_loop_of_ppo_learns(made: Any, tmp_path: Any, monkeypatch: pytest.Mo
     }
     length_sampler = LengthSampler(5, 7)
     means = []
-    for _ in range(12):
+    for _ in range(4):
         for batch in ppo_trainer.dataloader:
             query_tensors = batch["input_ids"]
             response_tensors = ppo_trainer.generate(
@@ -96,7 +97,7 @@ def test_the_loop_of_ppo_learns(made: Any, tmp_path: Any, monkeypatch: pytest.Mo
             stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
             ppo_trainer.log_stats(stats, batch, rewards)
             means.append(stats["env/reward_mean"])
-    assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 1.5
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 1
     assert {"objective/kl", "ppo/loss/total", "ppo/mean_scores", "ppo/policy/clipfrac"} <= stats.keys()
     assert ppo_trainer.kl_ctl.value == 0.0
     ppo_trainer.save_pretrained(tmp_path / "tuned")
@@ -121,8 +122,8 @@ def test_responses_come_with_their_queries_or_without(
         trainer.generate(queries, num_beams=2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@table(
+    "changes, words",
     [
         ({"queries": [torch.tensor([1])] * 3}, r"Batch size \(16\) does not match number of examples"),
         ({"scores": [1.0] * 16}, "Elements in scores must be tensors"),
@@ -186,6 +187,7 @@ def test_an_optimizer_and_its_schedule_are_stepped(made: Any, tmp_path: Any, mon
     assert trainer.optimizer.optimizer is optimizer
 
 
+@pytest.mark.daily(kind=("PROMPT_TUNING",))
 @pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING"])
 def test_prompts_and_prefixes_are_trained(kind: str, made: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the model with the first virtual tokens, so that the first KL is 0."""

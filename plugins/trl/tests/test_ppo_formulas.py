@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from tables import table
 from trainkit.data import Sequences
 from trainkit.models import TokenOutputs
 from trainkit.testing import character_tokenizer
@@ -43,9 +44,7 @@ LOGPROBS = torch.tensor([[-1.0, -0.5, -3.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-1.5, -0.25, -1.0]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("kl", [0.5, -0.25, -2.0]), ("abs", [0.5, 0.25, 2.0]), ("mse", [0.125, 0.03125, 2.0])]
-)
+@table("kind, expected", [("kl", [0.5, -0.25, -2.0]), ("abs", [0.5, 0.25, 2.0]), ("mse", [0.125, 0.03125, 2.0])])
 def test_penalties_of_log_probabilities(kind: str, expected: list[float], trainer: Any) -> None:
     """TRL: the difference, its absolute value, or half its square."""
     made = trainer(kl_penalty=kind)
@@ -106,7 +105,7 @@ def test_normalisation_without_scaling_is_said_to_have_no_effect(trainer: Any, c
     assert "use_score_norm has no effect without use_score_scaling" in caplog.text
 
 
-@pytest.mark.parametrize("changes", [{"kl_penalty": "full"}, {"use_score_scaling": True, "use_score_norm": True}])
+@table("changes", [{"kl_penalty": "full"}, {"use_score_scaling": True, "use_score_norm": True}])
 def test_a_step_is_made_with_each_formula(changes: dict[str, Any], trainer: Any) -> None:
     made = trainer(**changes)
     stats = made.step(QUERIES, RESPONSES, [torch.tensor(1.0), torch.tensor(-1.0)])

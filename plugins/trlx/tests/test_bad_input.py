@@ -14,6 +14,7 @@ import yaml
 from transformers import GPT2Config
 
 import trainkit_trlx as trlx
+from tables import table
 from trainkit.errors import CheckpointError, ConfigError, DataError, RewardError
 from trainkit.testing import character_tokenizer
 from trainkit_trlx.data.configs import TRLConfig
@@ -357,7 +358,7 @@ CASES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@table("name", CASES)
 def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call, error, words = CASES[name]
     monkeypatch.chdir(tmp_path)
@@ -368,7 +369,7 @@ def test_what_cannot_be_used_is_refused(name: str, tmp_path: Path, monkeypatch: 
             call(Case())
 
 
-@pytest.mark.parametrize("eval_interval", [1, 100])
+@table("eval_interval", [1, 100])
 def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
     eval_interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,8 +381,8 @@ def test_a_mask_is_refused_before_anything_is_trained_or_sampled(
     assert not [*Path().rglob("samples.jsonl"), *Path().rglob("metrics.jsonl")]
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
+@table(
+    "module, words",
     [
         ("sweep", "its place has trainkit sweep"),
         ("reference", "its place has trainkit compare"),

@@ -64,11 +64,13 @@ def rewards(names: dict[str, Any], metric: str = "eval/reward") -> list[float]:
     return [*names["trainer"].history[metric].values()]
 
 
+@pytest.mark.slow
 def test_ppo_trains_a_t5(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards(run("ppo_sentiments_t5.py", small(models["t5"], tmp_path), monkeypatch))
     assert found[-1] > found[0] + 2
 
 
+@pytest.mark.slow
 def test_ppo_on_dialogues(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards are relative to those of the answers in the dataset, which reach the reward function as a column."""
     hparams = {**small(models["gpt2"], tmp_path), "train.total_steps": 90, "train.epochs": 400}
@@ -78,6 +80,7 @@ def test_ppo_on_dialogues(models: dict[str, str], tmp_path: Path, monkeypatch: p
     assert rewards(names, "eval/metrics/longer")[-1] > 0
 
 
+@pytest.mark.slow
 def test_ilql_on_dialogues_of_several_turns(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +88,7 @@ def test_ilql_on_dialogues_of_several_turns(
     assert found[-1] > 0.8 > 0.5 > found[0]
 
 
+@pytest.mark.slow
 def test_summaries_are_learnt_from_comparisons(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +100,7 @@ def test_summaries_are_learnt_from_comparisons(
     assert found[0] < 0
 
 
+@pytest.mark.slow
 def test_dense_rewards_are_learnt(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hparams = {
         **small(models["gpt2"], tmp_path),
@@ -114,6 +119,7 @@ def test_dense_rewards_are_learnt(models: dict[str, str], tmp_path: Path, monkey
     assert found[-1] > 1 > 0.5 > found[0]
 
 
+@pytest.mark.slow
 def test_random_walks_become_short(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ILQL begins with random weights, of a configuration that a file holds; RFT with a model that has seen walks."""
     hparams = small(models["gpt2"], tmp_path)
@@ -129,12 +135,14 @@ def test_random_walks_become_short(models: dict[str, str], tmp_path: Path, monke
     assert (tmp_path / "rft" / "best" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_ilql_on_an_encoder_decoder(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run("ilql_sentiments_t5.py", small(models["t5"], tmp_path), monkeypatch)
     found = rewards(names, "eval/metrics/sentiments")
     assert found[-1] > 0.9 > found[0]
 
 
+@pytest.mark.slow
 def test_translations_are_looked_up_by_the_decoded_prompt(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,12 +154,14 @@ def test_translations_are_looked_up_by_the_decoded_prompt(
     assert rewards(names, "eval/metrics/longest")[-1] <= 2
 
 
+@pytest.mark.slow
 def test_rewards_may_be_whole_numbers(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewards(run("architext.py", small(models["gpt2"], tmp_path), monkeypatch))
     assert found[-1] > max(found[0] / 2, -0.3)
     assert (tmp_path / "ckpts" / "best" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_instructions_are_learnt_and_the_model_saved(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +176,7 @@ def test_instructions_are_learnt_and_the_model_saved(
     assert names["answer"] == "HbdAd"
 
 
+@pytest.mark.slow
 def test_descriptions_with_ratings(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of "ca" and "ga", which follow "b" in the data, the one that is rated better is sampled."""
     trainer = run("simulacra.py", small(models["gpt2"], tmp_path), monkeypatch)["trainer"]
@@ -174,6 +185,7 @@ def test_descriptions_with_ratings(models: dict[str, str], tmp_path: Path, monke
     assert sum(text.startswith("bc") for text in found) > 24
 
 
+@pytest.mark.slow
 def test_whole_dialogues_are_learnt_and_the_best_model_kept(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from transformers import (
     T5Config,
 )
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.models import AutoModelForCausalLMWithValueHead as PlainModel
 from trainkit.testing import character_tokenizer
@@ -124,6 +125,7 @@ def step(model: Any, given: dict[str, Tensor]) -> None:
 # -------------------------------------------------------------------------------------------- outputs and saving
 
 
+@pytest.mark.daily(name=("gpt2", "t5"))
 @pytest.mark.parametrize(("cls", "name"), CASES)
 def test_a_model_runs_samples_and_is_loaded_as_it_was_saved(
     cls: Any, name: str, directory: Any, tmp_path: Path
@@ -155,6 +157,7 @@ def test_a_model_runs_samples_and_is_loaded_as_it_was_saved(
     assert cls.from_config(config).base_model.get_output_embeddings().out_features == 7
 
 
+@pytest.mark.daily(name=("gpt2", "t5"), unfrozen=(2,))
 @pytest.mark.parametrize("unfrozen", [-1, 2])
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
 def test_states_and_logits_of_the_frozen_branch_are_those_of_the_model(
@@ -180,7 +183,7 @@ def test_positions_are_left_out_where_a_model_takes_none(directory: Any) -> None
         assert torch.equal(model(**inputs(name), position_ids=torch.arange(4).unsqueeze(0))[0], expected)
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@table("name", list(CONFIGS))
 def test_parts_of_models_are_found(name: str) -> None:
     config = CONFIGS[name]
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -195,9 +198,11 @@ def test_parts_of_models_are_found(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("kind", ["ppo", "ilql"])
-@pytest.mark.parametrize("name", ["llama", "t5"])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.daily(saved=(True,))
+@pytest.mark.parametrize(
+    ("kind", "name", "saved"),
+    [("ppo", "t5", True), ("ilql", "llama", True), ("ppo", "llama", False), ("ilql", "t5", False)],
+)
 def test_an_adapter_is_saved_alone_and_loaded_with_its_heads(
     kind: str, name: str, saved: bool, directory: Any, tmp_path: Path
 ) -> None:
@@ -237,6 +242,7 @@ def test_the_frozen_model_is_the_one_without_the_adapter(directory: Any, tmp_pat
         assert torch.equal(loaded.forward_hydra(**inputs(name)), before)
 
 
+@pytest.mark.daily(kind_and_name=("ppo gpt2",))
 @pytest.mark.parametrize("kind_and_name", ["ppo gpt2", "ppo t5", "ilql gpt2", "ilql t5", "sft gpt2"])
 def test_the_model_of_a_trainer_is_what_it_trains(kind_and_name: str, directory: Any) -> None:
     """It has the weights of the policy, adapter and heads; the adapter alone is trained, and can be switched off."""
@@ -293,6 +299,7 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{key}": tensor.clone() for key, tensor in state.items()}
 
 
+@pytest.mark.daily(name=("llama",))
 @pytest.mark.parametrize("name", CAUSAL)
 def test_values_of_a_checkpoint_are_those_of_its_branch(name: str, tmp_path: Path) -> None:
     """The branch was trained away from the model: values are those of a model that has its layers, and of the head."""
@@ -380,6 +387,7 @@ def test_a_trainer_of_ilql_goes_on_with_the_heads_of_a_checkpoint(tmp_path: Path
     assert all(torch.equal(tensor, state[name]) for name, tensor in made.state_dict().items())
 
 
+@pytest.mark.daily(kind=("ppo",))
 @pytest.mark.parametrize("kind", ["ppo", "ilql", "sft"])
 def test_a_trainer_goes_on_with_an_adapter_of_trlx(kind: str, directory: Any, tmp_path: Path) -> None:
     path = directory("llama")
@@ -407,8 +415,8 @@ def test_a_trainer_goes_on_with_an_adapter_of_trlx(kind: str, directory: Any, tm
         assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@table(
+    "change, words",
     [
         (lambda state: state.pop("base_model.transformer.h.0.ln_1.bias"), "it lacks transformer.h.0.ln_1.bias; give"),
         (lambda state: state.update({"base_model.extra": torch.ones(1)}), "it also has extra; give"),

@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, T5Config
 
 import trainkit_trlx
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit_trlx.data.configs import TRLConfig
@@ -89,8 +90,8 @@ def test_configurations_are_changed_as_in_trlx(tmp_path: Path) -> None:
     assert '"seed": 3' in str(config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@table(
+    "changes, words",
     [
         ({"trian.seed": 1}, "'trian' is not present in the config.*did you mean 'train'"),
         ({"train.batchsize": 1}, "'train.batchsize'.*did you mean 'train.batch_size'"),
@@ -102,7 +103,7 @@ def test_changes_of_fields_that_do_not_exist_are_refused(changes: dict[str, Any]
         TRLConfig.update(default_ppo_config(), changes)
 
 
-@pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config, default_rft_config])
+@table("default", [default_ppo_config, default_ilql_config, default_sft_config, default_rft_config])
 def test_the_defaults_of_trlx_are_configurations_of_trainkit(default: Any) -> None:
     config = default()
     config.train.tracker = None
@@ -149,8 +150,8 @@ def test_registries_are_those_of_trlx() -> None:
     assert get_method("mine") is Mine
 
 
-@pytest.mark.parametrize(
-    ("module", "names"),
+@table(
+    "module, names",
     [
         ("", "train logging"),
         ("data", "GeneralElement RLElement BatchElement"),
@@ -260,7 +261,7 @@ def test_targets_of_ilql_move_by_alpha() -> None:
     assert not any(parameter.requires_grad for parameter in heads.target_q_heads.parameters())
 
 
-@pytest.mark.parametrize("unfrozen", [-1, 0, 1, 2])
+@table("unfrozen", [-1, 0, 1, 2])
 def test_the_frozen_branch_is_the_model_before_training(unfrozen: int) -> None:
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = AutoModelForCausalLMWithHydraValueHead.from_config(config, num_layers_unfrozen=unfrozen)
@@ -399,8 +400,8 @@ def test_statistics_and_rounding() -> None:
 # ----------------------------------------------------------------------------------------------------------- stores
 
 
-@pytest.mark.parametrize(
-    ("dialogue", "side", "length", "expected"),
+@table(
+    "dialogue, side, length, expected",
     [
         (["ab", "cd"], "right", 10, [(False, "ab"), (True, "cd</s>")]),
         ("cd", "right", 10, [(False, "<s>"), (True, "cd</s>")]),
@@ -509,14 +510,6 @@ def test_statistics_of_one_process_are_those_of_its_values() -> None:
     assert gather_dict({"a": [1]}) == {"a": [1]}
 
 
-def test_heads_of_ilql_are_saved_and_loaded(tmp_path: Path) -> None:
-    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=12)
-    made = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_config(config)
-    made.save_pretrained(str(tmp_path))
-    loaded = modeling_ilql.AutoModelForCausalLMWithILQLHeads.from_pretrained(str(tmp_path))
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in made.state_dict().items())
-
-
 def test_methods_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
     class Mine(AcceleratePPOTrainer):
         def post_backward_callback(self) -> None:
@@ -542,6 +535,7 @@ def test_the_sharding_of_trainkit_is_an_argument_of_the_trainer(tmp_path: Path) 
 VIRTUAL = [{"peft_type": kind, "num_virtual_tokens": 3} for kind in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")]
 
 
+@pytest.mark.daily(default=(default_ppo_config,), given=VIRTUAL[:1])
 @pytest.mark.parametrize("given", VIRTUAL, ids=lambda given: str(given["peft_type"]))
 @pytest.mark.parametrize("default", [default_ppo_config, default_ilql_config, default_sft_config])
 def test_prompts_and_prefixes_are_trained(default: Any, given: dict[str, Any], tmp_path: Path) -> None:
@@ -566,7 +560,7 @@ def test_prompts_and_prefixes_are_trained(default: Any, given: dict[str, Any], t
     assert all("virtual_tokens" in name for name in trained)
 
 
-@pytest.mark.parametrize("given", VIRTUAL, ids=lambda given: str(given["peft_type"]))
+@table("given", VIRTUAL)
 def test_model_classes_read_virtual_tokens(given: dict[str, Any]) -> None:
     """Logits, values, Q and V are those of the tokens; the frozen branch has the virtual tokens of the beginning."""
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=12, eos_token_id=11)

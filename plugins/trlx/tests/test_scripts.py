@@ -44,6 +44,7 @@ def small(default: TRLConfig, tokenizer_path: str, tmp_path: Any, lr: float = 3e
     )
 
 
+@pytest.mark.slow
 def test_ppo(tokenizer_path: str, tmp_path: Any) -> None:
     def main(hparams: dict[str, Any]) -> Any:
         method = {"num_rollouts": 32, "chunk_size": 16, "gen_kwargs": {"max_new_tokens": 6}}
@@ -69,6 +70,7 @@ def test_ppo(tokenizer_path: str, tmp_path: Any) -> None:
         trainer.generate(**asked, num_beams=3)
 
 
+@pytest.mark.slow
 def test_ilql_with_a_logit_mask_and_a_sweep_over_beta(tokenizer_path: str, tmp_path: Any) -> None:
     """Walks over letters, of which only the next ones are allowed; those that end in a are rewarded."""
     walks = ["abc", "bcd", "cda", "dab", "bcda", "cdab"] * 8
@@ -96,6 +98,7 @@ def test_ilql_with_a_logit_mask_and_a_sweep_over_beta(tokenizer_path: str, tmp_p
     assert "abcda".startswith(text.replace(tokenizer.eos_token, "").replace(tokenizer.pad_token, "")[:5])
 
 
+@pytest.mark.slow
 def test_sft_on_dialogues_and_on_text(tokenizer_path: str, tmp_path: Any) -> None:
     config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=60, epochs=100).evolve(
         method={"gen_kwargs": {"max_new_tokens": 3, "do_sample": False}}, train={"save_best": False}
@@ -109,6 +112,7 @@ def test_sft_on_dialogues_and_on_text(tokenizer_path: str, tmp_path: Any) -> Non
     trlx.train(samples=["abcd", "bc"] * 8, config=config)
 
 
+@pytest.mark.slow
 def test_rft(tokenizer_path: str, tmp_path: Any) -> None:
     config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=40, epochs=100).to_dict()
     method = RFTConfig(
