@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tables import table
+
 ROOT = Path(__file__).parents[1]
 CORE = '[project]\nname = "trainkit"\ndynamic = ["version"]\n'
 PLUGIN = '[project]\nname = "trainkit-{name}"\nversion = "1.2.0"\ndependencies = ["pillow>=11", "trainkit>=1.2,<1.3"]\n'
@@ -35,8 +37,7 @@ def write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+def made(tmp_path: Path) -> Path:
     """A project of trainkit and two plugins that can be released."""
     write(tmp_path / "pyproject.toml", CORE)
     write(tmp_path / "trainkit/__init__.py", '__version__ = "1.2.0"\n')
@@ -48,31 +49,21 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return made(tmp_path)
+
+
 def checked(root: Path) -> None:
     projects = dist.read_projects(root)
     dist.check_licences(projects)
     dist.check_versions(projects, root / "CHANGELOG.md")
 
 
-def refused(root: Path) -> str:
-    with pytest.raises(dist.DistError) as caught:
-        checked(root)
-    return str(caught.value)
-
-
 def test_this_project_has_its_licences_and_one_version() -> None:
     checked(ROOT)
     assert len(dist.read_projects(ROOT)) == 1 + len([*ROOT.glob("plugins/*/pyproject.toml")])
     assert "Copyright 2026 The trainkit authors" in (ROOT / "LICENSE").read_text(encoding="utf-8")
-
-
-def test_every_tested_version_is_pinned_once() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    names = [line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line]
-    assert sorted(names) == sorted(set(names))  # pip could install nothing
-
-
-def test_every_distribution_declares_its_licence_and_has_py_typed() -> None:
     for project in dist.read_projects(ROOT):
         declared = tomllib.loads((project.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert (declared["license"], declared["license-files"]) == ("Apache-2.0", ["LICENSE"])
@@ -86,39 +77,43 @@ def test_trainkits_version_is_read_from_its_package_and_a_plugins_from_its_pypro
     checked(root)
 
 
-@pytest.mark.parametrize("file", ["LICENSE", "plugins/two/LICENSE"])
-def test_a_missing_licence_is_named(root: Path, file: str) -> None:
-    (root / file).unlink()
-    assert f"{root / file} is missing" in refused(root)
+TWO, ONE = PLUGIN.format(name="two"), PLUGIN.format(name="one")
 
 
-def test_a_licence_that_differs_is_named(root: Path) -> None:
-    write(root / "plugins/one/LICENSE", "another\n")
-    assert refused(root).startswith(f"{root / 'plugins/one/LICENSE'} differs from {root / 'LICENSE'}; copy ")
-
-
-def test_a_version_that_differs_is_named_with_trainkits(root: Path) -> None:
-    file = root / "plugins/two/pyproject.toml"
-    write(file, PLUGIN.format(name="two").replace("1.2.0", "1.2.1"))
-    said = refused(root)
-    assert f"{file} has the version 1.2.1" in said
-    assert f"{root / 'trainkit/__init__.py'} has 1.2.0" in said
-
-
-def test_a_plugin_that_excludes_the_released_version_is_named(root: Path) -> None:
-    file = root / "plugins/one/pyproject.toml"
-    write(file, PLUGIN.format(name="one").replace("trainkit>=1.2,<1.3", "trainkit>=1.1,<1.2"))
-    assert f"{file} requires trainkit<1.2,>=1.1, which excludes trainkit 1.2.0" in refused(root)
-
-
-def test_a_package_without_a_version_is_named(root: Path) -> None:
-    write(root / "trainkit/__init__.py", "")
-    assert f"{root / 'trainkit/__init__.py'} has no line __version__" in refused(root)
-
-
-def test_a_version_that_the_changelog_does_not_describe_is_refused(root: Path) -> None:
-    write(root / "CHANGELOG.md", "# Changelog\n\n## 1.1.0\n\nLater: 1.2.0\n")
-    assert f"{root / 'CHANGELOG.md'} has no heading '## 1.2.0'" in refused(root)
+@table(
+    "file, text, told",
+    [
+        ("LICENSE", None, "{root}/LICENSE is missing"),
+        ("plugins/two/LICENSE", None, "{root}/plugins/two/LICENSE is missing"),
+        ("plugins/one/LICENSE", "another\n", "{root}/plugins/one/LICENSE differs from {root}/LICENSE; copy "),
+        (
+            "plugins/two/pyproject.toml",
+            TWO.replace("1.2.0", "1.2.1"),
+            "{root}/plugins/two/pyproject.toml has the version 1.2.1",
+        ),
+        ("plugins/two/pyproject.toml", TWO.replace("1.2.0", "1.2.1"), "{root}/trainkit/__init__.py has 1.2.0"),
+        (
+            "plugins/one/pyproject.toml",
+            ONE.replace("trainkit>=1.2,<1.3", "trainkit>=1.1,<1.2"),
+            "{root}/plugins/one/pyproject.toml requires trainkit<1.2,>=1.1, which excludes trainkit 1.2.0",
+        ),
+        ("trainkit/__init__.py", "", "{root}/trainkit/__init__.py has no line __version__"),
+        (
+            "CHANGELOG.md",
+            "# Changelog\n\n## 1.1.0\n\nLater: 1.2.0\n",
+            "{root}/CHANGELOG.md has no heading '## 1.2.0'",
+        ),
+    ],
+)
+def test_what_cannot_be_released_is_told_with_its_file(file: str, text: str | None, told: str, tmp_path: Path) -> None:
+    made(tmp_path)
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        write(tmp_path / file, text)
+    with pytest.raises(dist.DistError) as caught:
+        checked(tmp_path)
+    assert told.format(root=tmp_path) in str(caught.value)
 
 
 def archives(folder: Path, leave_out: str = "") -> None:
@@ -134,24 +129,16 @@ def archives(folder: Path, leave_out: str = "") -> None:
                 sdist.addfile(tarfile.TarInfo(f"{stem}/{name}"))
 
 
-def test_archives_that_hold_licence_and_py_typed_are_accepted(root: Path) -> None:
-    archives(root)
-    _, one, _ = dist.read_projects(root)
-    assert [path.suffix for path in dist.check_archives(one, root)] == [".whl", ".gz"]
-
-
-@pytest.mark.parametrize("absent", ["LICENSE", "py.typed", "README.md"])
-def test_a_file_that_an_archive_does_not_contain_is_named(root: Path, absent: str) -> None:
-    archives(root, leave_out=absent)
-    _, one, _ = dist.read_projects(root)
-    with pytest.raises(dist.DistError, match=rf"trainkit_one-1\.2\.0.* does not contain .*{absent}; see license-files"):
-        dist.check_archives(one, root)
-
-
-def test_an_archive_that_was_not_built_is_named(root: Path) -> None:
+def test_archives_hold_licence_and_py_typed_or_what_is_absent_is_named(root: Path) -> None:
     _, one, _ = dist.read_projects(root)
     with pytest.raises(dist.DistError, match=r"trainkit_one-1\.2\.0-py3-none-any\.whl was not built"):
         dist.check_archives(one, root)
+    for absent in ("LICENSE", "py.typed", "README.md"):
+        archives(root, leave_out=absent)
+        with pytest.raises(dist.DistError, match=rf"trainkit_one-1\.2\.0.* does not contain .*{absent}; see license-f"):
+            dist.check_archives(one, root)
+    archives(root)
+    assert [path.suffix for path in dist.check_archives(one, root)] == [".whl", ".gz"]
 
 
 def test_a_command_that_fails_is_quoted_with_its_output(tmp_path: Path) -> None:
@@ -169,8 +156,8 @@ def test_commands_outside_the_checkout_see_no_path_of_it(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------------------------- lowest versions
 
 
-@pytest.mark.parametrize(
-    ("requirement", "is_"),
+@table(
+    "requirement, is_",
     [
         ("torch>=2.13,<3", ("torch", ">=2.13,<3")),
         ("PyYAML >= 6", ("pyyaml", ">= 6")),
@@ -185,27 +172,24 @@ def test_a_requirement_is_split_into_name_and_bounds(requirement: str, is_: tupl
 def test_the_floor_of_a_package_is_its_highest_lower_bound() -> None:
     given = ["numpy>=2.9,<3", "numpy>=2.10", "pyyaml>=6,<7", "trainkit-ppo", "trainkit>=0.1"]
     assert lowest.floors(given) == {"numpy": "2.10", "pyyaml": "6"}
-
-
-def test_a_dependency_without_a_lower_bound_is_refused() -> None:
     with pytest.raises(SystemExit, match="'numpy<3' has no lower bound; write numpy>=VERSION"):
         lowest.floors(["numpy<3"])
 
 
-def test_extras_of_users_are_runtime_dependencies_and_tools_are_not() -> None:
+def test_extras_of_users_are_runtime_dependencies_and_tools_keep_the_versions_of_the_constraints() -> None:
     project: dict[str, Any] = {
         "dependencies": ["a>=1"],
         "optional-dependencies": {"examples": ["b>=2"], "dev": ["c"], "bench": ["d"]},
     }
     assert lowest.runtime_requirements(project) == ["a>=1", "b>=2"]
-
-
-def test_tools_keep_the_versions_of_the_constraints() -> None:
     constraints = "# a==0\nPyTest==9.2.0\nnumpy==2.4.6\ntwine==7.0.0\n"
     assert lowest.tool_pins(constraints, ["pytest>=9,<10", "editables", "twine>=6.2"]) == {"pytest": "9.2.0"}
 
 
 def test_every_pin_is_a_version_that_pyproject_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    tested = [line.partition("==")[0].lower().replace("_", "-") for line in text.splitlines() if "==" in line]
+    assert sorted(tested) == sorted({*tested}), "pip could install nothing"
     lowest.main()
     lines = capsys.readouterr().out.splitlines()
     names = [line.partition("==")[0] for line in lines]

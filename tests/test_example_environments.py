@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tables import table
 from trainkit import cli
 from trainkit.data.chat import Chat
 from trainkit.data.formats import sample_rows
@@ -26,10 +27,11 @@ from trainkit.testing.trainers import tiny_trainer
 FOLDER = find_examples()["environments"].parent
 
 
+of_reasoning_gym = pytest.mark.needs("reasoning_gym")
+"""An extra, which `make test-all` installs."""
+
+
 def load(name: str) -> ModuleType:
-    """The module of a game; of reasoning-gym, which is an extra, only if it is installed."""
-    if name == "reasoning":
-        pytest.importorskip("reasoning_gym")
     return load_file(FOLDER / f"{name}.py")
 
 
@@ -80,13 +82,10 @@ def test_the_games_that_are_shown_ignore_no_answer_and_have_a_token_for_each_wor
 # ----------------------------------------------------------------------------------------------------- calculator
 
 
-@pytest.mark.parametrize(
-    ("output", "result"),
-    [
+@table("output, result", [
         ("calc(12+34)", "46"), ("calc(12*34)", "408"), ("calc(12-34)", None), ("calc(12+34", None), ("46", None),
         ("calc(1+2)3", None), ("", None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_calculator_computes_calls_and_nothing_else(output: str, result: str | None) -> None:
     assert load("calculator").calculate(output) == result
 
@@ -101,6 +100,11 @@ def test_a_call_is_answered_by_a_message_of_the_tool_and_the_answer_is_paid() ->
     assert made.step("calc(10+10)") == Turn([{"role": "tool", "content": "20"}])
     assert made.step(answer) == Turn(reward=1.0, done=True)
     assert calculator.Calculator({"episode_seed": 3}).step(f"{answer}0") == Turn(reward=0.0, done=True)
+    samples = calculator.sft(2)["samples"]
+    share = sum(len(messages) == 4 for messages in samples) / len(samples)
+    assert abs(share - calculator.WITH_TOOL) < 0.05, "most conversations that are shown do without the tool"
+    assert samples != calculator.sft(3)["samples"]
+    assert samples == calculator.sft(2)["samples"]
 
 
 def test_conversations_are_shown_with_the_tokens_with_which_they_are_played(tmp_path: Path) -> None:
@@ -131,18 +135,11 @@ def _said(call: str, result: str) -> list[dict[str, str]]:
     ]
 
 
-def test_most_conversations_that_are_shown_do_without_the_tool() -> None:
-    calculator = load("calculator")
-    samples = calculator.sft(2)["samples"]
-    share = sum(len(messages) == 4 for messages in samples) / len(samples)
-    assert abs(share - calculator.WITH_TOOL) < 0.05
-    assert samples != calculator.sft(3)["samples"]
-    assert samples == calculator.sft(2)["samples"]
-
-
 # ------------------------------------------------------------------------------------------------------ reasoning
 
 
+@pytest.mark.slow
+@of_reasoning_gym
 def test_a_second_attempt_is_paid_half_of_what_it_improves() -> None:
     reasoning = load("reasoning")
     row = {"entry": {"question": "Spell this word backward (example: sun -> nus): tach", "answer": "hcat"}}
@@ -156,6 +153,8 @@ def test_a_second_attempt_is_paid_half_of_what_it_improves() -> None:
     assert reasoning.Reasoning(row).step("hcat") == Turn(reasoning.AGAIN, 1.0, done=True)
 
 
+@pytest.mark.slow
+@of_reasoning_gym
 def test_held_out_questions_are_neither_shown_nor_asked() -> None:
     reasoning = load("reasoning")
     parts = [{row["entry"]["question"] for row in rows} for rows in reasoning.split(1)]
@@ -163,6 +162,8 @@ def test_held_out_questions_are_neither_shown_nor_asked() -> None:
     assert sum(map(len, parts)) == len(set.union(*parts))
 
 
+@pytest.mark.slow
+@of_reasoning_gym
 def test_attempts_are_counted_by_their_scores() -> None:
     reasoning = load("reasoning")
     entry = {"question": "", "answer": "hcat"}
@@ -188,9 +189,11 @@ def _is_reasoning(module: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("game", "metric"), [("guess", "won"), ("calculator", "tool"), ("reasoning", "first right")])
+@pytest.mark.parametrize(
+    ("game", "metric"),
+    [("guess", "won"), ("calculator", "tool"), pytest.param("reasoning", "first right", marks=of_reasoning_gym)],
+)
 def test_every_game_runs_both_stages_and_reports_what_was_measured(game: str, metric: str, tmp_path: Path) -> None:
-    load(game)
     few = ["--steps", "2", "--sft-epochs", "1", "--run-dir", str(tmp_path)]
     result = CliRunner().invoke(cli.app, ["examples", "run", "environments", "--game", game, *few])
     assert result.exit_code == 0, result.output

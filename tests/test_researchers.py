@@ -22,6 +22,7 @@ from researchers import (
     length_penalised,
     remax,
 )
+from tables import table
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
 from trainkit.testing.conformance import check_plugin
@@ -66,6 +67,7 @@ def test_the_game_is_learnt(tmp_path: Path) -> None:
     assert won[1] > won[0] + 0.2, won
 
 
+@pytest.mark.slow
 def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
     trainer = tiny_trainer("_test_distillation", tmp_path, optimizer__lr=1e-2, train__total_steps=40)
     batch, found = trainer.sample(trainer.pipeline.take(0, 8)).sequences, []
@@ -109,7 +111,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("inputs", "said"), WRONG.values(), ids=WRONG)
+@table("inputs, said", WRONG.values())
 def test_a_wrong_declaration_of_inputs_is_refused_at_registration(inputs: Any, said: str) -> None:
     from trainkit import register_trainer
 
@@ -164,8 +166,8 @@ def test_inputs_may_follow_from_the_settings(tmp_path: Path, monkeypatch: pytest
         trainkit.train(reward_fn=lambda outputs, **_: [0.0] * len(outputs), **given)
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
+@table(
+    "found, said",
     [
         (("promts",), r"'_test_dr_grpo': inputs_for: its inputs name 'promts'; did you mean 'prompts'\?"),
         (

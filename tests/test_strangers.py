@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tables import table
 from trainkit.examples import find_examples
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def train(venv: FreshVenv, folder: Path, *overrides: str, config: dict[str, Any]
     )
 
 
-@pytest.mark.parametrize(("name", "limit"), WORKING.items())
+@table("name, limit", WORKING.items())
 def test_a_plugin_is_a_page_of_code_as_its_table_says(
     name: str, limit: int, lines_of_code: Callable[[Path], int]
 ) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import trainkit
-from trainkit.testing import character_tokenizer, tiny_gpt2
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -39,12 +37,16 @@ PAIRS = [
 ]
 
 
-def saved(auto: Any, path: Path, seed: int = 0, scale: int = 4, **fields: Any) -> str:
+def saved(auto: str, path: Path, seed: int = 0, scale: int = 4, **fields: Any) -> str:
     """A model of random weights, and a tokenizer that adds no tokens by itself, saved."""
+    import transformers
+
+    from trainkit.testing import character_tokenizer, tiny_gpt2
+
     tokenizer = character_tokenizer(LETTERS)
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**tiny_gpt2(len(tokenizer), **NO_DROPOUT, **fields))
-    model = auto.from_config(config)
+    config = transformers.AutoConfig.for_model(**tiny_gpt2(len(tokenizer), **NO_DROPOUT, **fields))
+    model = getattr(transformers, auto).from_config(config)
     with torch.no_grad():  # random weights say next to nothing; larger ones make every loss a different number
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -56,7 +58,7 @@ def saved(auto: Any, path: Path, seed: int = 0, scale: int = 4, **fields: Any) -
 
 @pytest.fixture
 def model_path(tmp_path: Path) -> str:
-    return saved(AutoModelForCausalLM, tmp_path / "model")
+    return saved("AutoModelForCausalLM", tmp_path / "model")
 
 
 class Watch:
@@ -112,6 +114,7 @@ def theirs(kind: str, path: str, samples: list[dict[str, Any]], out: Path, **set
     import trl
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
+    from transformers import AutoTokenizer
 
     losses: list[float] = []
     home: Any = trl if hasattr(trl, f"{kind}Trainer") else import_module(f"trl.experimental.{kind.lower()}")
@@ -205,7 +208,7 @@ def test_kto_without_a_kl_follows_trl(settings: dict[str, Any], model_path: str,
 
 @pytest.mark.parametrize("centre", [None, 0.1])
 def test_reward_modelling_follows_trl(centre: float | None, tmp_path: Path) -> None:
-    path = saved(AutoModelForSequenceClassification, tmp_path / "model", num_labels=1, pad_token_id=0)
+    path = saved("AutoModelForSequenceClassification", tmp_path / "model", num_labels=1, pad_token_id=0)
     method = {"name": "reward", **({} if centre is None else {"center_coef": centre})}
     losses, seen = ours(method, path, PAIRS, tmp_path / "ours")
     rows = [PAIRS[i] for i in seen]
@@ -284,7 +287,7 @@ DIVERGENCES: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize(("method", "temperature"), [("distill", 0.7), ("distill_offline", 1.0)])
 def test_distillation_follows_trl(method: str, temperature: float, name: str, model_path: str, tmp_path: Path) -> None:
     """On responses of the policy at temperature 0.7, which TRL is given, and on samples at temperature 1."""
-    teacher = saved(AutoModelForCausalLM, tmp_path / "teacher", seed=1, scale=12)
+    teacher = saved("AutoModelForCausalLM", tmp_path / "teacher", seed=1, scale=12)
     (settings, beta), watch = DIVERGENCES[name], WatchRows()
     samples = [(prompt, output) for prompt, output in zip(LETTERS * 4, words(48, 2), strict=True)]
     trainer = trainkit.train(
