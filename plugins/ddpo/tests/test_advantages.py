@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tables import table
 from trainkit_ddpo import PerPromptStatTracker, standardise
 
 PROMPTS = ["a", "a", "a", "b", "b"]
@@ -24,7 +25,7 @@ def test_golden_numbers_of_the_tracker() -> None:
     assert found[3:].tolist() == pytest.approx([-1.179535, -0.442326], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.float32])
+@table("kind", [int, np.int64, np.float32])
 def test_integer_rewards_give_the_advantages_of_floats(kind: type) -> None:
     """S-58: [−1, 0, 1, 0, 0] is what truncation makes of them."""
     given = [kind(r) for r in REWARDS]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tables import table
 from trainkit_ddpo.ddim import Noise, Steps, ddim_mean, ddim_sigma, gaussian_logprob
 
 X = torch.tensor([[0.5, -0.3, 1.2, 0.0]], dtype=torch.float64)
@@ -80,7 +81,7 @@ def test_predicted_images_are_clipped_and_the_noise_is_not() -> None:
     assert mean.tolist() == [[pytest.approx(0.8)]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@table("dtype", [torch.bfloat16, torch.float16])
 def test_logprobs_of_half_latents_are_computed_in_float32(dtype: torch.dtype) -> None:
     """S-50: of the number that is kept, not of the one before rounding, and without rounding the result."""
     mean, sigma = torch.full((1, 4), 0.3), torch.tensor([0.1])

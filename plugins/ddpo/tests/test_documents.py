@@ -17,6 +17,7 @@ from trainkit.cli import app
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.slow
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}

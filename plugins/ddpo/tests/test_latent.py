@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from tables import table
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ddpo import LatentPipeline, ddim_mean
@@ -25,8 +24,11 @@ LORA = {"r": 2}
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
-def tiny_pipe() -> StableDiffusionPipeline:
+def tiny_pipe() -> Any:
     """Images of 8 × 8 from latents of 4 × 4, prompts of at most six letters; the scheduler of Stable Diffusion 1."""
+    from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
     torch.manual_seed(0)
     tokens = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
     size = len(tokens)
@@ -70,12 +72,14 @@ def latent_trainer(path: str, run_dir: Path, **changes: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the steps
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("spacing", [{"steps_offset": 1, "set_alpha_to_one": False}, {"timestep_spacing": "trailing"}])
-@pytest.mark.parametrize("eta", [0.3, 1.0])
+@table("prediction", ["epsilon", "v_prediction", "sample"])
+@table("clip", [False, True])
+@table("spacing", [{"steps_offset": 1, "set_alpha_to_one": False}, {"timestep_spacing": "trailing"}])
+@table("eta", [0.3, 1.0])
 def test_steps_are_those_of_diffusers(prediction: str, clip: bool, spacing: dict[str, Any], eta: float) -> None:
     """Every one of eight, the last among them, which leads to the final ᾱ (S-50)."""
+    from diffusers import DDIMScheduler
+
     scheduler = DDIMScheduler(**NOISE, prediction_type=prediction, clip_sample=clip, **spacing)
     scheduler.set_timesteps(8)
     steps = scheduled_noise(scheduler.config, 8).steps(eta)
@@ -114,6 +118,8 @@ def test_before_the_first_update_the_ratio_is_one(
 
 def test_images_are_those_of_the_pipeline_itself(saved: str, tmp_path: Path) -> None:
     """diffusers' own loop at η = 1, given the same noise, guidance and negative prompt."""
+    from diffusers import DDIMScheduler
+
     trainer = latent_trainer(saved, tmp_path, method__guidance_scale=3.0, method__negative_prompt="b")
     policy = trainer.unwrapped
     noise = torch.randn((2, 5, 4, 4, 4), generator=torch.Generator().manual_seed(0))
@@ -137,10 +143,13 @@ def test_images_are_those_of_the_pipeline_itself(saved: str, tmp_path: Path) -> 
 # -------------------------------------------------------------------------------------- training and after it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, {**LORA, "init_lora_weights": "gaussian"}])
 def test_only_the_network_or_its_adapter_is_trained_and_the_export_makes_the_same_images(
     saved: str, adapter: Any, tmp_path: Path
 ) -> None:
+    from diffusers import PNDMScheduler, StableDiffusionPipeline
+
     trainer = latent_trainer(saved, tmp_path / "run", model__peft_config=adapter, train__total_steps=3)
     before = {name: value.clone() for name, value in trainer.unwrapped.state_dict().items()}
     trainer.learn()
@@ -196,6 +205,7 @@ def test_what_is_frozen_stays_as_it_samples_while_the_network_trains(saved: str,
     assert not any(module.training for module in pipeline.modules())
 
 
+@pytest.mark.slow
 def test_a_live_pipeline_is_trained_in_place(tmp_path: Path) -> None:
     import trainkit
 
@@ -216,6 +226,7 @@ def test_a_live_pipeline_is_trained_in_place(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model_index.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_negative_prompt_leads_away(saved: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "seed": 1}
     plain, led = (
@@ -253,7 +264,10 @@ def test_a_pipeline_of_another_kind_is_refused() -> None:
         LatentPipeline(SimpleNamespace(components={"unet": object()}))
 
 
+@pytest.mark.slow
 def test_a_directory_that_holds_nothing_is_an_explained_error(saved: str, tmp_path: Path) -> None:
+    from transformers import CLIPTokenizer
+
     with pytest.raises(ConfigError, match=r"(?s)cannot be loaded.*Stable Diffusion pipeline"):
         latent_trainer(str(tmp_path / "nothing"), tmp_path)
     (tmp_path / "scheduler").mkdir()
@@ -263,6 +277,7 @@ def test_a_directory_that_holds_nothing_is_an_explained_error(saved: str, tmp_pa
         latent_trainer(str(tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_without_diffusers_latents_are_an_explained_error_and_pixels_train(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +294,10 @@ def test_without_diffusers_latents_are_an_explained_error_and_pixels_train(
     assert trainer.progress.step == 1
 
 
+@pytest.mark.slow
 def test_the_card_of_an_export_says_how_diffusers_loads_it(saved: str, tmp_path: Path) -> None:
+    from diffusers import StableDiffusionPipeline
+
     directory = latent_trainer(saved, tmp_path / "run", model__peft_config=LORA).save_pretrained()
     card = (directory / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\npipeline_tag: text-to-image\nlibrary_name: diffusers\n")

@@ -18,6 +18,7 @@ import tenacity
 import torch
 from torch import Tensor
 
+from tables import table
 from trainkit import RewardFunctionConfig
 from trainkit.errors import ConfigError, RewardError
 from trainkit.testing.trainers import tiny_trainer
@@ -50,8 +51,8 @@ def promised_each(images: Tensor, **_: Any) -> list[Future[float]]:
     return [POOL.submit(lambda image: float(image.mean()), image) for image in images]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
+@table("workers", [0, 2])
+@table(
     "reward_fn",
     [
         brightness,
@@ -96,9 +97,9 @@ async def raises_later(**_: Any) -> None:
     raise TimeoutError("the judge is away")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("reward_fn", "said"),
+@table("workers", [0, 1])
+@table(
+    "reward_fn, said",
     [
         (raises, "raises .* raised TimeoutError: the judge is away"),
         (raises_later, "raises_later .* raised TimeoutError: the judge is away"),
@@ -158,7 +159,7 @@ def test_promised_rewards_train_as_rewards_at_once(tmp_path: Path) -> None:
 
     weights = []
     for index, (reward_fn, workers) in enumerate([(brightness, 0), (late, 2), (soon, 0)]):
-        trainer = tiny_trainer("ddpo", tmp_path / str(index), method__reward_workers=workers, train__total_steps=3)
+        trainer = tiny_trainer("ddpo", tmp_path / str(index), method__reward_workers=workers, train__total_steps=2)
         trainer.reward_fn = reward_fn
         trainer.learn()
         weights.append(torch.cat([p.flatten() for p in trainer.unwrapped.parameters()]))
@@ -166,7 +167,7 @@ def test_promised_rewards_train_as_rewards_at_once(tmp_path: Path) -> None:
     assert torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@table("workers", [0, 1])
 def test_rewards_are_computed_in_full_precision_whoever_calls(workers: int, tmp_path: Path) -> None:
     """The trainer's autocast is not the reward function's: a product of float32 stays one, in place as in threads."""
     seen = []
@@ -200,18 +201,16 @@ async def stuck_later(**_: Any) -> Any:
     await asyncio.sleep(1000)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    "reward_fn", [stuck, stuck_later, lambda images, **_: Future(), lambda images, **_: [Future() for _ in images]]
-)
+@table("workers", [0, 1])
+@table("reward_fn", [stuck, stuck_later, lambda images, **_: Future(), lambda images, **_: [Future() for _ in images]])
 def test_a_call_or_a_promise_that_takes_too_long_is_an_error(reward_fn: Callable[..., Any], workers: int) -> None:
-    caller = RewardCaller(reward_fn, workers, RewardFunctionConfig(timeout=0.2))
-    with pytest.raises(RewardError, match=r"^after step 3: .* took longer than reward.timeout, 0.2 s \(called"):
+    caller = RewardCaller(reward_fn, workers, RewardFunctionConfig(timeout=0.05))
+    with pytest.raises(RewardError, match=r"^after step 3: .* took longer than reward.timeout, 0.05 s \(called"):
         caller.submit(rollouts([0.0, 1.0]), 3)()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [brightness, soon, promised, promised_each])
+@table("workers", [0, 1])
+@table("kind", [brightness, soon, promised, promised_each])
 def test_calls_and_promises_that_failed_are_repeated(
     kind: Callable[..., Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +244,7 @@ def test_calls_and_promises_that_failed_are_repeated(
     assert len(waits) == 2
 
 
+@pytest.mark.daily(workers=(0,))
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_reward_function_leaves_a_checkpoint_of_the_last_step(workers: int, tmp_path: Path) -> None:
     settings = {"train__save_interval": 100, "train__total_steps": 4, "method__reward_workers": workers}
