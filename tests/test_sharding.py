@@ -23,6 +23,7 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}
 CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("ppo", "dpo")},
     "adapter": ("ppo", {"model__peft_config": LORA}),
     "adapter and images": ("ddpo", {"model__peft_config": {"r": 2, "target_modules": ["to_q", "to_v"]}}),
     "adapter and pairs": ("dpo", {"model__peft_config": LORA}),
@@ -86,7 +87,7 @@ def require_equal(cases: dict[str, tuple[str, dict[str, Any]]], root: Path) -> N
 
 
 def test_sharded_runs_equal_replicated_ones(tmp_path: Path) -> None:
-    require_equal({name: (name, {}) for name in ("ppo", "dpo")}, tmp_path)
+    require_equal({"ppo": ("ppo", {"train__total_steps": 2, "rollout__num_rollouts": 8})}, tmp_path)
 
 
 @pytest.mark.slow
