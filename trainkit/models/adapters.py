@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.virtual import (
@@ -29,6 +28,7 @@ from trainkit.models.virtual import (
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedModel
 
 HEADS = "heads.safetensors"
 """The file of an export with the weights that transformers does not load, such as those of the value head."""

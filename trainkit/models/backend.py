@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +49,8 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
         torch.set_float32_matmul_precision("highest")  # "medium" is exact on the CPU only
         _set_here = False
     if device.type == "cpu":
+        from transformers import AttentionInterface
+
         AttentionInterface.register("sdpa", _attention)
     if device.type != "cpu" or chosen == "high":
         return False
@@ -268,6 +268,7 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it imports all of transformers
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]

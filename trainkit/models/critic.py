@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from trainkit.errors import ConfigError
 from trainkit.models.adapters import has_adapter
 from trainkit.models.trunk import Known, find_blocks, first, modules_below, stand_in, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import ValueHead, state_width
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Inputs = Mapping[str, Any]
 """The arguments of a model's forward pass."""

@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -48,6 +47,7 @@ from trainkit.security import TRUST, hidden, is_secret
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 """Files of which a directory or repository with a tokenizer has at least one."""
@@ -109,6 +109,8 @@ def load_frozen_config(config: ModelConfig, source: Any, key: str) -> PreTrained
     if isinstance(source, str | Mapping):
         return load_model_config(_of_second(config, source), key)
     found = language_model(source.model if isinstance(source, Policy) else source)
+    from transformers import PreTrainedModel
+
     if not isinstance(found, PreTrainedModel):
         raise ConfigError(
             f"{key} should be a hub id, a directory, the fields of a model config, or a language model; "
@@ -224,7 +226,7 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
         arguments = {name: value for name, value in arguments.items() if name not in HUB}
     if not isinstance(config.model_path, str) or not reads_weights():
         with nullcontext() if loads_weights() else torch.device("meta"):
-            return cast(PreTrainedModel, auto_class(model_config).from_config(model_config, **arguments))
+            return cast("PreTrainedModel", auto_class(model_config).from_config(model_config, **arguments))
     try:
         base, arguments = find_base(config.model_path, arguments)
         arguments |= {} if loads_weights() else {"device_map": "meta"}
@@ -233,7 +235,7 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
     except (OSError, ValueError, TypeError, ImportError) as error:  # an ImportError: of what quantises
         raise ConfigError(_cannot_load("model", key, config.model_path, error)) from error
     if base is None:
-        return cast(PreTrainedModel, model)
+        return cast("PreTrainedModel", model)
     return load_adapter(model, config.model_path, **hub_arguments(config.kwargs))
 
 

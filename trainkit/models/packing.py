@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import hidden_states, inputs_of
 from trainkit.models.virtual import virtual_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTHS = (5, 3, 4)
 """The lengths of the samples that the check packs, in tokens."""

@@ -10,12 +10,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.data.batches import pass_cost
@@ -37,6 +36,9 @@ from trainkit.models.prompts import SharedPrompts, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

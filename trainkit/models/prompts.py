@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.data import Sequences
 from trainkit.models.backend import rounding
 from trainkit.models.trunk import tiny_input
 from trainkit.models.virtual import moved_by_padding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 """Largest relative difference between shared and separate rows of a small input that counts as rounding. Models in

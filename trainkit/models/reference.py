@@ -7,11 +7,10 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
@@ -20,6 +19,9 @@ from trainkit.models.policy import Policy, TokenOutputs
 from trainkit.models.trunk import find_blocks, modules_below, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.virtual import virtual_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Reference:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.data import Sequences
@@ -18,6 +17,9 @@ from trainkit.models.policy import Policy, evaluating, gives_logits, warn_of_ful
 from trainkit.models.prompts import different_prompts
 from trainkit.models.trunk import find_blocks, tiny_input
 from trainkit.models.unloaded import decided
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Seq2SeqPolicy(Policy):

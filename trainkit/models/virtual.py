@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.errors import ConfigError
@@ -26,6 +26,7 @@ from trainkit.models.unloaded import decided, loads_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedModel
 
 KINDS = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")
 """The types of peft whose trained parameters are virtual tokens."""

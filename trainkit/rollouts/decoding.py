@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -21,6 +21,9 @@ from trainkit.models.virtual import count_of, moved_by_padding
 from trainkit.rollouts.graphs import FixedStep
 from trainkit.rollouts.packing import Packs
 from trainkit.rollouts.tape import Tape, TapeError, record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

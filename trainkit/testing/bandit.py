@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import Row
 from trainkit.rollouts import Environment, Turn
 from trainkit.testing import character_tokenizer, tiny_gpt2
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LETTERS = "abcdefgh"
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-from transformers import get_scheduler
 
 from trainkit.config import OptimizerConfig, SchedulerConfig, TRLConfig
 from trainkit.config.arguments import OPTIMIZERS, TORCH_SCHEDULES
@@ -107,6 +106,8 @@ def make_scheduler(
         )
     warmed = "constant_with_warmup" if config.name == "constant" and config.warmup_steps else config.name
     try:
+        from transformers import get_scheduler  # it imports all of transformers and peft
+
         schedule = get_scheduler(
             warmed,
             optimizer,

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainkit import metrics as m
 from trainkit.config import EnvironmentConfig, MethodConfig, SamplingConfig, TRLConfig, sweep
@@ -78,6 +78,9 @@ from trainkit.trainer import generation
 from trainkit.trainer.best import check_best, choose_best
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.sharding import whole_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
