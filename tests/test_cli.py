@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
+from tables import table
 from trainkit import TRLConfig, available_trainers, cli, default_config, examples
 from trainkit.cli import configs, console
 from trainkit.cli import examples as commands
@@ -95,25 +96,24 @@ def fails(*arguments: str) -> str:
 # --------------------------------------------------------------------------------------------------------- light
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["plugins"], ["plugins", "list", "--json"], ["train", "--help"], ["examples", "list"]],
-)
-def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+def test_light_commands_import_nothing_heavy() -> None:
+    commands = ["--help", "--version", "plugins", "plugins list --json", "train --help", "examples list"]
     script = f"""
-        import sys
+        import contextlib, io, sys
         from trainkit import cli
-        sys.argv = ["trainkit", *{arguments!r}]
-        try:
-            cli.main()
-        except SystemExit as end:
-            assert not end.code, end.code
         heavy = {{"torch", "transformers", "accelerate", "numpy", "yaml", "trainkit_ppo", "trainkit_sft", "networkx"}}
-        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        for command in {commands}:
+            sys.argv, told = ["trainkit", *command.split()], io.StringIO()
+            try:
+                with contextlib.redirect_stdout(told):
+                    cli.main()
+            except SystemExit as end:
+                assert not end.code, (command, end.code)
+            assert told.getvalue(), command
+            assert not heavy & set(sys.modules), (command, heavy & set(sys.modules))
     """
     done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 def test_version_is_the_packages() -> None:
@@ -205,28 +205,19 @@ def test_what_a_probe_has_found_is_shown_until_something_changes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = install("fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
     assert listed()["fake-bad"]["state"] == "ok"
-    assert listed("--probe")["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
+    rows = listed("--probe")
+    assert (rows["fake-bad"]["state"], rows["fake-bad"]["why"]) == ("broken", "fake-broken 0.7: SystemExit: gone")
+    assert (rows["fake-watch"]["state"], rows["ppo"]["state"]) == ("ok", "blocked")
+    assert not {"fake_bad", "fake_watch"} & set(sys.modules)
     assert listed()["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
     (place / "fake_bad.py").write_text(OBSERVES)
     assert listed()["fake-bad"]["state"] == "ok"
     assert listed("--probe")["fake-bad"]["state"] == "ok"
     (tmp_path / "cache" / "trainkit" / "plugins.json").write_text("[")
     assert listed()["fake-bad"]["state"] == "ok"
-
-
-def test_plugins_imports_each_in_a_process_of_its_own_when_asked(
-    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install("fake-broken", {"fake-bad": "fake_bad"}, "raise SystemExit('gone')", version="0.7")
-    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
-    monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
-    assert {listed()[name]["state"] for name in ("fake-bad", "fake-watch")} == {"ok"}
-    rows = listed("--probe")
-    assert (rows["fake-bad"]["state"], rows["fake-bad"]["why"]) == ("broken", "fake-broken 0.7: SystemExit: gone")
-    assert (rows["fake-watch"]["state"], rows["ppo"]["state"]) == ("ok", "blocked")
-    assert not {"fake_bad", "fake_watch"} & set(sys.modules)
 
 
 def test_plugins_list_says_what_states_and_exit_codes_mean() -> None:
@@ -246,21 +237,19 @@ def test_plugins_check_tells_of_each_check_how_it_ended_and_what_it_proves() -> 
     assert re.fullmatch(r"sft: 2 passed in \d+\.\d s", summary)
 
 
-def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails(install: Callable[..., Path]) -> None:
+def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails_unexpectedly(
+    install: Callable[..., Path],
+) -> None:
     source = "import torch, trainkit\n@trainkit.hookimpl\ndef on_step(): torch.rand(1)\n"
     install("fake-drawing", {"fake_drawing": "fake_drawing"}, source)
-    result = call("plugins", "check", "fake_drawing", "--only", "observer_draws_nothing")
+    check = ["plugins", "check", "fake_drawing", "--only", "observer_draws_nothing"]
+    result = call(*check)
     assert result.exit_code == 1
     assert result.stdout.startswith("✗ observer_draws_nothing")
     assert "observer_draws_nothing: the observer draws from the global generators of torch" in result.stdout
     assert "  purpose: Check that a run with the observer leaves the global generators of torch" in result.stdout
     assert "  matters: The user's program draws from them, too" in result.stdout
-
-
-def test_plugins_check_takes_failures_that_are_expected_with_their_reason(install: Callable[..., Path]) -> None:
-    source = "import torch, trainkit\n@trainkit.hookimpl\ndef on_step(): torch.rand(1)\n"
-    install("fake-drawing", {"fake_drawing": "fake_drawing"}, source)
-    check = ["plugins", "check", "fake_drawing", "--only", "observer_draws_nothing", "--expect-failure"]
+    check.append("--expect-failure")
     result = call(*check, "observer_draws_nothing=it draws on purpose")
     assert result.exit_code == 0, result.output
     assert "1 expected" in result.stdout
@@ -291,17 +280,19 @@ def test_a_console_without_ticks_gets_signs(monkeypatch: pytest.MonkeyPatch) -> 
 # -------------------------------------------------------------------------------------------------------- config
 
 
-@pytest.mark.parametrize("method", plugins.of_kind("trainer"))
+@table("method", plugins.of_kind("trainer"))
 def test_config_prints_yaml_that_reads_back_equal(method: str, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(call("config", method).stdout, encoding="utf-8")
+    config = default_config(method)
+    (tmp_path / "c.yaml").write_text(configs.annotated_yaml(config), encoding="utf-8")
     loaded: TRLConfig[Any] = TRLConfig.load_yaml(tmp_path / "c.yaml")
-    assert loaded == default_config(method)
-    assert loaded.to_dict() == default_config(method).to_dict()
+    assert loaded == config
+    assert loaded.to_dict() == config.to_dict()
 
 
 def test_config_describes_every_field_above_it() -> None:
-    lines = call("config", "ppo").stdout.splitlines()
-    config = default_config("ppo")
+    config, text = default_config("ppo"), call("config", "ppo").stdout
+    assert text == configs.annotated_yaml(config)
+    lines = text.splitlines()
     for section, field in type(config).model_fields.items():
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{section}:"))
         assert lines[at - 1] == f"# {field.description}"
@@ -358,8 +349,8 @@ def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
     assert all(len(sample["episode"]) == 2 for sample in samples)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@table(
+    "arguments, says",
     [
         (["missing.yaml"], "cannot read the config 'missing.yaml'"),
         (["run.yaml", "method.name=pppo"], "did you mean 'ppo'?"),
@@ -396,8 +387,7 @@ def test_train_explains_bad_inputs(work: Path, arguments: list[str], says: str) 
     assert not (work / "runs").exists()
 
 
-@pytest.mark.parametrize("by", ["--no-plugin", "TRAINKIT_DISABLE_PLUGINS"])
-@pytest.mark.parametrize("name", ["fake-bad", "Fake_Broken"])
+@pytest.mark.parametrize(("by", "name"), [("--no-plugin", "fake-bad"), ("TRAINKIT_DISABLE_PLUGINS", "Fake_Broken")])
 def test_a_run_goes_on_without_a_disabled_plugin_and_says_so_once(
     work: Path,
     install: Callable[..., Path],
