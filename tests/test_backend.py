@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.models import backend
 from trainkit.models.backend import (
@@ -55,8 +56,8 @@ def test_a_backend_that_rounds_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize(
-    ("chosen", "device", "expected"),
+@table(
+    "chosen, device, expected",
     [
         ("highest", "cuda", 2.0**-23),
         ("high", "cuda", TF32),
@@ -121,8 +122,8 @@ def test_attention_is_bit_equal_to_that_of_the_default_library_and_the_precision
     assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
 
 
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-@pytest.mark.parametrize("autocast", [True, False])
+@table("mask", [None, "bool", "float"])
+@table("autocast", [True, False])
 def test_attention_in_bfloat16_is_computed_in_float32(
     autocast: bool, mask: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +146,8 @@ def test_attention_in_bfloat16_is_computed_in_float32(
         torch.testing.assert_close(narrow.grad.double(), exact.grad, rtol=2**-8, atol=1e-5)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("units", "autocast", "dtype", "expected"),
+@table(
+    "units, autocast, dtype, expected",
     [
         (False, True, torch.float32, torch.float32),
         (False, False, torch.bfloat16, torch.float32),
@@ -163,7 +164,7 @@ def test_the_precision_of_attention_is_that_of_autocast_only_with_matrix_units(
         assert dtype_of_attention(torch.zeros(1, dtype=dtype)) == expected
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cuda", "highest"), ("mps", "highest"), ("cpu", "high")])
+@table("device, precision", [("cuda", "highest"), ("mps", "highest"), ("cpu", "high")])
 def test_other_devices_and_a_users_choice_are_left_alone(device: str, precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
     assert not use_fast_exact_matmul(torch.device(device))
@@ -177,7 +178,7 @@ def test_a_trainer_chooses_at_construction(tmp_path: Path) -> None:
     assert torch.get_float32_matmul_precision() == ("medium" if expected else "highest")
 
 
-@pytest.mark.parametrize(("able", "told"), [({}, True), ({"amx_bf16": True}, False), ({"bf16": True}, False)])
+@table("able, told", [({}, True), ({"amx_bf16": True}, False), ({"bf16": True}, False)])
 def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow(
     able: dict[str, bool], told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,20 +10,17 @@ import pytest
 import torch
 
 import trainkit
+from tables import table
 from trainkit import hookimpl
 from trainkit.data import Rollouts
 from trainkit.errors import ConfigError, PluginError
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import language_trainers, tiny_trainer
+from trainkit.testing.trainers import tiny_trainer
 
-TRAINERS = language_trainers()
-COMPARING = [
-    name
-    for name, cls in ((name, trainkit.get_trainer(name)) for name in TRAINERS)
-    if "prompts" in cls.inputs and cls.needs_reference is not trainkit.AcceleratedLoop.needs_reference
-    if "model" not in cls.tiny_arguments().get("config", {})  # a teacher, of which no old probabilities are needed
-]
-"""Those that ask what the policy said when it sampled."""
+every_online = pytest.mark.parametrize(
+    "name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "online_dpo", "rloo"))]
+)
+"""Algorithms that ask what the policy said when it sampled."""
 MAMBA = {"model_type": "mamba", "vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
@@ -51,8 +48,8 @@ def two_collections(trainer: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", COMPARING)
-@pytest.mark.parametrize("model", [tiny_gpt2(10), tiny_llama(10)])
+@every_online
+@table("model", [tiny_gpt2(10), tiny_llama(10)])
 def test_after_the_first_collection_the_policy_is_not_run_again(
     name: str, model: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -62,7 +59,7 @@ def test_after_the_first_collection_the_policy_is_not_run_again(
     assert trainer.progress.sampler_exact is True
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@every_online
 def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, rollout__temperature=0.7, optimizer__lr=0.01)
     two_collections(trainer)
@@ -77,14 +74,14 @@ def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: st
             torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@every_online
 def test_a_model_that_samples_by_generate_asks_the_policy(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, model=MAMBA)
     assert sum(two_collections(trainer)) == 16
     assert trainer.progress.sampler_exact is None, "there was nothing to compare"
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@every_online
 def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     class Off:
         @trainkit.hookimpl
@@ -103,7 +100,7 @@ def test_a_sampler_that_is_off_is_noticed(name: str, tmp_path: Path) -> None:
     assert trainer.progress.sampler_exact is False
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@every_online
 def test_another_sampler_than_the_one_that_was_compared_is_compared_anew(name: str, tmp_path: Path) -> None:
     """As when a run is resumed with a plugin's sampler."""
     trainer = tiny_trainer(name, tmp_path)
@@ -165,7 +162,7 @@ def test_sampling_settings_of_one_call(tmp_path: Path) -> None:
         trainer.sample(rows, heat=1)
 
 
-@pytest.mark.parametrize("overflow", [False, True])
+@table("overflow", [False, True])
 def test_after_step_is_not_called_where_the_gradient_scaler_skipped_the_step(
     overflow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, PreTrainedModel
 
 import trainkit
+from tables import table
 from trainkit import get_trainer
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
@@ -18,8 +19,6 @@ from trainkit.models import Policy, Reference, load_heads, make_policy
 from trainkit.models.critic import ValueBranch
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import PROMPTS, tiny_trainer
-
-PPOTrainer: Any = get_trainer("ppo")
 
 
 def model_of(fields: dict[str, Any], seed: int = 0) -> Any:
@@ -42,8 +41,8 @@ def with_values(policy: Policy) -> Policy:
     return policy.eval()
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(10, n_layer=3), tiny_llama(10, num_hidden_layers=3)])
-@pytest.mark.parametrize("unfrozen", [-1, 1])
+@table("fields", [tiny_gpt2(10, n_layer=3), tiny_llama(10, num_hidden_layers=3)])
+@table("unfrozen", [-1, 1])
 def test_a_new_branch_gives_the_values_of_the_policys_own_states(fields: dict[str, Any], unfrozen: int) -> None:
     """Its layers are copies. Frozen lower layers are run once, also where the branch begins below the trained ones."""
     from trainkit.models.trunk import freeze_below
@@ -131,8 +130,8 @@ def test_a_reference_has_no_critic() -> None:
     assert policy.critic is not None
 
 
-@pytest.mark.parametrize(
-    ("fields", "critic", "said"),
+@table(
+    "fields, critic, said",
     [
         (tiny_gpt2(10), 2, "GPT2LMHeadModel has 2; give 0 to 1, or give the critic a model of its own"),
         (tiny_gpt2(10), -1, "should have -1 layers"),
@@ -150,14 +149,13 @@ def test_a_critic_that_does_not_fit_is_refused(fields: dict[str, Any], critic: A
         make_policy(model, value_head=True, critic=model)
 
 
-class Branched(PPOTrainer):  # type: ignore[misc]
+def trainer_of(directory: Path, resume: str | None = None, **settings: Any) -> Any:
     """PPO with a value branch of one layer."""
 
-    def critic(self, model: PreTrainedModel) -> int:
-        return 1
+    class Branched(get_trainer("ppo")):  # type: ignore[misc]
+        def critic(self, model: PreTrainedModel) -> int:
+            return 1
 
-
-def trainer_of(directory: Path, resume: str | None = None, **settings: Any) -> Any:
     made = tiny_trainer("ppo", directory, train__total_steps=4, train__resume=resume, **settings)
     trainer = Branched(made.config, tokenizer=made.tokenizer, reward_fn=made.reward_fn)
     trainer.add_prompt_pipeline(list(PROMPTS))

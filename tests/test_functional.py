@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
-
+from tables import table
 from trainkit.functional import (
     at_last,
     clipped_surrogate,
@@ -114,10 +113,6 @@ def test_masked_sum_over_one_dimension_is_the_sum_of_each_line(case, dim):
     close(masked_sum(dirty, torch.from_numpy(mask), dim), [math.fsum(line[keep]) for line, keep in lines])
 
 
-def test_mean_of_nothing_is_zero():
-    exactly(masked_mean(torch.full((2, 2), math.nan), torch.zeros(2, 2, dtype=torch.bool)), torch.tensor(0.0))
-
-
 # Values, rewards and mask of the golden numbers, and the advantages they give at γ = 1, λ = .95.
 VALUES = torch.tensor([[0.5, 0.4, 0.3], [0.1, 0.2, 0.0]])
 REWARDS = torch.tensor([[0.1, 0.0, 1.0], [-0.2, 0.5, 0.0]])
@@ -126,16 +121,11 @@ ADVANTAGES = torch.tensor([[0.53675, 0.565, 0.7], [0.185, 0.3, 0.0]])
 WHITENED = torch.tensor([[0.378842, 0.513631, 1.157758], [-1.299465, -0.750765, 0.0]])
 
 
-def test_whitened_advantages_are_the_known_numbers():
+def test_whitening_gives_the_known_numbers():
+    """With padding, with the mean kept, and without padding."""
     close(whiten(ADVANTAGES, MASK), WHITENED, **FLOAT32)
-
-
-def test_whitening_that_keeps_the_mean_gives_the_known_numbers():
     kept = [[0.836192, 0.970981, 1.615108], [-0.842115, -0.293415, 0.0]]
     close(whiten(ADVANTAGES, MASK, shift_mean=False), kept, **FLOAT32)
-
-
-def test_whitening_without_padding_gives_the_known_numbers():
     everything = torch.ones(2, 3, dtype=torch.bool)
     close(
         whiten(ADVANTAGES, everything), [[0.588196, 0.694969, 1.205212], [-0.741269, -0.306618, -1.440490]], **FLOAT32
@@ -186,13 +176,10 @@ def test_a_process_with_nothing_selected_takes_part_in_whitening(in_lockstep):
     close(busy, [-1 / math.sqrt(2), 1 / math.sqrt(2)], **FLOAT32)  # mean 2, unbiased variance 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_whitening_keeps_the_type(dtype):
-    assert whiten(torch.tensor([1.0, 2.0, 4.0], dtype=dtype), torch.ones(3, dtype=torch.bool)).dtype == dtype
-
-
-def test_whitened_integers_are_not_truncated():
+def test_whitening_keeps_the_type_of_floats_and_does_not_truncate_integers():
     mask = torch.ones(3, dtype=torch.bool)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert whiten(torch.tensor([1.0, 2.0, 4.0], dtype=dtype), mask).dtype == dtype
     exactly(whiten(torch.tensor([1, 2, 4]), mask), whiten(torch.tensor([1.0, 2.0, 4.0]), mask))
 
 
@@ -245,20 +232,10 @@ REFERENCE = torch.tensor([[0.4, 0.4, 0.2]], dtype=torch.float64)
 KL = 0.7 * math.log(7 / 4) - 0.3 * math.log(2)
 
 
-def test_the_known_kl_is_what_its_closed_form_gives():
-    assert pytest.approx(0.183787, abs=1e-6) == KL
-
-
-@pytest.mark.parametrize("estimator", [kl_k1, kl_k3])
-def test_k1_and_k3_have_the_kl_as_their_expectation_under_the_policy(estimator):
-    close((POLICY * estimator(POLICY.log(), REFERENCE.log())).sum(), KL)
-
-
-def test_k2_is_biased_by_the_known_amount():
+def test_estimators_have_the_known_expectations_under_the_policy():
+    for estimator in (kl_k1, kl_k3):
+        close((POLICY * estimator(POLICY.log(), REFERENCE.log())).sum(), 0.183787, rtol=0, atol=1e-6)
     close((POLICY * kl_k2(POLICY.log(), REFERENCE.log())).sum(), 0.181677, rtol=0, atol=1e-6)
-
-
-def test_k3_is_not_the_estimator_of_the_opposite_direction():
     # exp(k1) − 1 − k1 has the expectation χ² − KL = Σ p²/q − 1 − KL = .191213 under the policy (S-06).
     backwards = (POLICY * kl_k3(REFERENCE.log(), POLICY.log())).sum()
     close(backwards, 0.191213, rtol=0, atol=1e-6)
@@ -282,10 +259,6 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(case):
     close(kl_exact(torch.from_numpy(case[0]), torch.from_numpy(case[1])), expected)
 
 
-def test_exact_kl_of_the_known_distributions():
-    close(kl_exact(POLICY.log(), REFERENCE.log()), [KL])
-
-
 @given(logits_of(count=2))
 def test_forward_kl_is_the_sum_over_the_vocabulary_with_the_distributions_exchanged(case):
     p, q = log_softmax(case[0]), log_softmax(case[1])
@@ -307,20 +280,17 @@ JS_QUARTER = 0.75 * (0.7 * math.log(0.7 / 0.625) + 0.2 * math.log(0.2 / 0.25) + 
     0.4 * math.log(0.4 / 0.625) + 0.4 * math.log(0.4 / 0.25) + 0.2 * math.log(0.2 / 0.125)
 )
 DIVERGENCES = [
-    pytest.param(kl_exact, KL, id="reverse"),
-    pytest.param(kl_forward, FORWARD, id="forward"),
-    pytest.param(jensen_shannon, JS, id="jensen-shannon"),
-    pytest.param(lambda p, q: jensen_shannon(p, q, beta=0.25), JS_QUARTER, id="jensen-shannon-.25"),
+    (kl_exact, KL),
+    (kl_forward, FORWARD),
+    (jensen_shannon, JS),
+    (lambda p, q: jensen_shannon(p, q, beta=0.25), JS_QUARTER),
 ]
 
 
-@pytest.mark.parametrize(("fn", "known"), DIVERGENCES)
-def test_divergences_of_the_known_distributions(fn, known):
+@table("fn, known", DIVERGENCES)
+def test_divergences_are_the_known_ones_and_ignore_tokens_that_neither_may_choose(fn, known):
+    """So do their gradients."""
     close(fn(POLICY.log(), REFERENCE.log()), [known])
-
-
-@pytest.mark.parametrize(("fn", "known"), DIVERGENCES)
-def test_divergences_and_their_gradients_ignore_tokens_that_neither_may_choose(fn, known):
     forbidden = torch.full((1, 2), -math.inf, dtype=torch.float64)
     policy = torch.cat([POLICY.log(), forbidden], -1).requires_grad_()
     found = fn(policy, torch.cat([REFERENCE.log(), forbidden], -1))
@@ -362,7 +332,7 @@ def test_jensen_shannon_per_weight_approaches_forward_and_reverse_kl(case):
     close(jensen_shannon(p, q, beta=1 - tiny) / tiny, kl_exact(p, q), rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, -0.5, math.nan])
+@table("beta", [0.0, 1.0, -0.5, math.nan])
 def test_a_weight_of_jensen_shannon_outside_of_zero_and_one_is_refused(beta):
     with pytest.raises(ValueError, match=r"beta is .*give a weight between 0 and 1, or use kl_forward or kl_exact"):
         jensen_shannon(POLICY, REFERENCE, beta=beta)
@@ -386,12 +356,6 @@ def test_per_token_kl_estimators_are_their_formulas(case):
     exactly(kl_k1(*tensors), torch.from_numpy(k1))
     close(kl_k2(*tensors), k1**2 / 2)
     close(kl_k3(*tensors), np.exp(-k1) - 1 + k1, rtol=1e-10, atol=1e-9)
-
-
-def test_kl_penalties_are_the_known_numbers():
-    lp, ref = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]]), torch.tensor([[0.4, 0.3, 0.0], [0.7, 0.1, 0.3]])
-    close(kl_k1(lp, ref), [[0.1, -0.1, 0.1], [-0.1, 0.1, -0.2]], rtol=0, atol=1e-6)
-    close(kl_k2(lp, ref), [[0.005, 0.005, 0.005], [0.005, 0.005, 0.02]], rtol=0, atol=1e-6)
 
 
 @given(st.floats(-20, 20, width=32), st.floats(-20, 20, width=32))
@@ -433,9 +397,7 @@ def test_score_lands_on_last_response_token():
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]]).bool()
     expected = torch.tensor([[0.0, 0.0, 5.0, 0.0], [0.0, 0.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0]])
     exactly(place_scores(torch.tensor([5.0, 7.0, math.nan]), mask), expected)
-
-
-def test_dense_scores_stay_where_they_are_and_vanish_off_the_mask():
+    # Scores per token stay where they are, and vanish off the mask.
     mask = torch.tensor([[False, True, True, False]])
     scores = torch.tensor([[9.0, 1.0, -2.0, math.nan]])
     exactly(place_scores(scores, mask), torch.tensor([[0.0, 1.0, -2.0, 0.0]]))
@@ -468,9 +430,6 @@ def test_gae_gives_the_known_numbers():
     advantages, returns = gae(VALUES, REWARDS, MASK, gamma=1.0, lam=0.95)
     close(advantages, ADVANTAGES, rtol=0, atol=1e-6)
     close(returns, [[1.03675, 0.965, 1.0], [0.285, 0.5, 0.0]], rtol=0, atol=1e-6)
-
-
-def test_discounted_gae_gives_the_known_numbers():
     advantages, _ = gae(VALUES, REWARDS, MASK, gamma=0.99, lam=0.9)
     close(advantages, [[0.459944, 0.5207, 0.7], [0.1653, 0.3, 0.0]], rtol=0, atol=1e-6)
 
@@ -565,12 +524,6 @@ def test_value_loss_is_the_known_number():
     exactly(masked_mean((loss > 0.5 * (NEW_VALUES - RETURNS) ** 2).float(), MASK), torch.tensor(0.4))
 
 
-def test_total_ppo_loss_is_the_known_number():
-    policy = masked_mean(clipped_surrogate((LOGPROBS - OLD_LOGPROBS).exp(), WHITENED, cliprange=0.2), MASK)
-    value = masked_mean(clipped_value_loss(NEW_VALUES, VALUES, RETURNS, cliprange=0.2), MASK)
-    close(policy + 1.0 * value, 0.156496, **FLOAT32)
-
-
 @given(st.floats(0, 3), NUMBERS, st.floats(0.01, 0.9))
 def test_surrogate_is_the_negated_minimum_of_the_clipped_and_the_unclipped_objective(ratio, advantage, cliprange):
     loss = clipped_surrogate(
@@ -662,17 +615,17 @@ RATIOS, SIGNED = double(0.5, 0.5, 0.9, 1.1, 1.6, 1.6), double(1.3, -0.7, 2.0, -1
 NEAR, OLD, TARGET = double(0.1, 0.9, -0.8, 0.9), double(0.0, 0.0, 0.0, 0.0), double(1.0, 2.0, 0.5, -1.0)
 
 
-@pytest.mark.parametrize(
-    ("fn", "inputs"),
+@table(
+    "fn, inputs",
     [
-        pytest.param(lambda z: token_logprobs(z, torch.tensor([2, 0])), (double(*LOGITS),), id="token_logprobs"),
-        pytest.param(entropy_from_logits, (double(*LOGITS),), id="entropy_from_logits"),
-        pytest.param(kl_k3, (double(*LOGITS), double(*OTHERS)), id="kl_k3"),
-        pytest.param(kl_exact, (double(*LOGITS), double(*OTHERS)), id="kl_exact"),
-        pytest.param(kl_forward, (double(*LOGITS), double(*OTHERS)), id="kl_forward"),
-        pytest.param(jensen_shannon, (double(*LOGITS), double(*OTHERS)), id="jensen_shannon"),
-        pytest.param(lambda r, a: clipped_surrogate(r, a, cliprange=0.2), (RATIOS, SIGNED), id="clipped_surrogate"),
-        pytest.param(lambda *v: clipped_value_loss(*v, cliprange=0.2), (NEAR, OLD, TARGET), id="clipped_value_loss"),
+        (lambda z: token_logprobs(z, torch.tensor([2, 0])), (double(*LOGITS),)),
+        (entropy_from_logits, (double(*LOGITS),)),
+        (kl_k3, (double(*LOGITS), double(*OTHERS))),
+        (kl_exact, (double(*LOGITS), double(*OTHERS))),
+        (kl_forward, (double(*LOGITS), double(*OTHERS))),
+        (jensen_shannon, (double(*LOGITS), double(*OTHERS))),
+        (lambda r, a: clipped_surrogate(r, a, cliprange=0.2), (RATIOS, SIGNED)),
+        (lambda *v: clipped_value_loss(*v, cliprange=0.2), (NEAR, OLD, TARGET)),
     ],
 )
 def test_gradients_agree_with_finite_differences(fn, inputs):
@@ -735,6 +688,8 @@ def test_truncation_leaves_forbidden_tokens_forbidden():
 
 
 def test_min_p_keeps_what_has_that_share_of_the_likeliest():
+    from transformers import MinPLogitsWarper
+
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
     for min_p, size in ((0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (0.59, 2), (0.61, 1), (1.0, 1)):
         assert truncate_logits(logits, min_p=min_p).isfinite().sum() == size
@@ -743,6 +698,8 @@ def test_min_p_keeps_what_has_that_share_of_the_likeliest():
 
 
 def test_penalised_logits_shrink_if_positive_and_grow_if_negative_where_they_were_seen():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, -math.inf, 0.0]])
     seen = torch.tensor([[True, True, False, False, True, True]])
     expected = torch.tensor([[1.0, -4.0, 2.0, -2.0, -math.inf, 0.0]])

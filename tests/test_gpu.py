@@ -222,6 +222,7 @@ def test_fsdp2_of_one_gpu_ends_as_without_it(name: str, tmp_path: Path, monkeypa
     require_fsdp2_of_one_equal(name, tmp_path, monkeypatch, "nccl")
 
 
+@pytest.mark.daily(name=("sft",))
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_fsdp2_of_one_process_ends_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on this machine's CPU, so that the test above is known to work."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tables import table
 from test_tape import EVEN, NEOX, SIZE, TOKENIZER, UNEVEN, make, same, sample
 from trainkit.rollouts import CausalSampler, decoding
 from trainkit.testing import tiny_gpt2, tiny_llama
@@ -22,9 +23,17 @@ def without_graphs(sampler: CausalSampler) -> CausalSampler:
     return sampler
 
 
-@pytest.mark.parametrize(("head_alone", "hidden"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("fields", [tiny_gpt2(SIZE), tiny_llama(SIZE), NEOX], ids=["gpt2", "llama", "neox"])
-@pytest.mark.parametrize("queries", [EVEN, UNEVEN], ids=["even", "uneven"])
+@table(
+    "fields, head_alone, hidden, queries",
+    [
+        (tiny_gpt2(SIZE), False, False, EVEN),
+        (tiny_gpt2(SIZE), True, True, UNEVEN),
+        (tiny_llama(SIZE), False, True, EVEN),
+        (tiny_llama(SIZE), False, False, UNEVEN),
+        (NEOX, True, True, EVEN),
+        (NEOX, False, True, UNEVEN),
+    ],
+)
 def test_steps_of_fixed_shapes_draw_the_tokens_of_the_models_own(
     fields: dict[str, Any], head_alone: bool, hidden: bool, queries: list[list[int]]
 ) -> None:
@@ -53,13 +62,12 @@ def test_they_are_made_under_autocast() -> None:
     assert all(one == other for one, other in first), "prompts are read by the model's own pass"
 
 
-@pytest.mark.parametrize(
-    ("fields", "more", "why"),
+@table(
+    "fields, more, why",
     [
         (tiny_llama(SIZE), {"attn_implementation": "eager"}, "its attention is eager"),
         ({**tiny_llama(SIZE), "model_type": "mistral", "sliding_window": 8}, {}, "its cache has layers"),
     ],
-    ids=["eager", "sliding"],
 )
 def test_models_that_they_do_not_fit_make_their_own(
     fields: dict[str, Any], more: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture

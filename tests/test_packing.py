@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.rollouts import CausalSampler, packing
 from trainkit.rollouts.packing import Packs
@@ -31,9 +32,9 @@ def _small_products_by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 32])
+@table("autocast", [False, True])
+@table("biased", [False, True])
+@table("rows", [1, 3, 32])
 def test_a_product_has_the_bits_of_torchs(rows: int, biased: bool, autocast: bool) -> None:
     draws = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(48, 80, generator=draws), torch.randn(48, generator=draws) if biased else None
@@ -68,7 +69,7 @@ def test_weights_are_packed_where_that_is_faster(monkeypatch: pytest.MonkeyPatch
     assert Packs().linear(torch.zeros(1, 4), weight) is None
 
 
-@pytest.mark.parametrize("fault", [AttributeError, NotImplementedError, RuntimeError])
+@table("fault", [AttributeError, NotImplementedError, RuntimeError])
 def test_a_torch_without_these_functions_makes_its_own_products(
     fault: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,7 @@ def test_the_bytes_of_all_packed_weights_are_known_before() -> None:
     assert packing.bytes_of_packs(model, packing.MOST_ROWS + 1, bf16=False) == 0
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+@table("autocast", [False, True])
 def test_responses_have_the_bits_of_the_models_own(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a later call, after the weights have changed."""
     made = list[bool]()

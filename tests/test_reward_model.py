@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import trainkit
+from tables import table
 from trainkit.config import ModelConfig
 from trainkit.data import Sequences, batches
 from trainkit.errors import ConfigError, DataError
@@ -64,11 +65,9 @@ def padded(rows: list[list[int]], side: str, fill: int) -> Sequences:
 # ---------------------------------------------------------------------------------------------------------- scorer
 
 
-@pytest.mark.parametrize(
-    "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
-)
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), OPT], ids=["gpt2", "llama", "opt-350m"])
-@pytest.mark.parametrize("side", ["right", "left"])
+@table("made", [scorer, lambda fields: Scorer(classifier(fields))])
+@table("fields", [tiny_gpt2(10), tiny_llama(10), OPT])
+@table("side", ["right", "left"])
 def test_the_score_is_read_at_the_last_attended_token_whatever_padding_holds(made: Any, fields: Any, side: str) -> None:
     """S-27: the EOS that ends a text has the id that fills padding, and stands within a text too."""
     model, eos = made(fields), 8
@@ -81,7 +80,7 @@ def test_the_score_is_read_at_the_last_attended_token_whatever_padding_holds(mad
         torch.testing.assert_close(scores, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10), BERT], ids=["gpt2", "llama", "bert"])
+@table("fields", [tiny_gpt2(10), tiny_llama(10), BERT])
 def test_a_classifiers_score_is_its_own(fields: dict[str, Any]) -> None:
     model = classifier(fields)
     row = torch.tensor([[1, 2, 3, 4]])
@@ -90,9 +89,7 @@ def test_a_classifiers_score_is_its_own(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(found, model(row).logits[:, 0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "made", [scorer, lambda fields: Scorer(classifier(fields))], ids=["language model", "classifier"]
-)
+@table("made", [scorer, lambda fields: Scorer(classifier(fields))])
 def test_scores_are_not_rounded_by_autocast(made: Any) -> None:
     model, sequences = made(tiny_llama(10)), padded([[1, 2, 3], [4, 5]], "right", 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -101,8 +98,8 @@ def test_scores_are_not_rounded_by_autocast(made: Any) -> None:
     assert not torch.equal(scores.bfloat16().float(), scores)
 
 
-@pytest.mark.parametrize("pad", range(4))
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10)], ids=["gpt2", "llama"])
+@table("pad", range(4))
+@table("fields", [tiny_gpt2(10), tiny_llama(10)])
 def test_a_classifier_is_read_where_the_mask_says_whatever_its_padding_token_is(fields: Any, pad: int) -> None:
     """S-27: the padding token ends the text, where transformers looks for the last token before it."""
     model = classifier({**fields, "pad_token_id": pad})
@@ -191,9 +188,7 @@ def test_it_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(model))(TEXTS) == model(TEXTS)
 
 
-@pytest.mark.parametrize(
-    "fields", [tiny_gpt2(10), tiny_llama(10), OPT, MAMBA], ids=["gpt2", "llama", "opt-350m", "mamba"]
-)
+@table("fields", [tiny_gpt2(10), tiny_llama(10), OPT, MAMBA])
 def test_it_is_saved_and_loaded(fields: dict[str, Any], tmp_path: Path) -> None:
     """Also where transformers has no classifier of the architecture."""
     model = reward_model(fields)
@@ -202,7 +197,7 @@ def test_it_is_saved_and_loaded(fields: dict[str, Any], tmp_path: Path) -> None:
     assert RewardModel.from_pretrained(path)(TEXTS) == pytest.approx(model(TEXTS), abs=1e-5)
 
 
-@pytest.mark.parametrize("fields", [tiny_gpt2(10), tiny_llama(10)], ids=["gpt2", "llama"])
+@table("fields", [tiny_gpt2(10), tiny_llama(10)])
 def test_what_is_saved_is_a_classifier_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
     model = reward_model(fields)
     path = model.save_pretrained(tmp_path)
@@ -248,8 +243,8 @@ def test_what_is_no_reward_model_is_an_error_of_this_door(tmp_path: Path) -> Non
     assert RewardModel.from_pretrained(tmp_path, character_tokenizer(LETTERS))(["ab"])
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@table(
+    "given, said",
     [
         ({}, "reads samples, or prompts and outputs; give"),
         ({"prompts": ["a"]}, "reads samples, or prompts and outputs; give"),
@@ -305,7 +300,7 @@ def test_it_is_a_reward_function_with_a_tokenizer_of_its_own(tmp_path: Path) -> 
     assert float(rewards.mean()) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@table("shared", [False, True])
 def test_rows_that_are_scored_by_length_have_the_scores_they_have_together(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

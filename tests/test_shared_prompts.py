@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import trainkit
+from tables import table
 from trainkit.data import Preferences, Sequences, batches
 from trainkit.errors import ConfigError
 from trainkit.models import Reference, make_policy, prompts
@@ -106,8 +108,13 @@ def assert_same(policy: Policy, sequences: Sequences, tolerance: float, **wanted
         assert off <= tolerance, f"{name}: {off}"
 
 
-@pytest.mark.parametrize("sequences", [rows, with_turns, padded_on_the_left])
-@pytest.mark.parametrize("name", MODELS)
+@table(
+    "name, sequences",
+    [
+        *product(("gpt2", "llama"), (rows, with_turns, padded_on_the_left)),
+        *zip([*MODELS][2:], [rows, with_turns, padded_on_the_left] * 4, strict=False),
+    ],
+)
 def test_outputs_and_gradients_are_those_of_separate_rows(name: str, sequences: Callable[[], Sequences]) -> None:
     policy = make_policy(make(name), temperature=0.7, value_head=True)
     assert policy.why_not_shared() is None
@@ -144,7 +151,7 @@ def test_logit_masks_adapters_and_divergences_are_the_same() -> None:
     assert_same(policy, rows().map(lambda x: x.clamp(min=4) if x.dtype == torch.long else x), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+@table("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
 def test_virtual_tokens_stand_before_shared_prompts(kind: str, tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, model__peft_config={"peft_type": kind, "num_virtual_tokens": 3})
     policy = trainer.unwrapped
@@ -200,8 +207,7 @@ def test_an_encoder_reads_every_prompt_once_and_gives_the_same() -> None:
     assert seen == [3]
 
 
-@pytest.mark.parametrize("made", [rows, padded_on_the_left])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@table("name, made", [("gpt2", padded_on_the_left), ("llama", rows)])
 def test_scores_of_pairs_are_the_same(name: str, made: Callable[[], Sequences]) -> None:
     scorer, sequences = Scorer(make(name)), made()
     assert scorer.why_not_shared() is None
@@ -301,6 +307,7 @@ def trained(name: str, folder: Path, share: bool | None, **settings: Any) -> Any
     return trainer
 
 
+@pytest.mark.daily(name=("rloo", "dpo"))
 @pytest.mark.parametrize("name", [*GROUPED, *PAIRED])
 def test_a_run_with_shared_prompts_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
     settings = {"train__microbatch_size": 3, "optimizer__name": "sgd", "optimizer__lr": 0.1}  # Adam divides by rounding
@@ -323,8 +330,8 @@ def test_a_reference_shares_as_the_policy_does_and_the_decision_is_in_checkpoint
     assert again.unwrapped.shares_prompts
 
 
-@pytest.mark.parametrize(
-    ("counted", "size", "shares"),
+@table(
+    "counted, size, shares",
     [
         ((32, 8, 32 * 32, 32 * 96), None, True),  # RLOO: 8 × 4, 32 + 64
         ((64, 8, 64 * 128, 64 * 192), None, True),

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import trainkit
+from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models import CausalPolicy, Reference
@@ -42,8 +43,7 @@ def some_sequences() -> Sequences:
     return Sequences.from_lists([[1, 2], [3], [4, 5, 6]], [[7, 8, 9], [1, 2, 3, 4], [5]])
 
 
-@pytest.mark.parametrize("unfrozen", range(L + 1))
-@pytest.mark.parametrize("name", SHAPES)
+@table("name, unfrozen", [(name, (i + more) % (L + 1)) for i, name in enumerate(SHAPES) for more in (0, 1)])
 def test_exactly_the_upper_layers_and_what_follows_them_stay_trainable(name: str, unfrozen: int) -> None:
     model = make(name)
     freeze_below(model, unfrozen)
@@ -59,8 +59,7 @@ def test_exactly_the_upper_layers_and_what_follows_them_stay_trainable(name: str
     assert model.get_output_embeddings().weight.requires_grad is not tied
 
 
-@pytest.mark.parametrize("unfrozen", [0, 1, 2])
-@pytest.mark.parametrize("name", SHAPES)
+@table("name, unfrozen", [(name, (i + more) % L) for i, name in enumerate(SHAPES) for more in (0, 1)])
 def test_going_on_from_the_trunk_is_bit_equal_to_running_the_whole_model(name: str, unfrozen: int) -> None:
     model = make(name)
     freeze_below(model, unfrozen)
@@ -75,7 +74,7 @@ def test_going_on_from_the_trunk_is_bit_equal_to_running_the_whole_model(name: s
     assert policy.through_trunk(cached) is cached, "the trunk does not run again"
 
 
-@pytest.mark.parametrize("unfrozen", [1, 2])
+@table("unfrozen", [1, 2])
 def test_the_trunk_runs_once_for_reference_and_all_passes(unfrozen: int, tmp_path: Path) -> None:
     """Counted in the run: per collection one pass of a frozen block over the sequences, beside the sampler's."""
     trainer = tiny_trainer("ppo", tmp_path, model=tiny_gpt2(10, n_layer=L), model__num_layers_unfrozen=unfrozen)
@@ -90,8 +89,9 @@ def test_the_trunk_runs_once_for_reference_and_all_passes(unfrozen: int, tmp_pat
     assert calls == {"frozen": 0, "trained": 2}
 
 
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", ONLINE)
-@pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L), FROZEN_DROPOUT])
+@table("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L), FROZEN_DROPOUT])
 def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dict[str, Any], tmp_path: Path) -> None:
     """Dropout in the layers below too: the trunk never leaves evaluation mode.
 
@@ -121,15 +121,15 @@ def test_gradients_with_the_cached_trunk_are_those_without(name: str, model: dic
         torch.testing.assert_close(gradient, found[1][key], rtol=0, atol=2**-13 * float(gradient.abs().max()))
 
 
-@pytest.mark.daily(name=("ppo", "rloo"))
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize("name", ONLINE)
-@pytest.mark.parametrize("unfrozen", [-1, 0, 1, L - 1, L])
-@pytest.mark.parametrize("model", [tiny_gpt2(10, n_layer=L), tiny_llama(10, num_hidden_layers=L)])
+@table("unfrozen, model", list(zip([-1, 0, 1, L - 1, L], [SHAPES["gpt2"], LLAMA] * 3, strict=False)))
 def test_kl_is_exactly_zero_before_the_first_update(
     name: str, unfrozen: int, model: dict[str, Any], tmp_path: Path
 ) -> None:
     """S-05, golden 10.12."""
-    trainer = tiny_trainer(name, tmp_path, model=model, model__num_layers_unfrozen=unfrozen, rollout__temperature=0.7)
+    settings = {"model": {**model, "vocab_size": 10}, "model__num_layers_unfrozen": unfrozen}
+    trainer = tiny_trainer(name, tmp_path, **settings, rollout__temperature=0.7)
     trainer.collect()
     measured = ("policy/kl", "policy/kl_per_token")
     found = {name: metric.compute() for name, metric in trainer._pending.items() if name in measured}
@@ -137,8 +137,7 @@ def test_kl_is_exactly_zero_before_the_first_update(
     assert found == ({"policy/kl": 0.0, "policy/kl_per_token": 0.0} if own else {})
 
 
-@pytest.mark.parametrize("unfrozen", [-1, 0, 1, L - 1, L])
-@pytest.mark.parametrize("name", SHAPES)
+@table("name, unfrozen", [(name, i % 5 - 1) for i, name in enumerate(SHAPES)])
 def test_the_reference_shares_the_memory_of_what_is_frozen_and_of_nothing_else(name: str, unfrozen: int) -> None:
     """S-25: by address, and by what training does to it."""
     model = make(name)
@@ -219,13 +218,13 @@ def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed(caplog: pytest
     assert "frozen layers cannot be reused (TypeError" in caplog.text
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@table("name", ["ppo", "sft", "reward"])
 def test_more_layers_than_the_model_has_are_refused_at_the_door(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_layers_unfrozen is 9.* 2 layers.*0 to 2, or -1"):
         tiny_trainer(name, tmp_path, model__num_layers_unfrozen=9)
 
 
-@pytest.mark.daily(name=("ppo",))
+@pytest.mark.daily(name=("ppo",), at=(3,))
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_them(
@@ -245,9 +244,6 @@ def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_the
     assert not frozen & saved.keys()
 
 
-OFFLINE = [name for name in ("sft", "dpo", "kto", "ilql", "reward") if name in (*TRAINERS, "reward")]
-
-
 def trained_offline(name: str, path: Path, **changes: Any) -> tuple[Any, int]:
     """Return a trainer after its run, and how often the lowest block ran after the collection was made."""
     model = tiny_llama(20, num_hidden_layers=L)
@@ -265,7 +261,8 @@ def weights(trainer: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.daily(name=("dpo",))
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "ilql", "reward"])
 def test_offline_the_trunk_runs_once_and_the_run_ends_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,6 +277,7 @@ def test_offline_the_trunk_runs_once_and_the_run_ends_with_the_same_bits(
     assert all(map(torch.equal, weights(kept), weights(usual)))
 
 
+@pytest.mark.daily(name=("dpo",))
 @pytest.mark.parametrize("name", ["dpo", "reward"])
 def test_a_run_that_resumes_keeps_the_trunk_if_it_did_so_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,8 +292,8 @@ def test_a_run_that_resumes_keeps_the_trunk_if_it_did_so_before(
     assert all(map(torch.equal, weights(usual), weights(resumed)))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "keeps"),
+@table(
+    "name, changes, keeps",
     [
         ("sft", {"train__total_steps": 2, "train__epochs": 1}, False),  # read once
         ("dpo", {"train__total_steps": 2, "train__epochs": 1}, True),  # the reference starts from it, too

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import hub
 
 import trainkit
+from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.functional import at_last
@@ -124,7 +125,7 @@ def test_the_classes_are_wrappers_and_hold_the_model() -> None:
         Causal(model, v_head_range=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_the_forward_pass_gives_logits_and_values_in_float32_and_the_models_loss(dtype: torch.dtype) -> None:
     model = plain(tiny_gpt2(10)).to(dtype)
     wrapper = Causal(model).eval()
@@ -139,7 +140,7 @@ def test_the_forward_pass_gives_logits_and_values_in_float32_and_the_models_loss
     assert wrapper(IDS)[1] is None
 
 
-@pytest.mark.parametrize("fields", [tiny_t5(10), tiny_bart(10)], ids=["t5", "bart"])
+@table("fields", [tiny_t5(10), tiny_bart(10)])
 def test_an_encoder_decoders_values_are_of_its_decoder(fields: dict[str, Any], tmp_path: Path) -> None:
     model = plain(fields)
     wrapper = Seq2Seq(model).eval()
@@ -187,7 +188,7 @@ def test_the_heads_arguments_have_their_effects() -> None:
         Causal(model, v_head_init_strategy="uniform")
 
 
-@pytest.mark.parametrize("deep", [True, False])
+@table("deep", [True, False])
 def test_values_are_not_rounded_by_autocast(deep: bool) -> None:
     torch.manual_seed(0)
     head, states = ValueHead(32, deep, start="default"), torch.randn(5, 32).bfloat16()
@@ -248,7 +249,7 @@ def test_a_state_dictionary_that_was_gathered_elsewhere_is_saved(tmp_path: Path)
 LAYOUTS = ["safetensors", "sharded safetensors", "bin", "sharded bin"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@table("layout", LAYOUTS)
 def test_a_checkpoint_of_trls_is_loaded_with_its_head(layout: str, tmp_path: Path) -> None:
     """TRL has ``v_head.summary.*`` among the model's weights, in any of transformers' files."""
     wrapper = causal()
@@ -360,7 +361,7 @@ def test_what_is_pushed_to_the_hub_is_what_would_be_saved(tmp_path: Path, monkey
 # ------------------------------------------------------------------------------------------------------ adapters
 
 
-@pytest.mark.parametrize("config", [LORA, peft.LoraConfig(**LORA)], ids=["fields", "object"])
+@table("config", [LORA, peft.LoraConfig(**LORA)])
 def test_a_new_adapter_is_all_that_is_trained_beside_the_head(config: Any) -> None:
     wrapper = causal(peft_config=config)
     assert wrapper.is_peft_model
@@ -370,7 +371,7 @@ def test_a_new_adapter_is_all_that_is_trained_beside_the_head(config: Any) -> No
     assert set(wrapper.state_dict()) == {"v_head.summary.weight", "v_head.summary.bias"}
 
 
-@pytest.mark.parametrize("trainable", [False, True])
+@table("trainable", [False, True])
 def test_an_adapter_is_saved_and_loaded_with_the_head(trainable: bool, saved: Path, tmp_path: Path) -> None:
     wrapper = Causal.from_pretrained(saved, peft_config=LORA).eval()
     move(wrapper)
@@ -470,7 +471,7 @@ def test_an_adapters_bias_is_not_the_score_layers(saved: Path, reward_adapter: P
     assert list(wrapper.pretrained_model.active_adapters) == ["default"]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@table("side", ["left", "right"])
 def test_a_padded_batchs_rewards_are_those_of_its_rows_alone(side: str, saved: Path, reward_adapter: Path) -> None:
     """S-27: read at the last attended token, wherever padding is; of padding that is the last token's own id too."""
     wrapper = Causal.from_pretrained(saved, peft_config=LORA, reward_adapter=str(reward_adapter))
@@ -544,9 +545,10 @@ def layer_of(name: str, pattern: str) -> int | None:
     return None if at is None else int(parts[at + len(path)])
 
 
-@pytest.mark.parametrize("by_pattern", [False, True], ids=["found", "pattern"])
-@pytest.mark.parametrize("shared", [0, 1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@table(
+    "name, shared, by_pattern",
+    [(name, (i + more) % 3, (i // 2 + more) % 2 == 0) for i, name in enumerate(MODELS) for more in (0, 1)],
+)
 def test_shared_layers_are_one_tensor_in_memory_and_frozen(name: str, shared: int, by_pattern: bool) -> None:
     """S-25; what runs before the layers is shared with them, a whole encoder too, and what runs after is not."""
     model = wrapped(name)
@@ -570,7 +572,7 @@ def test_shared_layers_are_one_tensor_in_memory_and_frozen(name: str, shared: in
     assert torch.equal(all_logits(model), expected) is (shared == 2 and name == "bart")  # nothing is above
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "transformers", "peft"])
+@table("kind", ["wrapper", "transformers", "peft"])
 def test_without_shared_layers_the_reference_is_a_copy_of_its_own(kind: str) -> None:
     model: Any = (
         plain(tiny_gpt2(10)) if kind == "transformers" else causal(peft_config=LORA if kind == "peft" else None)
@@ -603,8 +605,8 @@ def test_a_pattern_matches_whole_names_only() -> None:
     assert all(p.requires_grad for p in model.transformer.other_h.parameters())
 
 
-@pytest.mark.parametrize(
-    ("count", "pattern", "message"),
+@table(
+    "count, pattern, message",
     [
         (3, None, "num_shared_layers is 3, and there are 2 layers; give 0 to 2"),
         (-2, None, "give 0 to 2, -1 to share everything"),
@@ -662,7 +664,7 @@ def ppo(model: Any, tmp_path: Path, reward_fn: Any = count_a, **sections: Any) -
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "adapter"])
+@table("name", ["gpt2", "adapter"])
 def test_ppo_trains_a_wrapper_in_place_with_its_head_as_the_critic(name: str, tmp_path: Path) -> None:
     wrapper = causal(peft_config=LORA if name == "adapter" else None)
     head = wrapper.v_head
@@ -753,9 +755,9 @@ def test_a_value_head_by_hand() -> None:
     assert ValueHead(2)(torch.ones(3, 2)).tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("saved_first", [False, True], ids=["live", "path"])
-@pytest.mark.parametrize(
-    ("kind", "fields", "said"),
+@table("saved_first", [False, True])
+@table(
+    "kind, fields, said",
     [
         (
             Causal,
@@ -803,7 +805,7 @@ def narrow() -> PreTrainedModel:
 SAID = r"does not fit this GPT2LMHeadModel: .*lora_A.* has shape \[2, 32\] .* and \[2, 16\] in .*\. .* names .*plain"
 
 
-@pytest.mark.parametrize("changes", [{}, {"peft_config": LORA}])
+@table("changes", [{}, {"peft_config": LORA}])
 def test_an_adapter_of_another_width_is_refused(moved: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"the adapter .*adapter' {SAID}"):
         Causal.from_pretrained(moved, **changes)
