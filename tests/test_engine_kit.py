@@ -76,6 +76,12 @@ def test_the_engine_of_trainkit_itself_conforms(check: Callable[[], None]) -> No
     check()
 
 
+def test_a_sound_engine_passes_what_takes_no_time() -> None:
+    long = ("engine_distribution", "engine_truncates", "engine_trains", "engine_deaths", "engine_closes")
+    assert found(Sound, *(name for name in CHECKS if name not in long)) == ""
+
+
+@pytest.mark.slow
 def test_a_sound_engine_conforms() -> None:
     register_engine("kit_toy")(Sound)
     report = check_plugin({"name": "kit_toy"})

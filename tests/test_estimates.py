@@ -34,9 +34,10 @@ def of(name: str, **changes: Any) -> TRLConfig[Any]:
     return default_config(name).update(given | changes)
 
 
-DAILY = [("sft", {"model__peft_config": LORA}), ("ppo", {"model__num_layers_unfrozen": 1})]
-OTHERS: list[tuple[str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ppo", {"model__num_layers_unfrozen": 1}),
     ("sft", {}),
+    ("sft", {"model__peft_config": LORA}),
     ("ppo", {}),
     ("dpo", {"model__model_path": tiny_llama(10)}),
     ("dpo", {"optimizer__name": "sgd"}),
@@ -45,7 +46,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+    ("name", "changes"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 )
 def test_weights_gradients_and_optimizer_are_those_of_a_run(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     need = measure(of(name, **changes))

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -322,7 +322,6 @@ def test_the_main_metric_is_a_reward_of_evaluations_before_others() -> None:
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=80), st.text(max_size=12))
 @example([(1e306, 0.0), (0.0, -1.3e126)], "")  # a point beyond the axis is a gap
-@settings(deadline=None, max_examples=100)
 def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]], name: str) -> None:
     name = "".join(character for character in name if character.isprintable())
     finite = [(x, y) for x, y in points if math.isfinite(x)]
