@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from trainkit import (
     AccelerateRLTrainer,
@@ -39,6 +38,9 @@ from trainkit.metrics import Mean, Metrics, RunningMoments
 from trainkit.models import Policy, TokenOutputs, load_heads, load_model, make_policy
 from trainkit_ppo.config import PPOConfig
 from trainkit_ppo.kit import Declared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
