@@ -76,9 +76,8 @@ def test_the_engine_of_trainkit_itself_conforms(check: Callable[[], None]) -> No
     check()
 
 
-def test_a_sound_engine_passes_what_takes_no_time() -> None:
-    long = ("engine_distribution", "engine_truncates", "engine_trains", "engine_deaths", "engine_closes")
-    assert found(Sound, *(name for name in CHECKS if name not in long)) == ""
+def test_a_sound_engine_passes_a_few_checks() -> None:
+    assert found(Sound, "engine_stops", "engine_greedy", "engine_weights") == ""
 
 
 @pytest.mark.slow
