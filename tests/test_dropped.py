@@ -81,10 +81,8 @@ def test_a_column_that_changes_what_is_learnt_is_refused_until_it_is_ignored(
 
 def test_an_empty_cell_is_no_column() -> None:
     """A table has the columns of its widest row."""
-    from datasets import Dataset
-
     empty = {"system": "", "history": [], "images": None, "question": float("nan")}
-    assert trainkit.data.sample_rows(Dataset.from_list([{**SAMPLE, **empty}]))[0]["turns"] == ["a", "b"]
+    assert trainkit.data.sample_rows([{**SAMPLE, **empty}])[0]["turns"] == ["a", "b"]
     assert trainkit.data.prompt_rows([{"prompt": "a", "images": [], "completions": None, "labels": None}])
 
 
@@ -136,15 +134,16 @@ def test_labels_are_read_by_those_that_learn_from_them(tmp_path: Path, caplog: p
 
 
 class Rows:
-    """A stream of two windows of rows with a column that nothing reads."""
+    """A stream of three windows of rows with a column that nothing reads."""
 
     def __iter__(self) -> Iterator[Any]:
-        return ({**SAMPLE, "id": n} for n in range(400))
+        return ({**SAMPLE, "id": n} for n in range(600))
 
 
 def test_a_column_of_a_stream_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"train": {"total_steps": 70, "save_interval": 0, "eval_interval": 0}}
-    train(tmp_path, samples=Rows(), settings=settings)
+    trainer = tiny_trainer("sft", tmp_path)
+    trainer.add_samples(Rows())
+    trainer.pipeline.take(0, 600)
     assert told(caplog, "does not read") == ["sft does not read the column 'id' of the samples"]
 
 
@@ -196,8 +195,10 @@ def test_prompts_that_are_something_else_are_refused_until_the_column_is_ignored
         assert column not in columns
         return count_first_letters(outputs)
 
-    settings = {"data": {"ignore_columns": [column]}}
-    assert train(tmp_path / "run", reward, prompts=[row], settings=settings).progress.step == 1
+    trainer = tiny_trainer("ppo", tmp_path, data__ignore_columns=[column], arguments={"reward_fn": reward})
+    trainer.add_prompt_pipeline([row])
+    trainer.collect()
+    assert len(trainer.store) == 16
 
 
 def test_stepwise_samples_are_not_taken_for_prompts() -> None:
@@ -348,7 +349,7 @@ def test_a_step_of_fewer_rows_is_told_once(
 
 def test_steps_of_whole_batches_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for method in ("sft", "ppo"):
-        tiny_trainer(method, tmp_path / method).learn()
+        tiny_trainer(method, tmp_path / method, train__total_steps=4).learn()
     tiny_trainer(
         "sft", tmp_path / "stopped", train__batch_size=6, train__total_steps=2
     ).learn()  # before it comes to it

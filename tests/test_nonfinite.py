@@ -52,7 +52,7 @@ def logged(place: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- dropping
 
 
-@pytest.mark.daily(name=("ppo", "rloo"))
+@pytest.mark.daily(name=("rloo",))
 @pytest.mark.parametrize("name", ["ppo", "rloo", "online_dpo"])
 def test_what_is_trained_on_has_finite_scores_and_groups_are_whole(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -90,12 +90,12 @@ def test_what_is_trained_on_has_finite_scores_and_groups_are_whole(
     assert all(math.isfinite(value) for line in lines for value in line.values())
 
 
-@pytest.mark.daily(name=("ppo", "rloo"))
-@pytest.mark.parametrize(("name", "policy"), [("ppo", "clip"), ("rloo", "drop_row"), ("rft", "drop_row")])
+@pytest.mark.daily(name=("rloo",))
+@pytest.mark.parametrize(("name", "policy"), [("ppo", "drop_row"), ("rloo", "clip"), ("rft", "drop_row")])
 def test_with_finite_scores_the_run_is_the_same(name: str, policy: str, tmp_path: Path) -> None:
     ends = []
     for on_nonfinite in ("error", policy):
-        settings = {"reward__on_nonfinite": on_nonfinite, "rollout__batch_size": 8, "train__total_steps": 3}
+        settings = {"reward__on_nonfinite": on_nonfinite, "rollout__batch_size": 8, "train__total_steps": 2}
         trainer = trainer_at(tmp_path / on_nonfinite, count_first_letters, name, **settings)
         trainer.learn()
         ends.append(weights(trainer))
@@ -119,7 +119,7 @@ def test_a_run_that_only_reuses_pools_without_scores_ends_too(tmp_path: Path) ->
 @pytest.mark.daily(name=("rloo",))
 @pytest.mark.parametrize(("name", "stop"), [("ppo", 1), ("rloo", 4)])
 def test_a_run_that_drops_resumes_exactly(name: str, stop: int, tmp_path: Path) -> None:
-    changes = {"name": name, "train__save_interval": 1, "train__batch_size": 4}
+    changes = {"name": name, "train__save_interval": 6, "train__batch_size": 4}
     straight = trainer_at(tmp_path / "a", **changes)
     straight.learn()
     trainer_at(tmp_path / "b", **changes, train__total_steps=stop).learn()

@@ -81,7 +81,7 @@ def test_its_weights_leave_memory_and_the_run_ends_with_the_same_bits(
     assert not list((tmp_path / "left").glob("tmp*")), "the file has no name"
 
 
-@pytest.mark.daily(name=("dpo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.usefixtures("small")
 def test_a_run_that_resumes_without_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_card_says_nothing_of_the_machine_or_of_who_ran_it(tmp_path: Path) -> 
 def test_equal_runs_have_equal_cards(tmp_path: Path) -> None:
     cards = []
     for place in ("here", "there"):
-        trainer = tiny_trainer("ppo", tmp_path / place, train__total_steps=2, train__eval_interval=1)
+        trainer = tiny_trainer("sft", tmp_path / place, train__total_steps=2, train__eval_interval=1)
         trainer.learn()
         cards.append((tmp_path / place / "model" / "README.md").read_bytes())
     assert cards[0] == cards[1]

@@ -104,17 +104,17 @@ def test_allowed_drift_is_told_and_takes_effect(a_run: Path, capsys: pytest.Capt
 
 def test_a_fixed_price_of_divergence_follows_the_configuration_and_a_steered_one_the_checkpoint(a_run: Path) -> None:
     fixed = drifted(a_run, method__init_kl_coef=0.5)
-    fixed.generate("a")
+    fixed.begin()
     assert fixed.kl.coef == 0.5
     del fixed
     steered = drifted(a_run, method__init_kl_coef=0.5, method__target=6.0)
-    steered.generate("a")
+    steered.begin()
     assert steered.kl.coef != 0.5
 
 
 def test_the_optimizer_keeps_its_memory_when_its_rate_changes(a_run: Path) -> None:
     trainer = drifted(a_run, optimizer__lr=0.5)
-    trainer.generate("a")
+    trainer.begin()
     saved = checkpoint.read_state(a_run / "checkpoints" / "step_00000004", "loop")["optimizer"]["state"]
     for index, found in enumerate(trainer.optimizer.state.values()):
         assert found["step"] == 4
@@ -131,7 +131,7 @@ def test_a_longer_run_follows_the_longer_schedule_from_the_first_step_on(tmp_pat
     changes = {"scheduler__name": "linear", "optimizer__lr": 1.0}
     full("sft", tmp_path, train__total_steps=2, **changes).learn()
     longer = full("sft", tmp_path, train__total_steps=4, train__resume="auto", **changes)
-    longer.generate("a")
+    longer.begin()
     assert longer.optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -216,7 +216,7 @@ def test_another_method_is_refused_also_where_drift_is_allowed(a_run: Path) -> N
 def test_another_batch_size_goes_on_with_the_rows_that_are_left(a_run: Path) -> None:
     """After step 4 one batch of 6 of the second pass over 16 rows is made: two of 3."""
     trainer = drifted(a_run, train__batch_size=3)
-    trainer.generate("a")
+    trainer.begin()
     assert (trainer.progress.epoch, trainer.progress.position) == (1, 2)
 
 

@@ -94,10 +94,12 @@ def test_an_evaluation_that_stops_the_run_is_its_last_one(tmp_path: Path) -> Non
     assert stops.evaluated == [0, 2]
 
 
-@table("hook, at, last", [("on_evaluate", 0, 1), ("on_experience", 0, 1), ("on_save", 2, 3)])
-def test_a_call_between_steps_ends_the_run_after_the_next_step(hook: str, at: int, last: int, tmp_path: Path) -> None:
+@table("name, hook, at, last", [("sft", "on_evaluate", 0, 1), ("ppo", "on_experience", 0, 1), ("sft", "on_save", 2, 3)])
+def test_a_call_between_steps_ends_the_run_after_the_next_step(
+    name: str, hook: str, at: int, last: int, tmp_path: Path
+) -> None:
     stops = Stops(hook, at)
-    trainer = tiny_trainer("ppo", tmp_path / "run", callbacks=[stops], train__eval_interval=10, train__save_interval=2)
+    trainer = tiny_trainer(name, tmp_path / "run", callbacks=[stops], train__eval_interval=10, train__save_interval=2)
     trainer.learn()
     assert trainer.progress.step == last
     assert stops.evaluated == [0, last]
@@ -151,7 +153,8 @@ def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: 
     ]
 
 
-@pytest.mark.parametrize(("name", "change"), [("ppo", {"train__total_steps": 7}), ("sft", {"plugins": ["rloo"]})])
+@pytest.mark.daily(name=("ppo",))
+@pytest.mark.parametrize(("name", "change"), [("ppo", {"plugins": ["rloo"]}), ("sft", {"train__total_steps": 7})])
 def test_a_stopped_run_continues_if_its_length_is_changed_as_if_it_had_not_been_stopped(
     name: str, change: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -62,12 +62,12 @@ def test_a_position_has_one_row_whatever_was_taken_before(
 
 
 def test_no_more_is_read_than_is_needed_and_one_window(tmp_path: Path) -> None:
-    trainer = tiny_trainer("sft", tmp_path, train__total_steps=40)
+    trainer = tiny_trainer("sft", tmp_path, train__total_steps=10, train__batch_size=32, rollout__num_rollouts=32)
     endless = Endless()
     trainer.add_samples(endless)
     assert endless.read == WINDOW, "the first are checked at construction"
     trainer.learn()
-    assert trainer.progress.step == 40
+    assert trainer.progress.step == 10
     assert trainer.progress.samples == 320
     assert endless.read == 2 * WINDOW
 
@@ -120,7 +120,7 @@ def test_a_streams_bad_row_is_named_when_it_is_read(tmp_path: Path) -> None:
             for index, row in enumerate(super().__iter__()):
                 yield {"other": "x"} if index == WINDOW + 3 else row
 
-    trainer = tiny_trainer("sft", tmp_path, train__total_steps=100)
+    trainer = tiny_trainer("sft", tmp_path, train__total_steps=10, train__batch_size=64, rollout__num_rollouts=64)
     trainer.add_samples(Spoilt())
     with pytest.raises(DataError, match=rf"sample {WINDOW + 3} has the columns other"):
         trainer.learn()
