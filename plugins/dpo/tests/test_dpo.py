@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trainkit
+from tables import table
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.models.adapters import switch_off, switch_on
@@ -122,8 +123,7 @@ def gradient(trainer: Any, batch: Any) -> Tensor:
     return flat
 
 
-@pytest.mark.parametrize("name", ["dpo", "online_dpo"])
-@every_loss
+@table("name, changes", [*(("dpo", changes) for changes in LOSSES.values()), ("online_dpo", {})])
 def test_before_the_first_update_no_side_is_preferred(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """x = 0 exactly, also at another temperature and with dropout configured (S-17)."""
     if "method__reference_free" in changes:
@@ -155,7 +155,7 @@ def test_gradients_do_not_depend_on_micro_batches(changes: dict[str, Any], size:
     torch.testing.assert_close(seen[0], whole, rtol=1e-4, atol=1e-6 * float(whole.abs().max().clamp(min=1)))
 
 
-@every_loss
+@table("changes", LOSSES.values())
 def test_a_step_follows_the_gradient_of_the_formula_in_float64(changes: dict[str, Any], tmp_path: Path) -> None:
     """The whole path against the equations, from two separate passes over chosen and rejected."""
     trainer = collected("dpo", tmp_path, **changes)
@@ -241,8 +241,8 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path: Path) -
     assert not torch.equal(trainer.unwrapped(both).logprobs, expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@table(
+    "changes, message",
     [
         ({"method__loss_type": "hinge", "method__label_smoothing": 0.1}, "label_smoothing is for loss_type 'sigmoid'"),
         ({"method__loss_type": "robust"}, "'robust' without label_smoothing is 'sigmoid'"),
@@ -287,7 +287,7 @@ def test_a_response_and_its_beginning_are_two() -> None:
     assert best_and_worst(scored([1, 2, 1, 2], [[5], [5, 0], [5, 0], [5]]), 2)[2].tolist() == [True, True]
 
 
-@pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
+@table("name", ["online_dpo", "best_of_k"])
 def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path: Path) -> None:
     """S-09, S-52: chunks that cut through the groups of four."""
     trainer = tiny_trainer(name, tmp_path, method__k=4, rollout__num_rollouts=16, rollout__batch_size=6)
@@ -304,7 +304,7 @@ def test_pairs_are_the_sampled_ids_of_the_best_and_the_worst(name: str, tmp_path
     assert len(experience) == 4
 
 
-@pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
+@table("name", ["online_dpo", "best_of_k"])
 def test_ties_have_no_part_in_the_gradient(name: str, tmp_path: Path) -> None:
     trainer = collected(name, tmp_path, method__k=2)
     batch = trainer.store.experience
@@ -317,6 +317,7 @@ def test_ties_have_no_part_in_the_gradient(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(gradient(trainer, marked), gradient(trainer, alone), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.daily(name=("best_of_k",))
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
 def test_a_step_without_a_preference_is_left_out(name: str, tmp_path: Path) -> None:
     """It counts, the schedule goes on, and neither weights nor weight decay move anything."""
@@ -331,6 +332,7 @@ def test_a_step_without_a_preference_is_left_out(name: str, tmp_path: Path) -> N
     assert all(torch.equal(before[key], tensor) for key, tensor in trainer.unwrapped.state_dict().items())
 
 
+@pytest.mark.daily(name=("online_dpo",))
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
 def test_steps_are_counted_in_pairs(name: str, tmp_path: Path) -> None:
     """Eight prompts, twice, four responses each: 4 collections of 16 responses make 4 pairs, in batches of 4."""
@@ -348,7 +350,7 @@ def test_steps_are_counted_in_pairs(name: str, tmp_path: Path) -> None:
     assert (trainer.progress.step, trainer.progress.collection, trainer.progress.samples) == (4, 3, 16)
 
 
-@pytest.mark.parametrize("name", ["online_dpo", "best_of_k"])
+@table("name", ["online_dpo", "best_of_k"])
 def test_step_takes_whole_groups(name: str, tmp_path: Path) -> None:
     trainer = tiny_trainer(name, tmp_path, method__k=2)
     rollouts = trainer.generate(["a"] * 4)

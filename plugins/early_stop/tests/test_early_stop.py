@@ -71,7 +71,7 @@ def learnt(run_dir: Path, values: Sequence[float], callbacks: Sequence[object] =
     """Return a trainer after its run, whose evaluation at step 2i gives the i-th value."""
     entry = {"name": "early_stop", "patience": 2, **changes.pop("settings", {})}
     usual = {"plugins": [entry], "train__eval_interval": 2, "train__total_steps": 12, "train__save_interval": 2}
-    trainer = tiny_trainer("ppo", run_dir, callbacks=callbacks, **{**usual, **changes})
+    trainer = tiny_trainer("sft", run_dir, callbacks=callbacks, **{**usual, **changes})
     trainer.evaluation = lambda: ({"eval/reward": values[trainer.progress.step // 2]}, [])
     try:
         trainer.learn()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trainkit
+from tables import table
 from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
@@ -82,7 +83,7 @@ def test_the_odds_ratio_loss_is_the_closed_form_in_float64(c: float, r: float) -
     assert rejected.grad.item() == pytest.approx(-share / math.expm1(r), rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@table("dtype", [torch.float32, torch.float64])
 def test_probabilities_near_0_and_1_keep_their_digits(dtype: torch.dtype) -> None:
     """log p of −1e-6, whose odds are 1e6; of −200, whose probability float32 does not have; and of 0."""
     x = torch.tensor([-1e-6, -200.0, 0.0], dtype=dtype, requires_grad=True)
@@ -117,7 +118,7 @@ def collected(name: str, tmp_path: Path, **changes: Any) -> Any:
     return trainer
 
 
-@every_loss
+@table("name, changes", SETTINGS.values())
 def test_a_step_follows_the_gradient_of_the_formula_in_float64(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -184,8 +185,8 @@ def test_the_weight_of_the_likelihood_is_that_of_the_papers() -> None:
         assert config.evolve(method={"cpo_alpha": 0.25}).method.nll_weight == 0.25
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@table(
+    "changes, message",
     [
         (
             {"method__loss_type": "hinge", "method__label_smoothing": 0.1},

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import trainkit
+from tables import table
 from trainkit import Verdict
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import NonFiniteError
 from trainkit.functional import gae, whiten
 from trainkit.models import TokenOutputs
-from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.testing import tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_ppo import KLController, PPOBatch
@@ -65,7 +66,7 @@ def test_loss_equals_the_golden_numbers(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- KL controller
 
 
-@pytest.mark.parametrize(("kl", "coef"), [(12, 0.201024), (6, 0.2), (3, 0.198976), (6.6, 0.200512)])
+@table("kl, coef", [(12, 0.201024), (6, 0.2), (3, 0.198976), (6.6, 0.200512)])
 def test_adaptive_controller_equals_the_golden_numbers(kl: float, coef: float) -> None:
     """.2·(1 + clip(kl/6 − 1, ±.2)·256/10000), e.g. .2·(1 + .2·.0256) = .201024."""
     controller = KLController(0.2, target=6, horizon=10_000)
@@ -153,7 +154,7 @@ def test_running_scale_follows_all_scores_and_ref_scale_the_first(tmp_path: Path
     assert scaled(ref, rows(10.0, 20.0)).sum(1).tolist() == [10.0, 20.0]
 
 
-@pytest.mark.parametrize("scale", ["running", "ref"])
+@table("scale", ["running", "ref"])
 def test_one_score_is_not_scaled_by_an_undefined_deviation(scale: str, tmp_path: Path) -> None:
     """S-16: one value has no standard deviation; the next ones have."""
     trainer = tiny_trainer("ppo", tmp_path, method__scale_reward=scale)
@@ -161,6 +162,7 @@ def test_one_score_is_not_scaled_by_an_undefined_deviation(scale: str, tmp_path:
     assert scaled(trainer, rows(1.0, 2.0)).sum(1).tolist() == [1.0, 2.0]  # std of [3, 1, 2] is 1
 
 
+@pytest.mark.daily(scale=("running",))
 @pytest.mark.parametrize("scale", ["running", "ref"])
 def test_rows_sampled_at_a_time_do_not_change_how_scores_are_scaled(scale: str, tmp_path: Path) -> None:
     """Statistics are the collection's, and `rollout.batch_size` is a matter of speed."""
@@ -241,8 +243,8 @@ def test_one_token_and_a_cut_is_worth_its_reward_and_what_comes_after(tmp_path: 
 # ----------------------------------------------------------------------------------------- when a step is skipped
 
 
-@pytest.mark.parametrize(
-    ("kl", "ratio", "verdict"),
+@table(
+    "kl, ratio, verdict",
     [
         (0.3, 1.0, Verdict.STEP),  # 1.5 · 0.2 is not above it
         (0.31, 1.0, Verdict.STOP),
@@ -344,31 +346,6 @@ def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path:
     reference = trainer.reference.policy.model
     assert bandit.divergences(reference, reference, 0.25)[0] > 0.2
     assert max(bandit.divergences(trainer.unwrapped.model, reference, 0.25)) < 0.02
-
-
-def test_it_learns_a_bandit(tmp_path: Path) -> None:
-    """One token is worth 1, all others 0: the policy finds it."""
-    tokenizer = character_tokenizer("abcdefgh")
-    trainer = trainkit.train(
-        tiny_gpt2(len(tokenizer)),
-        reward_fn=lambda outputs, **_: [float(o == "c") for o in outputs],
-        prompts=["a"],
-        tokenizer=tokenizer,
-        config={
-            "method": {"name": "ppo", "init_kl_coef": 0.0},
-            "optimizer": {"lr": 3e-3},
-            "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
-            "train": {
-                "batch_size": 64,
-                "total_steps": 60,
-                "eval_interval": 0,
-                "run_dir": str(tmp_path),
-                "trackers": [],
-            },
-        },
-    )
-    outputs = trainer.generate(["a"] * 200).outputs
-    assert sum(o == "c" for o in outputs) / 200 > 0.95
 
 
 def test_step_by_hand_is_the_path_of_the_loop(tmp_path: Path) -> None:

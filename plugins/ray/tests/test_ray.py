@@ -23,6 +23,7 @@ from torch import Tensor
 import faults
 import trainkit
 import trainkit_ray
+from tables import table
 from trainkit import TRLConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.rollouts import Request
@@ -58,8 +59,8 @@ def test_what_the_engine_in_the_actors_cannot_do_is_refused(tmp_path: Path) -> N
         tiny_trainer("rloo", tmp_path, rollout__engine=engine, model=tiny_t5(10))
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
+@table(
+    "settings, told",
     [
         ({"actors": 0}, "rollout.engine.actors: should be greater than or equal to 1"),
         ({"address": "10.0.0.1"}, "rollout.engine.address: should be host:port of the head node"),
@@ -84,7 +85,7 @@ def test_an_address_is_a_host_with_a_port_or_auto() -> None:
         assert RayConfig(name="ray", address=address).address == address
 
 
-@pytest.mark.parametrize(
+@table(
     "tensor",
     [
         torch.randn(3, 4),
@@ -385,7 +386,7 @@ def test_an_address_where_nothing_listens_is_named_at_once(tmp_path: Path) -> No
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+@table("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 def test_another_server_at_the_address_is_told_from_ray(answer: bytes, tmp_path: Path) -> None:
     def serve() -> None:
         connection, _ = server.accept()

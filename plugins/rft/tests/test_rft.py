@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit
+from tables import table
 from trainkit.data import Sequences
 from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
@@ -123,6 +124,7 @@ def test_scores_given_to_step_are_counted_once(tmp_path: Path) -> None:
     assert (found["reward/mean"], found["reward/std"]) == (2.5, pytest.approx((5 / 3) ** 0.5))
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
     """The prompt's letter, again and again: half a letter of four is right by chance."""
     tokenizer = character_tokenizer("abcdefgh")
@@ -142,7 +144,7 @@ def test_it_learns_what_is_rewarded(tmp_path: Path) -> None:
     assert sum(output.count("abcd"[i % 4]) for i, output in enumerate(outputs)) / 100 > 3
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
+@table("count", [1, 3, 4, 5, 8])
 def test_processes_share_what_is_kept_and_train_nothing_twice(count: int) -> None:
     kept = [("[1]", f"[{i}]") for i in range(count)]
     shares = [share(kept, rank, 4, 8) for rank in range(4)]

@@ -12,7 +12,6 @@ import trainkit
 from trainkit.data import Rollouts, Sequences
 from trainkit.errors import ConfigError, DataError
 from trainkit.functional import leave_one_out
-from trainkit.testing import character_tokenizer, tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import tiny_trainer
 from trainkit_rloo import RLOOBatch, RLOORollouts, RLOORows
@@ -160,23 +159,3 @@ def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path:
     reference = trainer.reference.policy.model
     assert bandit.divergences(reference, reference, 0.25)[0] > 0.2
     assert max(bandit.divergences(trainer.unwrapped.model, reference, 0.25)) < 0.02
-
-
-def test_it_learns_a_bandit(tmp_path: Path) -> None:
-    """One token is worth 1, all others 0: the policy finds it."""
-    tokenizer = character_tokenizer("abcdefgh")
-    trainer = trainkit.train(
-        tiny_gpt2(len(tokenizer)),
-        reward_fn=lambda outputs, **_: [float(o == "c") for o in outputs],
-        prompts=["a"],
-        method="rloo",
-        tokenizer=tokenizer,
-        config={
-            "method": {"name": "rloo", "kl_coef": 0.0},
-            "optimizer": {"lr": 3e-3},
-            "rollout": {"max_new_tokens": 1, "num_rollouts": 64},
-            "train": {"batch_size": 64, "total_steps": 60, "run_dir": str(tmp_path), "trackers": []},
-        },
-    )
-    outputs = trainer.generate(["a"] * 200).outputs
-    assert sum(o == "c" for o in outputs) / 200 > 0.95

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import trainkit
+from tables import table
 from trainkit import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models import check_packing, embedding_noise, make_policy
@@ -134,8 +135,8 @@ def loss_and_gradient(model: PreTrainedModel, sequences: Sequences) -> tuple[Ten
     return loss.detach(), torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("name", "fields"), MODELS.values(), ids=MODELS)
+@table("attention", ["sdpa", "eager"])
+@table("name, fields", MODELS.values())
 def test_packed_rows_have_the_loss_and_the_gradient_of_their_samples(
     name: str, fields: dict[str, Any], attention: str
 ) -> None:
@@ -163,7 +164,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "fields", "said"), UNFIT.values(), ids=UNFIT)
+@table("name, fields, said", UNFIT.values())
 def test_a_model_in_which_samples_would_see_each_other_is_refused(name: str, fields: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot be trained on packed rows: .*{said}.*method.packing to false"):
         check_packing(language_model(name, fields, "eager"))
@@ -217,6 +218,7 @@ def test_packed_and_unpacked_samples_have_one_gradient_whatever_the_micro_batche
         torch.testing.assert_close(gradient(packed, size), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.daily(at=(2,))
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_run_on_packed_rows_with_noise_resumes_as_if_it_had_never_stopped(at: int, tmp_path: Path) -> None:
     changes = {"method__neftune_alpha": 5.0, "train__save_interval": 1}
@@ -245,7 +247,7 @@ def noise_on(model: PreTrainedModel, sequences: Sequences, alpha: float) -> Tens
     return seen[1] - seen[0]
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@table("pack", [False, True])
 def test_noise_is_uniform_by_the_samples_own_length_and_nothing_on_padding(pack: bool) -> None:
     """F-20: of samples of 4 and 9 tokens at width 32, α = 5: 5 / sqrt(4 · 32) = .4419 and 5 / sqrt(9 · 32) = .2946."""
     model = language_model("gpt2", tiny_gpt2(50), "sdpa").train()
@@ -273,8 +275,8 @@ def test_evaluation_and_generating_hear_no_noise_and_no_hook_stays(tmp_path: Pat
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@table(
+    "changes, said",
     [
         ({"method__packing": True}, "cannot be trained on packed rows: an encoder-decoder reads"),
         ({"method__train_on_prompts": True}, "train_on_prompts is for decoder-only models"),

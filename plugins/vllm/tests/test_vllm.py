@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tables import table
 from trainkit.config import SamplingConfig
 from trainkit.errors import ConfigError, EngineError
 from trainkit.models.adapters import quiet_peft
@@ -34,8 +35,8 @@ def trainer(path: Path, engine: Any = "local", model: dict[str, Any] | None = No
 # ------------------------------------------------------------------------------------------------------ settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
+@table(
+    "settings, told",
     [
         ({"mode": "process", "urls": ["http://a:1"]}, "urls would have no effect, because mode is 'process'"),
         ({"mode": "process", "timeout": 3}, "timeout would have no effect, because mode is 'process'"),
@@ -60,8 +61,8 @@ def test_without_vllm_a_run_that_names_it_is_told_what_to_install(
     assert trainer(tmp_path / "b", {"name": "vllm", "urls": ["http://127.0.0.1:1"]}), "servers elsewhere need none here"
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
+@table(
+    "settings, told",
     [
         ({"min_p": 0.1, "top_p": 0.9}, "applies min_p before top_p, and trainkit after it"),
         ({"min_new_tokens": 2, "stop_sequences": ["a"]}, "looks for stop_sequences only after min_new_tokens"),
@@ -115,7 +116,7 @@ def test_secrets_are_in_the_environment_of_a_server_and_not_on_its_command_line(
 # --------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("model", [tiny_llama(10), tiny_gpt2(10)], ids=["llama", "gpt2"])
+@table("model", [tiny_llama(10), tiny_gpt2(10)])
 def test_weights_have_the_names_and_shapes_of_the_exported_model(model: dict[str, Any], tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", model=model)
     exports.write_model(made.served, tmp_path / "model")
@@ -152,8 +153,8 @@ def test_an_adapter_alone_is_written_and_the_model_without_it(tmp_path: Path) ->
     assert not torch.allclose(plain, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
+@table(
+    "fields, told",
     [
         ({"use_dora": True}, "use_dora True"),
         ({"modules_to_save": ["norm"]}, r"modules_to_save \['norm'\]"),
