@@ -24,13 +24,25 @@ from typing import Any
 HERE = Path(__file__)
 
 
-def run(script: Path, processes: int, *arguments: str, limit: float = 300.0) -> None:
-    """Run a script in so many processes; assert that all end without an error within ``limit`` seconds."""
+def run(script: Path, processes: int, *arguments: str, limit: float = 300.0, here: bool = False) -> None:
+    """Run a script in so many processes; assert that all end without an error within ``limit`` seconds.
+
+    With ``here`` they are forked from this process, which spares starting the other one, but must not have used a GPU.
+    """
     with TemporaryDirectory() as folder:
         job = {"argv": [str(script), *arguments], "folder": folder, "limit": limit, "path": sys.path}
-        codes = _server().ask({**job, "environments": _environments(processes)})
+        job["environments"] = _environments(processes)
+        codes = _run_here(job) if here else _server().ask(job)
         written = [(Path(folder) / f"written-{rank}").read_text(errors="replace") for rank in range(processes)]
     assert codes == [0] * processes, "\n".join(f"process {r} ({c}): {written[r][-8000:]}" for r, c in enumerate(codes))
+
+
+def _run_here(job: dict[str, Any]) -> list[int | None]:
+    """Run a job in children of this process, for which accelerate begins anew."""
+    from trainkit.testing.trainers import on_cpu
+
+    with on_cpu():
+        return _ends([_forked(job, rank) for rank in range(len(job["environments"]))], job["limit"])
 
 
 def _environments(processes: int) -> list[dict[str, str]]:

@@ -995,6 +995,7 @@ def test_training_that_could_not_save_resumes_from_what_was_saved_before(
     assert_same_weights(weights(again), weights(straight))
 
 
+@pytest.mark.daily(asynchronous=(False,))
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written(
     asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -1247,6 +1248,7 @@ def test_best_is_the_export_of_the_highest_evaluation(rewards: list[float], winn
     assert_same_weights(best(tmp_path), expected)
 
 
+@pytest.mark.slow
 def test_best_is_judged_at_the_first_value_of_a_sweep(tmp_path: Path) -> None:
     """S-33: at the first value the second evaluation is the best, at the other the last."""
     rewards = {1: [0.0, 3.0, 1.0, 2.0], 6: [0.0, 1.0, 2.0, 3.0]}  # by the longest response and step

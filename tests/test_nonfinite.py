@@ -117,12 +117,12 @@ def test_a_run_that_only_reuses_pools_without_scores_ends_too(tmp_path: Path) ->
 
 
 @pytest.mark.daily(name=("rloo",))
-@pytest.mark.parametrize(("name", "stop"), [("ppo", 1), ("rloo", 4)])
+@pytest.mark.parametrize(("name", "stop"), [("ppo", 1), ("rloo", 2)])
 def test_a_run_that_drops_resumes_exactly(name: str, stop: int, tmp_path: Path) -> None:
-    changes = {"name": name, "train__save_interval": 6, "train__batch_size": 4}
+    changes = {"name": name, "train__save_interval": 6, "train__batch_size": 4, "train__total_steps": 4}
     straight = trainer_at(tmp_path / "a", **changes)
     straight.learn()
-    trainer_at(tmp_path / "b", **changes, train__total_steps=stop).learn()
+    trainer_at(tmp_path / "b", **{**changes, "train__total_steps": stop}).learn()
     resumed = trainer_at(tmp_path / "b", **changes, train__resume="auto")
     resumed.learn()
     assert straight.progress.cursor == resumed.progress.cursor

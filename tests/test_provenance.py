@@ -260,17 +260,20 @@ def test_the_code_of_a_card_loads_an_adapter_over_its_base(tmp_path: Path) -> No
     assert loaded(directory)["model"].active_adapters() == ["default"]
 
 
+@pytest.mark.slow
 def test_the_code_of_a_card_loads_a_reward_model(tmp_path: Path) -> None:
     directory = tiny_trainer("reward", tmp_path / "run").save_pretrained()
     assert isinstance(loaded(directory)["reward_fn"], RewardModel)
     assert "pipeline_tag" not in ModelCard.load(directory / "README.md").data.to_dict()
 
 
+@pytest.mark.slow
 def test_the_code_of_a_card_loads_an_encoder_decoder(tmp_path: Path) -> None:
     directory = tiny_trainer("sft", tmp_path / "run", model=tiny_t5(10)).save_pretrained()
     assert loaded(directory)["model"].config.is_encoder_decoder
 
 
+@pytest.mark.slow
 def test_the_code_of_a_card_loads_an_image_model(tmp_path: Path) -> None:
     trainer = tiny_trainer("ddpo", tmp_path / "run")
     directory = trainer.save_pretrained()

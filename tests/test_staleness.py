@@ -84,7 +84,7 @@ def test_an_engine_with_a_copy_of_the_weights_ends_with_the_same_bits(
     assert beside == bool(staleness)
 
 
-@pytest.mark.daily(name=("grpo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo", "_test_dapo"])
 def test_an_engine_gets_all_requests_of_a_collection_at_a_time(name: str, tmp_path: Path) -> None:
     """Groups of four are cut by calls of six rows, and the numbers of the responses still are those of the rows."""
@@ -237,9 +237,9 @@ def test_a_longer_run_says_which_collections_have_newer_weights_than_they_would_
     ran("rloo", tmp_path, train__total_steps=4, **settings)
     noted = Noted()
     with caplog.at_level(logging.WARNING):
-        ran("rloo", tmp_path, callbacks=[noted], train__total_steps=10, train__resume="auto", **settings)
+        ran("rloo", tmp_path, callbacks=[noted], train__total_steps=8, train__resume="auto", **settings)
     assert "collections 2 to 3 are sampled with the weights of step 4, because the run was to end" in caplog.text
-    assert noted.versions == [[4], [4], [4]]
+    assert noted.versions == [[4], [4]]
 
 
 def test_a_column_that_no_checkpoint_can_hold_is_named_when_one_is_written(tmp_path: Path) -> None:

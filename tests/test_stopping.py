@@ -121,13 +121,13 @@ def test_the_algorithm_may_stop_its_run_and_the_first_reason_counts(tmp_path: Pa
 
 
 def test_stopping_in_the_last_step_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[Stops(at=6)], **SAVING)
+    trainer = tiny_trainer("sft", tmp_path / "run", callbacks=[Stops(at=2)], **SAVING, train__total_steps=2)
     trainer.learn()
     assert trainer.progress.stop_reason == ""
     assert caplog.records == []
-    longer = tiny_trainer("sft", tmp_path / "run", **SAVING, train__resume="auto", train__total_steps=8)
+    longer = tiny_trainer("sft", tmp_path / "run", **SAVING, train__resume="auto", train__total_steps=3)
     longer.learn()
-    assert longer.progress.step == 8
+    assert longer.progress.step == 3
 
 
 @table("reason", ["", " ", None, 3])
@@ -141,9 +141,9 @@ def files(run_dir: Path) -> dict[str, int]:
 
 
 def test_resuming_a_stopped_run_says_why_it_ended_and_changes_no_file(tmp_path: Path) -> None:
-    tiny_trainer("ppo", tmp_path / "run", callbacks=[Stops()], **SAVING).learn()
+    tiny_trainer("sft", tmp_path / "run", callbacks=[Stops()], **SAVING).learn()
     before = files(tmp_path / "run")
-    trainer = tiny_trainer("ppo", tmp_path / "run", **SAVING, train__resume="auto")
+    trainer = tiny_trainer("sft", tmp_path / "run", **SAVING, train__resume="auto")
     trainer.learn()
     assert trainer.progress.step == 3
     assert files(tmp_path / "run") == before
@@ -171,6 +171,7 @@ def test_a_stopped_run_continues_if_its_length_is_changed_as_if_it_had_not_been_
     assert trainer.resumed[-1] == f"the run was ended after step 3: enough. It continues, because of a change of {key}"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_that_was_killed_before_its_export_is_exported_when_it_is_resumed(tmp_path: Path) -> None:
     tiny_trainer("sft", tmp_path / "run", callbacks=[Stops()], **SAVING).learn()
     (tmp_path / "run" / "model" / "trainkit.json").unlink()
