@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,10 +19,10 @@ from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models import CausalPolicy, Reference, load_model
 from trainkit.models.adapters import save_model
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import language_trainers, tiny_trainer
+from trainkit.testing.trainers import tiny_trainer
 
-TRAINERS = language_trainers()
-ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models
+ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo")
 LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -175,6 +174,8 @@ def test_an_export_loads_in_transformers_merges_and_goes_on(name: str, kind: str
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_live_peft_model_is_trained_in_place_and_its_reference_is_the_adapter_as_given(tmp_path: Path) -> None:
+    import peft
+
     torch.manual_seed(0)
     live = peft.get_peft_model(
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))),
@@ -197,6 +198,8 @@ def test_a_live_peft_model_is_trained_in_place_and_its_reference_is_the_adapter_
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @table("what", ["nothing to train", "two adapters"])
 def test_a_live_model_whose_adapters_do_not_say_what_to_train_is_refused(what: str, tmp_path: Path) -> None:
+    import peft
+
     live = peft.get_peft_model(
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10))), peft.LoraConfig(r=2)
     )
@@ -214,6 +217,8 @@ def test_a_live_model_whose_adapters_do_not_say_what_to_train_is_refused(what: s
 
 
 def test_a_peft_object_says_what_its_fields_say() -> None:
+    import peft
+
     given = peft.LoraConfig(r=3, lora_alpha=5, target_modules={"v_proj", "q_proj"}, use_rslora=True)
     plain = ModelConfig(peft_config=given).peft_config  # type: ignore[arg-type]
     assert plain == {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from tables import table
 from trainkit.functional import (
     at_last,

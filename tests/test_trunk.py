@@ -19,12 +19,12 @@ from trainkit.errors import ConfigError
 from trainkit.models import CausalPolicy, Reference
 from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
-from trainkit.testing.trainers import language_trainers, tiny_trainer
+from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import stored
 
 L = 3
-TRAINERS = language_trainers()
-ONLINE = [name for name in TRAINERS if "prompts" in trainkit.get_trainer(name).inputs]
+TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models
+ONLINE = ("best_of_k", "distill", "grpo", "online_dpo", "ppo", "rft", "rloo")
 LLAMA = tiny_llama(20, num_hidden_layers=L)
 SHAPES = {
     "gpt2": tiny_gpt2(20, n_layer=L),

@@ -7,7 +7,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,9 +39,9 @@ from trainkit.models.virtual import virtual_tokens
 from trainkit.rollouts.decoding import CausalDecoder, stepping_fault
 from trainkit.rollouts.sampler import CausalSampler
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
-from trainkit.testing.trainers import language_trainers, tiny_trainer
+from trainkit.testing.trainers import tiny_trainer
 
-TRAINERS = language_trainers()
+TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models
 COMPARING = ["dpo", "grpo", "ppo", "rloo"]
 KINDS: dict[str, dict[str, Any]] = {
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
@@ -89,11 +88,15 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def peft_model(model: Any, config: Any) -> Any:
+    import peft
+
     with quiet_peft():
         return peft.get_peft_model(model, config)
 
 
 def loaded_by_peft(path: Path, base: Any = None) -> Any:
+    import peft
+
     with quiet_peft():
         if base is None:
             return peft.AutoPeftModelForCausalLM.from_pretrained(path)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -94,7 +93,9 @@ def reward_adapter(tmp_path: Path, saved: Path) -> Path:
     return tmp_path / "reward"
 
 
-def adapted(model: PreTrainedModel, **kwargs: Any) -> peft.PeftModel:
+def adapted(model: PreTrainedModel, **kwargs: Any) -> Any:
+    import peft
+
     return peft.get_peft_model(model, peft.LoraConfig(**LORA, **kwargs))
 
 
@@ -361,9 +362,11 @@ def test_what_is_pushed_to_the_hub_is_what_would_be_saved(tmp_path: Path, monkey
 # ------------------------------------------------------------------------------------------------------ adapters
 
 
-@table("config", [LORA, peft.LoraConfig(**LORA)])
-def test_a_new_adapter_is_all_that_is_trained_beside_the_head(config: Any) -> None:
-    wrapper = causal(peft_config=config)
+@table("as_fields", [True, False])
+def test_a_new_adapter_is_all_that_is_trained_beside_the_head(as_fields: bool) -> None:
+    import peft
+
+    wrapper = causal(peft_config=LORA if as_fields else peft.LoraConfig(**LORA))
     assert wrapper.is_peft_model
     assert isinstance(wrapper.pretrained_model, peft.PeftModel)
     trained = {name for name, parameter in wrapper.named_parameters() if parameter.requires_grad}
@@ -412,6 +415,8 @@ def test_a_second_adapter_goes_on_top_of_one_that_was_saved_and_not_of_a_live_on
 
 
 def test_what_is_no_adapter_that_is_trained_is_refused() -> None:
+    import peft
+
     prompt = peft.MultitaskPromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="puts tokens before the prompt"):
         causal(peft_config=prompt)
@@ -424,6 +429,8 @@ def test_what_is_no_adapter_that_is_trained_is_refused() -> None:
 
 def judged(adapter: Path, ids: Tensor) -> Tensor:
     """Rewards [B, T, labels] by the reward model itself, each position read as the end of a row of its own."""
+    import peft
+
     base = AutoModelForSequenceClassification.from_pretrained(adapter.parent / "plain", num_labels=2, pad_token_id=0)
     model = peft.PeftModel.from_pretrained(base, adapter).eval()
     with torch.no_grad():
