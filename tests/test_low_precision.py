@@ -83,7 +83,7 @@ def test_a_closure_is_refused() -> None:
         optimizer.step(lambda: 0.0)
 
 
-@pytest.mark.daily(name=("dpo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "dpo"])
 def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     ends = []

@@ -203,7 +203,7 @@ def test_passes_without_gradient_are_divided_too(name: str, tmp_path: Path) -> N
     assert len(full.seen) == 32  # 16 responses in policy and reference; 32 of the pairs in the reference
 
 
-@pytest.mark.daily(name=("sft",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "sft"])
 def test_resuming_uses_the_size_that_was_found(name: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"train__save_interval": 1, **AUTO}

@@ -116,7 +116,7 @@ def test_a_run_that_only_reuses_pools_without_scores_ends_too(tmp_path: Path) ->
         trainer.learn()
 
 
-@pytest.mark.daily(name=("rloo",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stop"), [("ppo", 1), ("rloo", 2)])
 def test_a_run_that_drops_resumes_exactly(name: str, stop: int, tmp_path: Path) -> None:
     changes = {"name": name, "train__save_interval": 6, "train__batch_size": 4, "train__total_steps": 4}

@@ -110,6 +110,7 @@ def test_schedules_of_transformers_by_name() -> None:
     assert stable[5] > stable[6] > stable[7]
 
 
+@pytest.mark.slow
 def test_a_schedule_of_torch_resumes_bit_exactly(tmp_path: Path) -> None:
     schedule = {"scheduler__name": "StepLR", "scheduler__kwargs": {"step_size": 1, "gamma": 0.5}}
     whole, later = resumed(tmp_path, **schedule, optimizer__lr=1e-2)

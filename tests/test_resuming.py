@@ -24,8 +24,8 @@ from trainkit.testing.trainers import Letters, tiny_trainer
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """With dropout, from within a pass, between passes and between collections; the battery resumes at every step."""
-    assert resumed_at("ppo", (2, 3, 6), tmp_path) == 3
+    """With dropout, from within a pass and between collections; the battery resumes at every step."""
+    assert resumed_at("ppo", (2, 6), tmp_path) == 2
 
 
 def test_a_finished_run_can_be_made_longer_and_its_export_is_the_new_one(tmp_path: Path) -> None:

@@ -130,6 +130,10 @@ def test_metrics_tell_the_staleness_and_how_far_the_sampler_is_from_the_policy(t
         def log_metrics(self, metrics: dict[str, float]) -> None:
             logged.append(metrics)
 
+        @trainkit.hookimpl
+        def on_step(self, trainer: Any, step: int) -> None:
+            assert int(trainer.generate(["ab"]).versions) == step, "what is generated beside is of the newest weights"
+
     ran("ppo", tmp_path, callbacks=[Log()], optimizer__lr=0.01, method__ppo_epochs=1)
     steps = [found for found in logged if "rollout/staleness" in found]
     assert [found["rollout/staleness"] for found in steps] == [0, 1, 1, 1]
@@ -171,7 +175,7 @@ class StopAt:
         trainer._stop.asked = signal.SIGTERM if step == self.step else trainer._stop.asked
 
 
-@pytest.mark.daily(stop=(3,), engine=("local",))
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "_test_copy"])
 @pytest.mark.parametrize(("staleness", "stop"), [(1, 1), (1, 2), (1, 5), (2, 3), (2, 4)])
 def test_a_run_that_is_stopped_resumes_with_the_same_bits(
@@ -230,6 +234,7 @@ def test_a_run_stopped_while_it_samples_ahead_resumes_with_the_same_bits(tmp_pat
         assert_same_weights(expected, weights(trainer))
 
 
+@pytest.mark.slow
 def test_a_longer_run_says_which_collections_have_newer_weights_than_they_would_have(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,6 +256,7 @@ def test_a_column_that_no_checkpoint_can_hold_is_named_when_one_is_written(tmp_p
 # ----------------------------------------------------------------------------------------------- beside the training
 
 
+@pytest.mark.slow
 def test_evaluating_and_generating_use_the_newest_weights_and_change_nothing(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"rollout__engine": "_test_copy", "rollout__staleness": 2, "train__total_steps": 3}
     quiet = ran("rloo", tmp_path / "quiet", **settings)

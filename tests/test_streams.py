@@ -137,6 +137,7 @@ def test_an_empty_stream_is_refused_at_the_door(tmp_path: Path) -> None:
         tiny_trainer("sft", tmp_path).add_samples(Endless(0))
 
 
+@pytest.mark.slow
 def test_pairs_may_be_a_stream_too(tmp_path: Path) -> None:
     class Pairs:
         def __iter__(self) -> Iterator[Any]:
