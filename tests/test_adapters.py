@@ -52,8 +52,8 @@ def test_only_the_adapter_is_trained(name: str, tmp_path: Path) -> None:
     assert any("lora_B" in key for key in moved)
 
 
-@pytest.mark.daily(name=("ppo",))
-@table("kind", KINDS)
+@pytest.mark.daily(name=("ppo",), kind=("lora", "pissa"))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ONLINE)
 def test_kl_is_exactly_zero_before_the_first_update(name: str, kind: str, tmp_path: Path) -> None:
     """Also where the new adapter takes a part of the weights over, so that the model without it is another."""

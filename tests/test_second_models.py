@@ -491,10 +491,8 @@ def distance(trainer: Any, sequences: Sequences) -> float:
     return float(masked_mean(found, sequences.response_mask))
 
 
-@pytest.mark.parametrize(
-    ("name", "divergence"),
-    [("distil", "reverse"), pytest.param("late", "jensen_shannon", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "divergence"), [("distil", "reverse"), ("late", "jensen_shannon")])
 def test_distillation_approaches_the_teacher(name: str, divergence: str, tmp_path: Path) -> None:
     """The teacher itself does not move, and gets no gradient."""
     run = {"method__divergence": divergence, "optimizer__lr": 1e-2, "train__total_steps": 40}
@@ -510,8 +508,8 @@ def test_distillation_approaches_the_teacher(name: str, divergence: str, tmp_pat
     assert not any(part.training for part in trainer.teacher.policy.modules())
 
 
+@pytest.mark.slow
 @BOTH
-@pytest.mark.daily(name=("late",), at=(1,))
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_distillation_resumes_bit_equal(name: str, at: int, tmp_path: Path) -> None:
     """Also in the middle of a collection, which has two steps."""

@@ -218,7 +218,7 @@ def test_the_models_own_generate_continues_after_the_virtual_tokens(kind: str) -
 # -------------------------------------------------------------------------------------------------- trainers
 
 
-@pytest.mark.daily(name=("ppo",), kind=("prefix", "prompt"))
+@pytest.mark.daily(name=("ppo",), kind=("prompt",))
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_only_the_virtual_tokens_are_trained(name: str, kind: str, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_only_the_virtual_tokens_are_trained(name: str, kind: str, tmp_path: Pat
     assert all("virtual_tokens" in key or not key.startswith("model.") for key in moved), "heads are trained beside it"
 
 
-@pytest.mark.daily(name=("ppo",), kind=("prefix", "prompt"))
+@pytest.mark.daily(name=("ppo",), kind=("prefix",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COMPARING)
 def test_the_reference_is_the_policy_with_its_first_virtual_tokens(name: str, kind: str, tmp_path: Path) -> None:
