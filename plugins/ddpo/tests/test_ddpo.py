@@ -343,20 +343,21 @@ def test_a_loop_of_ones_own_makes_collections_and_resumes_bit_equal(tmp_path: Pa
         resumed.step(["cow"])
 
 
+@pytest.mark.slow
 def test_denoising_is_learnt_from_images() -> None:
     """Of images that are all one grey, the clean one is known whatever the noise: the loss falls to near 0."""
     torch.manual_seed(0)
-    pipeline, draws = PixelPipeline(PIXELS), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.Adam(pipeline.parameters(), lr=1e-2)
+    pipeline, draws = PixelPipeline({**PIXELS, "width": 16}), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(pipeline.parameters(), lr=3e-3)
     losses = []
-    for _ in range(40):
+    for _ in range(60):
         loss = pipeline.denoising_loss(torch.full((32, 1, 8, 8), 0.75), ["a"] * 32, draws)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[0] > 0.5
-    assert sum(losses[-5:]) / 5 < 0.2
+    assert sum(losses[-5:]) / 5 < 0.1
 
 
 # -------------------------------------------------------------------------------------------------- bad input

@@ -94,7 +94,7 @@ def test_steps_are_those_of_diffusers(prediction: str, clip: bool, spacing: dict
     assert len(steps.trained) == (8 if "steps_offset" in spacing else 7)
 
 
-@pytest.mark.daily(size=(3,), adapter=(None,))
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, LORA])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("size", [None, 3])

@@ -244,7 +244,7 @@ def test_calls_and_promises_that_failed_are_repeated(
     assert len(waits) == 2
 
 
-@pytest.mark.daily(workers=(0,))
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_reward_function_leaves_a_checkpoint_of_the_last_step(workers: int, tmp_path: Path) -> None:
     settings = {"train__save_interval": 100, "train__total_steps": 4, "method__reward_workers": workers}

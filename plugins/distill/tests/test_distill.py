@@ -200,8 +200,8 @@ def test_offline_it_becomes_the_teacher_on_the_samples(tmp_path: Path) -> None:
     samples = [(prompt, response) for prompt in bandit.prompts for response in bandit.responses]
     nothing = dict.fromkeys(("reward_fn", "prompts", "logit_mask"))
     method = {"name": "distill_offline", "divergence": "forward"}
-    trainer, teacher = distilled(bandit, tmp_path, method, steps=60, samples=samples, **nothing)
-    assert max(bandit.divergences(trainer.unwrapped.model, teacher, math.inf)) < 0.01
+    trainer, teacher = distilled(bandit, tmp_path, method, steps=40, samples=samples, **nothing)
+    assert max(bandit.divergences(trainer.unwrapped.model, teacher, math.inf)) < 0.02
 
 
 def test_the_loss_on_held_out_samples_is_measured(tmp_path: Path) -> None:
@@ -214,9 +214,11 @@ def test_the_loss_on_held_out_samples_is_measured(tmp_path: Path) -> None:
 
 def test_an_environment_may_pay_the_rewards(tmp_path: Path) -> None:
     arguments = {"environment": Letters, "reward_fn": None}
-    trainer = tiny_trainer("distill", tmp_path, method__reward_coef=1.0, arguments=arguments, rollout__max_turns=2)
+    trainer = tiny_trainer(
+        "distill", tmp_path, method__reward_coef=1.0, arguments=arguments, rollout__max_turns=2, train__total_steps=2
+    )
     trainer.learn()
-    assert trainer.progress.step == 6
+    assert trainer.progress.step == 2
     trainer.collect()
     assert trainer.store.experience.advantages.any()
 

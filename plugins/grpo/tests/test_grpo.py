@@ -399,7 +399,7 @@ def test_every_variant_finds_the_rewards_of_a_bandit(variant: str, tmp_path: Pat
             "method": {"name": "grpo", "group_size": 16, **VARIANTS[variant], "dynamic_sampling": False},
             "optimizer": {"lr": 6e-3},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
-            "train": {"batch_size": 128, "total_steps": 30, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"batch_size": 128, "total_steps": 20, "run_dir": str(tmp_path), "trackers": []},
         },
         callbacks=[Start()],
         **bandit.arguments,

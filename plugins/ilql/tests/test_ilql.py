@@ -497,7 +497,8 @@ def taught(samples: Sequence[Any], rewards: Sequence[float], run_dir: Path, **ch
 
 def test_it_imitates_the_data_and_finds_the_better_by_value(tmp_path: Path) -> None:
     """Outputs b and c are as frequent; b is rewarded. Q of both becomes the (normalised) reward, discounted by EOS."""
-    trainer = taught([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8, tmp_path, scheduler__name="linear", optimizer__lr=1e-2, train__total_steps=60)
+    changes = {"scheduler__name": "linear", "optimizer__lr": 1e-2, "train__total_steps": 40}
+    trainer = taught([("a", "b"), ("a", "c")] * 8, [1.0, 0.0] * 8, tmp_path, **changes)
     shares = {beta: trainer.generate(["a"] * 200, beta=beta).outputs.count("b") / 200 for beta in (0.0, 4.0)}
     assert 0.35 < shares[0.0] < 0.65
     assert shares[4.0] > 0.95

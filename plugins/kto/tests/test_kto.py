@@ -25,7 +25,6 @@ from trainkit_kto import KTOBatch, kto_loss
 
 POINTS = {"mismatched": {}, "zero": {"method__reference_point": "zero"}}
 LABELLED = [{"prompt": p, "completion": c, "label": p == c} for p in "abcd" for c in "abcd"]
-every_point = pytest.mark.parametrize("changes", POINTS.values(), ids=POINTS)
 
 
 # --------------------------------------------------------------------------------------------------- golden numbers
@@ -299,7 +298,7 @@ class Streamed:
 def test_a_stream_is_mismatched_as_it_is_read_and_resumes(tmp_path: Path) -> None:
     changes = {"rollout__num_rollouts": 8, "train__epochs": None, "train__batch_size": 8}
     runs = {}
-    for name, stages in {"whole": [6], "parts": [2, 6]}.items():
+    for name, stages in {"whole": [4], "parts": [2, 4]}.items():
         for steps in stages:
             given = {"samples": Streamed(), "rewards": None}
             resume = {"train__resume": "auto"} if steps != stages[0] else {}
@@ -316,7 +315,7 @@ def test_a_stream_is_mismatched_as_it_is_read_and_resumes(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@every_point
+@pytest.mark.parametrize("changes", POINTS.values(), ids=POINTS)
 def test_it_learns_which_letter_is_desirable(changes: dict[str, Any], tmp_path: Path) -> None:
     """Rewards are on the right side of the reference point; the policy says the desirable letter far above 1 in 8."""
     letters = "abcdefgh"
@@ -357,7 +356,7 @@ def test_it_raises_the_reward_of_a_bandit(tmp_path: Path) -> None:
             "method": "kto",
             "optimizer": {"lr": 6e-3},
             "train": {
-                "batch_size": len(samples), "total_steps": 40, "epochs": None, "run_dir": str(tmp_path), "trackers": [],
+                "batch_size": len(samples), "total_steps": 25, "epochs": None, "run_dir": str(tmp_path), "trackers": [],
             },
         },
     )  # fmt: skip

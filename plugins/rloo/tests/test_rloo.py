@@ -149,10 +149,10 @@ def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path:
     trainer = trainkit.train(
         config={
             "method": {"name": "rloo", "kl_coef": 0.25},
-            "optimizer": {"lr": 3e-3},
+            "optimizer": {"lr": 6e-3},
             "scheduler": {"name": "linear"},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
-            "train": {"batch_size": 128, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"batch_size": 128, "total_steps": 40, "run_dir": str(tmp_path), "trackers": []},
         },
         **bandit.arguments,
     )

@@ -62,7 +62,7 @@ def test_it_learns_its_samples(tmp_path: Path) -> None:
         config={
             "method": "sft",
             "optimizer": {"lr": 1e-2},
-            "train": {"epochs": 60, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"epochs": 40, "run_dir": str(tmp_path), "trackers": []},
             "rollout": {"max_new_tokens": 8},
         },
     )

@@ -120,6 +120,7 @@ def test_a_script_in_the_manner_of_trls_example_learns(tmp_path: Path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), pipeline.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_epochs_are_collections_and_a_run_resumes_with_the_next(tmp_path: Path) -> None:
     straight = made(tmp_path / "a", save_freq=2, sample_num_steps=2)
     straight.train(4)

@@ -136,7 +136,7 @@ def test_a_loop_with_a_tool_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     env = TextEnvironment(model, TOKENIZER, {"T": str}, pay, max_turns=2, generation_kwargs=kwargs)
     means = []
-    for _ in range(10):
+    for _ in range(8):
         queries, responses, masks, rewards, _ = env.run(["b", "c"] * 8)
         trainer.step(queries, responses, rewards, masks)
         means.append(float(torch.stack(rewards).mean()))

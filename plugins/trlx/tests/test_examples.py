@@ -198,9 +198,9 @@ def test_an_adapter_is_trained(models: dict[str, str], tmp_path: Path, monkeypat
     """The number of layers that are not frozen has no effect then, as in trlX."""
     hparams = {
         **small(models["gpt2"], tmp_path),
-        "train": {"total_steps": 40, "batch_size": 16, "seq_length": 16, "eval_interval": 20, "tracker": None},
-        "optimizer.kwargs": {"lr": 1e-2},
-        "scheduler.kwargs": {"eta_min": 1e-2},
+        "train": {"total_steps": 16, "batch_size": 16, "seq_length": 16, "eval_interval": 16, "tracker": None},
+        "optimizer.kwargs": {"lr": 2e-2},
+        "scheduler.kwargs": {"eta_min": 2e-2},
         "method": {"num_rollouts": 32, "chunk_size": 32, "init_kl_coef": 0.0},
     }
     names = run("ppo_sentiments_peft.py", hparams, monkeypatch)

@@ -10,11 +10,9 @@ import torch
 from transformers import GPT2Config
 
 import trainkit_trlx as trlx
-from trainkit.errors import ConfigError
 from trainkit.testing import character_tokenizer
 from trainkit_trlx.data.configs import TRLConfig
 from trainkit_trlx.data.default_configs import default_ilql_config, default_ppo_config, default_sft_config
-from trainkit_trlx.trainer.accelerate_rft_trainer import RFTConfig
 
 LETTERS = "abcdefgh"
 
@@ -42,32 +40,6 @@ def small(default: TRLConfig, tokenizer_path: str, tmp_path: Any, lr: float = 3e
         optimizer={"kwargs": {"lr": lr}},
         scheduler={"kwargs": {"eta_min": lr}},
     )
-
-
-@pytest.mark.slow
-def test_ppo(tokenizer_path: str, tmp_path: Any) -> None:
-    def main(hparams: dict[str, Any]) -> Any:
-        method = {"num_rollouts": 32, "chunk_size": 16, "gen_kwargs": {"max_new_tokens": 6}}
-        config = small(default_ppo_config(), tokenizer_path, tmp_path, total_steps=60, epochs=20).evolve(method=method)
-        config = TRLConfig.update(config.to_dict(), hparams)
-        return trlx.train(
-            reward_fn=reward_fn,
-            prompts=["b", "c"] * 8,
-            eval_prompts=["b"] * 8,
-            metric_fn=lambda samples, **kwargs: {"length": [len(sample) for sample in samples]},
-            config=config,
-        )
-
-    trainer = main({"method.init_kl_coef": 0.0, "train.seed": 3})
-    assert trainer.config.train.total_steps == 60
-    scores = [*trainer.history["eval/reward"].values()]
-    assert scores[-1] > max(scores[0], 1) + 2
-    asked = trainer.tokenizer(["b", "cd"], return_tensors="pt", padding=True)
-    ids = trainer.generate(**asked, max_new_tokens=4, do_sample=True, top_k=0)
-    assert ids.shape == (2, 6)
-    assert ids.dtype == torch.long
-    with pytest.raises(ConfigError, match=r"num_beams.*beam search"):
-        trainer.generate(**asked, num_beams=3)
 
 
 @pytest.mark.slow
@@ -112,28 +84,6 @@ def test_sft_on_dialogues_and_on_text(tokenizer_path: str, tmp_path: Any) -> Non
     trlx.train(samples=["abcd", "bc"] * 8, config=config)
 
 
-@pytest.mark.slow
-def test_rft(tokenizer_path: str, tmp_path: Any) -> None:
-    config = small(default_sft_config(), tokenizer_path, tmp_path, total_steps=40, epochs=100).to_dict()
-    method = RFTConfig(
-        name="RFTConfig",
-        n_generations_per_prompt=16,
-        start_percentile=0.9,
-        end_percentile=0.95,
-        n_improve_steps=2,
-        gen_kwargs={"max_new_tokens": 4, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "do_sample": True},
-    )
-    config["method"] = vars(method)
-    config["train"]["trainer"] = "AccelerateRFTTrainer"
-
-    def reward(samples: list[str], prompts: list[str], outputs: list[str]) -> list[float]:  # takes no tokenizer
-        return [float(output.count("a")) for output in outputs]
-
-    trainer = trlx.train(reward_fn=reward, prompts=["b", "c"], config=TRLConfig.from_dict(config))
-    scores = [*trainer.history["eval/reward"].values()]
-    assert scores[-1] > scores[0]
-
-
 def test_functions_that_learn_takes_are_called(tokenizer_path: str, tmp_path: Any) -> None:
     from trainkit_trlx.utils.loading import get_pipeline, get_trainer
 
@@ -145,7 +95,10 @@ def test_functions_that_learn_takes_are_called(tokenizer_path: str, tmp_path: An
     told: dict[str, list[Any]] = {"log": [], "save": [], "eval": []}
     trainer.learn(log_fn=told["log"].append, save_fn=told["save"].append, eval_fn=told["eval"].append)
     assert len(told["log"]) >= 2
-    assert told["save"] == [str(tmp_path / "ckpts" / "checkpoints" / "step-2")] or len(told["save"]) == 1
+    assert len(told["save"]) == 1
+    asked = trainer.tokenizer(["b", "cd"], return_tensors="pt", padding=True)
+    ids = trainer.generate(**asked, max_new_tokens=4, min_new_tokens=4, do_sample=True, top_k=0)
+    assert (ids.shape, ids.dtype) == ((2, 6), torch.long)
 
 
 def test_a_script_can_be_run_again(tokenizer_path: str, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
