@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.utils.capture import capture_output
-from traitlets.config import Config
 
 from trainkit.errors import TRACEBACK, ConfigError
 from trainkit.runs.history import COLUMNS, POINTS, ROWS, History
@@ -145,7 +142,10 @@ def test_a_notebook_shows_responses_as_a_table(trained: Any) -> None:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv(TRACEBACK, "0")
     made = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}), colors="nocolor")
@@ -154,13 +154,15 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
     InteractiveShell.clear_instance()
 
 
-def shown(shell: InteractiveShell, cell: str) -> str:
+def shown(shell: Any, cell: str) -> str:
+    from IPython.utils.capture import capture_output
+
     with capture_output() as captured:
         shell.run_cell(cell)
     return captured.stdout + captured.stderr
 
 
-def test_an_error_in_a_cell_is_one_paragraph_with_the_line_of_the_cell(shell: InteractiveShell) -> None:
+def test_an_error_in_a_cell_is_one_paragraph_with_the_line_of_the_cell(shell: Any) -> None:
     cell = "import trainkit\n\ndef begin():\n    return trainkit.train('gpt2', method='sft')\n\nbegin()"
     assert shown(shell, cell).splitlines() == [
         "line 6: begin()",
@@ -173,7 +175,7 @@ def test_an_error_in_a_cell_is_one_paragraph_with_the_line_of_the_cell(shell: In
     assert "_check_combination" in shown(shell, cell)
 
 
-def test_an_error_of_a_reward_function_in_a_cell_names_its_line(shell: InteractiveShell, tmp_path: Path) -> None:
+def test_an_error_of_a_reward_function_in_a_cell_names_its_line(shell: Any, tmp_path: Path) -> None:
     shell.user_ns["path"] = tmp_path / "run"
     told = shown(
         shell,
@@ -191,7 +193,7 @@ def test_an_error_of_a_reward_function_in_a_cell_names_its_line(shell: Interacti
     assert told[-1] == "(%env TRAINKIT_TRACEBACK=1, and %tb, show the traceback)"
 
 
-def test_a_cell_shows_a_trainer_by_its_table(shell: InteractiveShell, trained: Any) -> None:
+def test_a_cell_shows_a_trainer_by_its_table(shell: Any, trained: Any) -> None:
     shell.user_ns["trainer"] = trained
     formats, _ = shell.display_formatter.format(trained)
     assert formats["text/html"] == trained._repr_html_()

@@ -10,7 +10,6 @@ from typing import Any
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
 from trainkit.errors import SweepError, printable
@@ -103,6 +102,8 @@ def importances(study: Study) -> tuple[dict[str, float], str]:
         return {}, f"The importance of parameters needs at least {FEW} completed trials; there are {len(valid)}."
     if len({trial.value for trial in valid}) == 1:
         return {}, "All completed trials have the same value, so no parameter is important."
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # it imports scikit-learn
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         try:
