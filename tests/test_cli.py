@@ -240,20 +240,20 @@ def test_plugins_check_tells_of_each_check_how_it_ended_and_what_it_proves() -> 
 def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails_unexpectedly(
     install: Callable[..., Path],
 ) -> None:
-    source = "import torch, trainkit\n@trainkit.hookimpl\ndef on_step(): torch.rand(1)\n"
-    install("fake-drawing", {"fake_drawing": "fake_drawing"}, source)
-    check = ["plugins", "check", "fake_drawing", "--only", "observer_draws_nothing"]
+    source = "import trainkit\n@trainkit.hookimpl\ndef on_step(): 1 / 0\n"
+    install("fake-failing", {"fake_failing": "fake_failing"}, source)
+    check = ["plugins", "check", "fake_failing", "--only", "observer_hooks_fit"]
     result = call(*check)
     assert result.exit_code == 1
-    assert result.stdout.startswith("✗ observer_draws_nothing")
-    assert "observer_draws_nothing: the observer draws from the global generators of torch" in result.stdout
-    assert "  purpose: Check that a run with the observer leaves the global generators of torch" in result.stdout
-    assert "  matters: The user's program draws from them, too" in result.stdout
+    assert result.stdout.startswith("✗ observer_hooks_fit")
+    assert "observer_hooks_fit: HookError: the hook on_step of plugin fake_failing" in result.stdout
+    assert "  purpose: Check that every hook exists, takes valid arguments, is called in a run, and" in result.stdout
+    assert "  matters: A misspelt hook is never called" in result.stdout
     check.append("--expect-failure")
-    result = call(*check, "observer_draws_nothing=it draws on purpose")
+    result = call(*check, "observer_hooks_fit=it fails on purpose")
     assert result.exit_code == 0, result.output
     assert "1 expected" in result.stdout
-    assert "--expect-failure is 'observer_draws_nothing'; give CHECK=WHY" in fails(*check, "observer_draws_nothing")
+    assert "--expect-failure is 'observer_hooks_fit'; give CHECK=WHY" in fails(*check, "observer_hooks_fit")
     assert "the check 'nothing' is no check" in fails(*check, "nothing=why")
 
 
@@ -426,7 +426,7 @@ def test_hooks_of_a_config_work_while_other_plugins_are_broken(work: Path, insta
     assert "told of 2" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["ppo", "trainkit-ppo"])
+@table("name", ["ppo", "trainkit-ppo"])
 def test_a_method_that_is_disabled_is_an_error_that_says_by_what(
     work: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -143,6 +143,7 @@ def configs(draw):
 # -------------------------------------------------------------------------------------------------- round trips
 
 
+@settings(max_examples=30)
 @given(configs())
 def test_a_config_is_the_same_after_round_trips_through_plain_data_and_yaml_copies_and_no_change(config):
     assert TRLConfig.from_dict(config.to_dict()) == config
@@ -210,7 +211,7 @@ def test_text_that_is_not_plain_yaml_is_refused_with_its_file(tmp_path, text):
         read_yaml(tmp_path / "bad.yaml")
 
 
-@pytest.mark.parametrize(("text", "given"), [("", "is empty"), ("- a", r"holds \['a'\] \(list\)")])
+@table("text, given", [("", "is empty"), ("- a", r"holds \['a'\] \(list\)")])
 def test_yaml_that_holds_no_mapping_is_refused(tmp_path, text, given):
     (tmp_path / "list.yaml").write_text(text)
     with pytest.raises(ConfigError, match=rf"should hold a mapping of sections, such as `method: ppo`; it {given}"):
@@ -451,7 +452,7 @@ def test_naming_another_method_replaces_its_section_and_keeps_the_others():
         assert (changed.train, changed.optimizer) == (base.train, base.optimizer)
 
 
-@pytest.mark.parametrize("flip", [False, True])
+@table("flip", [False, True])
 def test_a_change_may_name_another_method_and_its_numbers_in_any_order(flip):
     changes = [("method", "config-other"), ("method.beta", 0.5)]
     assert toy().update(dict(changes[::-1] if flip else changes)).method == OtherConfig(beta=0.5)
@@ -462,7 +463,7 @@ def test_numbers_of_the_old_method_do_not_survive_a_new_one():
     assert told == "method.gamma: unknown field (given 0.5 (float); known: name, beta)"
 
 
-@pytest.mark.parametrize("name", ["config-toy", "Config-TOY"])
+@table("name", ["config-toy", "Config-TOY"])
 def test_naming_the_same_method_keeps_its_numbers(name):
     base = toy(method={"name": "config-toy", "gamma": 0.5})
     for changed in (

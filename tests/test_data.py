@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def pair(pairs):
     return Pair(sequences(pairs), sequences([(p, r + p) for p, r in pairs[::-1]]), torch.arange(len(pairs)).float())
 
 
-every_kind = pytest.mark.parametrize("make", [sequences, experience, pair])
+KINDS = st.sampled_from([sequences, experience, pair])
 
 
 def rows_of(batch):
@@ -155,8 +155,8 @@ def test_position_ids_count_real_tokens_wherever_the_padding_is(pairs, left):
 # --------------------------------------------------------------------------------- select, trim, split, cat, map
 
 
-@every_kind
-@given(PAIRS, st.integers(1, 7))
+@settings(max_examples=90)
+@given(KINDS, PAIRS, st.integers(1, 7))
 def test_micro_batches_hold_every_row_once_and_weigh_as_much_as_the_batch(make, pairs, size):
     batch = make(pairs)
     parts = batch.split(size)
@@ -190,8 +190,8 @@ def test_without_a_micro_batch_size_the_batch_is_the_only_one():
     assert batch.split(None, tokens=10**6) == [batch]
 
 
-@every_kind
-@given(PAIRS, st.data())
+@settings(max_examples=90)
+@given(KINDS, PAIRS, st.data())
 def test_select_takes_the_rows_in_the_order_asked_for(make, pairs, data):
     chosen = data.draw(st.lists(st.integers(0, len(pairs) - 1), min_size=1, max_size=8))
     batch = make(pairs)
@@ -199,8 +199,8 @@ def test_select_takes_the_rows_in_the_order_asked_for(make, pairs, data):
     assert rows_of(batch.select(torch.tensor(chosen))) == [rows[i] for i in chosen]
 
 
-@every_kind
-@given(PAIRS)
+@settings(max_examples=90)
+@given(KINDS, PAIRS)
 def test_trim_drops_what_is_padding_in_every_row_and_nothing_else(make, pairs):
     tight = make(pairs)
     wide = tight.map(lambda x: torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 3)) if x.dim() >= 2 else x)
@@ -214,8 +214,8 @@ def test_trim_keeps_padding_inside_and_on_the_left():
     assert batch.trim().attention_mask.tolist() == [[False, True, False, True]]
 
 
-@every_kind
-@given(PAIRS, PAIRS)
+@settings(max_examples=90)
+@given(KINDS, PAIRS, PAIRS)
 def test_cat_holds_all_rows_in_order_and_pads_with_false(make, first, second):
     a, b = make(first), make(second)
     joined = type(a).cat([a, b])
@@ -223,8 +223,8 @@ def test_cat_holds_all_rows_in_order_and_pads_with_false(make, first, second):
     assert joined.weight == a.weight + b.weight
 
 
-@every_kind
-@given(PAIRS, st.data())
+@settings(max_examples=90)
+@given(KINDS, PAIRS, st.data())
 def test_cat_of_pieces_is_the_batch_again(make, pairs, data):
     batch = make(pairs)
     cut = data.draw(st.integers(0, len(pairs)))

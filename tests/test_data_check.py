@@ -73,8 +73,7 @@ def facts(*arguments: str, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(checked(*arguments, "--json", code=code)))
 
 
-@table("form, row", FORMATS)
-@table("named", [True, False])
+@table("form, row, named", [(form, row, bool(at % 2)) for at, (form, row) in enumerate(FORMATS)])
 def test_every_format_of_the_documents_is_accepted(
     form: str, row: dict[str, Any], named: bool, model: str, tmp_path: Path
 ) -> None:

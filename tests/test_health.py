@@ -77,7 +77,7 @@ NAMES = sorted({name for _, *columns in CASES for column in columns for name in 
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.floats(), min_size=1), st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_check_fails_whatever_metrics_an_algorithm_records(values: dict[str, float], seed: int) -> None:
     draw = random.Random(seed)
     watched({name: [draw.choice([value, -value, 0.0, 1.0]) for _ in range(2 * MANY)] for name, value in values.items()})
@@ -142,6 +142,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.daily(name=("grpo",))
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_three_collections_of_equal_rewards_are_told_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -179,7 +180,7 @@ def test_health_can_be_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 def test_a_resumed_run_has_the_same_verdicts(tmp_path: Path) -> None:
     straight = tiny_trainer("grpo", tmp_path / "straight", **ONE_REWARD)
     straight.learn()
-    for steps in (4, 7, 10):
+    for steps in (7, 10):
         settings = {**ONE_REWARD, "train__total_steps": steps, "train__resume": "auto"}
         resumed = tiny_trainer("grpo", tmp_path / "resumed", **settings)
         resumed.learn()

@@ -114,6 +114,7 @@ def test_an_optional_observer_that_raises_is_said_once_told_nothing_more_and_the
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("observe", ["plugin"], indirect=True)
 def test_a_provider_that_raises_stops_the_run_also_where_it_is_optional(observe: Observe, tmp_path: Path) -> None:
     how, heard, name = observe(optional=True, on_train_begin="1 / 0", make_sampler="raise OSError('no server')")
     trainer = tiny_trainer("ppo", tmp_path / "run", **how)
@@ -123,6 +124,7 @@ def test_a_provider_that_raises_stops_the_run_also_where_it_is_optional(observe:
     assert heard == ["on_train_begin", "make_sampler"], "that it is not told anything more does not change the sampler"
 
 
+@pytest.mark.parametrize("observe", ["callback"], indirect=True)
 def test_all_others_hear_of_the_end_when_one_fails_then_and_the_directory_is_let_go(
     observe: Observe, tmp_path: Path
 ) -> None:
@@ -137,6 +139,7 @@ def test_all_others_hear_of_the_end_when_one_fails_then_and_the_directory_is_let
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
+@pytest.mark.parametrize("observe", ["callback"], indirect=True)
 def test_an_error_of_the_run_is_not_hidden_by_one_of_the_end(
     observe: Observe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +152,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_end(
     assert f"the hook on_train_end of {name} failed at step 0: OSError: gone" in caplog.text
 
 
+@pytest.mark.parametrize("observe", ["plugin"], indirect=True)
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_process_passes_through_an_optional_observer(
     stop: type[BaseException], observe: Observe, tmp_path: Path
@@ -177,6 +181,7 @@ def test_an_observer_that_sets_another_off_is_not_blamed_for_its_error(tmp_path:
         trainer.learn()
 
 
+@pytest.mark.parametrize("observe", ["callback"], indirect=True)
 @pytest.mark.parametrize("optional", [True, False])
 def test_an_observer_that_raises_a_hook_error_of_its_own_is_named_and_may_be_optional(
     optional: bool, observe: Observe, tmp_path: Path, caplog: pytest.LogCaptureFixture

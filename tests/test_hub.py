@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tables import table
 from trainkit.config import ModelConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models import AutoModelForCausalLMWithValueHead, CausalPolicy, RewardModel, load_heads, load_model
@@ -132,7 +133,7 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_whose_revision_is_its_own
     torch.testing.assert_close(logits(load_model(local)), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("key", ["model.model_path", "tokenizer.tokenizer_path", "model.reference_path"])
+@table("key", ["model.model_path", "tokenizer.tokenizer_path", "model.reference_path"])
 def test_a_directory_that_is_not_there_is_said_to_be_not_there(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -412,9 +412,7 @@ def test_a_configuration_of_trl_means_the_same(given: dict[str, Any], expected: 
     assert config == config.update(expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+@table("given, expected", [
         # 4 rows in each of 2 passes are a step; 2 steps a collection; 100 responses are 13 steps of 4 passes
         (
             {
@@ -432,8 +430,7 @@ def test_a_configuration_of_trl_means_the_same(given: dict[str, Any], expected: 
             {"OnlineDPOConfig": {"beta": 0.2, "rloo_k": 4}, "OnlineDPOVLLMConfig": {"sync": False}},
             {"method.beta": 0.2, "method.k": 4, "rollout.staleness": 1},
         ),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_configuration_of_async_rlhf_means_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
     found = translate("async_rlhf", given)
     assert not found.refused
@@ -659,7 +656,7 @@ def test_names_of_other_frameworks_are_known_to_messages(method: str, section: s
         )
 
 
-@pytest.mark.parametrize(("value", "meant"), [("full_shard", "fsdp2"), ("deepspeed", "zero3 or zero2")])
+@table("value, meant", [("full_shard", "fsdp2"), ("deepspeed", "zero3 or zero2")])
 def test_names_of_other_frameworks_for_shardings_are_known(value: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"elsewhere {meant} is called so"):
         TRLConfig(method="sft", train={"sharding": value})

@@ -256,7 +256,7 @@ def test_no_ids_are_refused() -> None:
         PromptEncoder(tokenizer(), None)([])
 
 
-@pytest.mark.parametrize("template", ["$A", f"{BOS} $A {EOS}"])
+@table("template", ["$A", f"{BOS} $A {EOS}"])
 def test_text_that_the_tokenizer_drops_is_refused_even_if_bos_would_be_left(template: str) -> None:
     made = tokenizer(template)
     made.backend_tokenizer.normalizer = normalizers.Strip()
@@ -317,7 +317,7 @@ def test_dropping_every_prompt_is_an_error() -> None:
         PromptEncoder(tokenizer(), 1, "drop").fit(LONG)
 
 
-@pytest.mark.parametrize("budget", [0, -3])
+@table("budget", [0, -3])
 def test_truncating_to_no_room_at_all_is_an_error(budget: int) -> None:
     """A slice from -0 would be the whole prompt, one from 3 its wrong end."""
     with pytest.raises(DataError, match="max_new_tokens leaves no room for a prompt"):

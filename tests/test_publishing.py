@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from fake_hub import Hub
 from hubs import XetHub, served_hub, serving
+from tables import table
 from trainkit.cli import app
 from trainkit.errors import ConfigError, HubError
 from trainkit.runs.hub import push
@@ -126,6 +127,7 @@ def test_a_commit_that_is_refused_leaves_the_weights_there(hub: Hub, run: Path) 
     assert hub.files["someone/model@main"]["model.safetensors"] == (run / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_blocks_of_xet_that_have_arrived_are_not_sent_again(run: Path, tmp_path: Path) -> None:
     """The default protocol, in processes of its own: its client keeps a cache for as long as a process runs."""
     with serving(XetHub()) as hub:
@@ -207,8 +209,8 @@ def test_a_run_whose_model_cannot_be_published_is_not_lost(
     assert f"To publish it: trainkit push {export} someone/model" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
+@table(
+    "setting, said",
     [
         ("model", "train.push_to_hub"),
         ("a/b/c", "train.push_to_hub"),
@@ -240,8 +242,8 @@ def test_what_hinders_every_request_is_told_before_the_model_loads(
     assert hub.calls == []
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
+@table(
+    "given, told",
     [
         (["rnu"], "there is no directory 'rnu'"),
         (["run", "--best"], "has no run/best, which train.save_best writes"),

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from researchers.copying import Copying
+from tables import table
 from test_laws import assert_same_weights, weights
 from test_rewards import judge_that_returns, rollouts
 from trainkit.config import RewardFunctionConfig
@@ -58,8 +59,7 @@ def judge(tokenizer: Any) -> RewardModel:
     return RewardModel.from_pretrained(AutoModelForSequenceClassification.from_config(scores), tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["generators", "a model"])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("kind", "staleness"), [("generators", 1), ("a model", 0)])
 def test_a_run_ends_with_the_same_bits_whether_calls_are_limited_or_not(
     kind: str, staleness: int, tmp_path: Path
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_run_ends_with_the_same_bits_whether_calls_are_limited_or_not(
         trainer = tiny_trainer(
             "rloo",
             tmp_path / str(timeout),
+            train__total_steps=4,
             arguments={"reward_fn": drawing},
             reward__timeout=timeout,
             rollout__staleness=staleness,
@@ -241,15 +242,14 @@ def flaky(honest: Any, every: int = 3) -> Any:
     return reward
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_a_run_with_failures_that_pass_equals_one_without(name: str, waits: list[float], tmp_path: Path) -> None:
+def test_a_run_with_failures_that_pass_equals_one_without(waits: list[float], tmp_path: Path) -> None:
     """C2."""
     ends = []
     for reward_fn in (drawing, flaky(drawing)):
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
-        trainer = trained(tmp_path / str(len(ends)), reward_fn, name, reward__retries=1, rollout__batch_size=2)
+        trainer = trained(tmp_path / str(len(ends)), reward_fn, reward__retries=1, rollout__batch_size=2)
         ends.append(weights(trainer))
     assert_same_weights(*ends)
     assert len(waits) >= 2
@@ -318,8 +318,8 @@ def test_exceptions_are_named_by_their_class_or_a_base_with_or_without_module() 
 # ------------------------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
+@table(
+    "changes, said",
     [
         ({"reward__retry_on": ["KeyError"]}, "retry_on has an effect only if retries is at least 1"),
         ({"reward__retries": 1, "reward__retry_on": []}, "retries has an effect only if retry_on names an exception"),
@@ -353,8 +353,10 @@ def test_the_time_of_all_calls_for_a_collection_is_logged(tmp_path: Path) -> Non
             time.sleep(0.01)
             return super().step(output)
 
-    trained(tmp_path / "function", slow)  # 16 responses in two calls
-    tiny_trainer("ppo", tmp_path / "episodes", arguments={"environment": Slow, "reward_fn": None}).learn()
+    trained(tmp_path / "function", slow, train__total_steps=1)  # 16 responses in two calls
+    tiny_trainer(
+        "ppo", tmp_path / "episodes", arguments={"environment": Slow, "reward_fn": None}, train__total_steps=1
+    ).learn()
     for place, name, least in (("function", "reward", 0.04), ("episodes", "environment", 0.02)):
         lines = [json.loads(line) for line in (tmp_path / place / "metrics.jsonl").read_text().splitlines()]
         collected = [line for line in lines if "reward/mean" in line]
@@ -365,8 +367,8 @@ def test_the_time_of_all_calls_for_a_collection_is_logged(tmp_path: Path) -> Non
 # --------------------------------------------------------------------------------------------- torch's default dtype
 
 
-@pytest.mark.parametrize("config", [LIMITED, RewardFunctionConfig(timeout=None)])
-@pytest.mark.parametrize("wait", [False, True])
+@table("config", [LIMITED, RewardFunctionConfig(timeout=None)])
+@table("wait", [False, True])
 def test_a_function_that_changes_the_default_dtype_is_refused_and_it_is_set_back(
     config: RewardFunctionConfig, wait: bool
 ) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tables import table
+from test_rewards import rollouts
 from trainkit.errors import RewardError
+from trainkit.rollouts import score
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -41,20 +43,20 @@ def run(place: Path, reward_fn: Any, **changes: Any) -> tuple[list[dict[str, Any
     return metrics, samples, trainer
 
 
-@pytest.mark.parametrize("reward_fn", [by_sample, columns])
-def test_numbers_are_logged_and_all_of_it_is_in_the_samples(reward_fn: Any, tmp_path: Path) -> None:
-    metrics, samples, trainer = run(tmp_path / "told", reward_fn)
-    collected = next(line for line in metrics if "reward/mean" in line)
-    assert collected["reward_fn/letters"] == pytest.approx(collected["reward/mean"])
-    assert "reward_fn/why" not in collected
-    evaluated = next(line for line in metrics if "eval/reward" in line)
-    assert evaluated["eval/letters"] == pytest.approx(evaluated["eval/reward"])
-    samples = [row for row in samples if row["kind"] == "evaluation"]
-    assert samples
-    assert all(row["why"] == f"{row['letters']} a" and row["letters"] == row["reward"] for row in samples)
+def test_numbers_are_logged_and_all_of_it_is_in_the_samples(tmp_path: Path) -> None:
     _, _, usual = run(tmp_path / "plain", plain_scores)
-    for name, tensor in usual.unwrapped.state_dict().items():
-        assert torch.equal(tensor, trainer.unwrapped.state_dict()[name]), name
+    for reward_fn in (by_sample, columns):
+        metrics, samples, trainer = run(tmp_path / reward_fn.__name__, reward_fn)
+        collected = next(line for line in metrics if "reward/mean" in line)
+        assert collected["reward_fn/letters"] == pytest.approx(collected["reward/mean"])
+        assert "reward_fn/why" not in collected
+        evaluated = next(line for line in metrics if "eval/reward" in line)
+        assert evaluated["eval/letters"] == pytest.approx(evaluated["eval/reward"])
+        samples = [row for row in samples if row["kind"] == "evaluation"]
+        assert samples
+        assert all(row["why"] == f"{row['letters']} a" and row["letters"] == row["reward"] for row in samples)
+        for name, tensor in usual.unwrapped.state_dict().items():
+            assert torch.equal(tensor, trainer.unwrapped.state_dict()[name]), name
 
 
 def mixed(outputs: list[str], **_: Any) -> list[dict[str, Any]]:
@@ -80,22 +82,22 @@ def test_a_metric_may_not_take_the_name_of_what_the_reward_function_returned(tmp
 @table(
     "found, said",
     [
-        (lambda outputs: [{"score": 1.0}] * 7 + [{}], "give the same names for all"),
+        (lambda outputs: [{"score": 1.0}] * 2 + [{}], "give the same names for all"),
         (lambda outputs: [{"value": 1.0} for _ in outputs], "without 'score', the name of the scores"),
         (lambda outputs: {"value": [1.0] * len(outputs)}, "without 'score', the name of the scores"),
-        (lambda outputs: {"score": [1.0] * len(outputs), "extra": [1]}, "as 'extra'; give a list of 8, one per sample"),
-        (lambda outputs: {"score": [1.0] * len(outputs), "extra": 3.0}, "as 'extra'; give a list of 8, one per sample"),
+        (lambda outputs: {"score": [1.0] * len(outputs), "extra": [1]}, "as 'extra'; give a list of 3, one per sample"),
+        (lambda outputs: {"score": [1.0] * len(outputs), "extra": 3.0}, "as 'extra'; give a list of 3, one per sample"),
         (
             lambda outputs: {"score": [1.0] * len(outputs), "output": outputs},
             "a name that trainkit uses itself",
         ),
         (
-            lambda outputs: [{"score": 1.0}] * 7 + [{"score": 1.0, "x": 1}],
+            lambda outputs: [{"score": 1.0}] * 2 + [{"score": 1.0, "x": 1}],
             "give the same names for all",
         ),
-        (lambda outputs: {"score": [1.0], "x": [1.0] * len(outputs)}, "returned 1 scores for 8 samples"),
+        (lambda outputs: {"score": [1.0], "x": [1.0] * len(outputs)}, "returned 1 scores for 3 samples"),
     ],
 )
-def test_what_is_not_one_value_per_sample_is_refused(found: Any, said: str, tmp_path: Path) -> None:
+def test_what_is_not_one_value_per_sample_is_refused(found: Any, said: str) -> None:
     with pytest.raises(RewardError, match=said):
-        run(tmp_path, lambda outputs, **_: found(outputs))
+        score(lambda outputs, **_: found(outputs), rollouts(), None, told={})

@@ -371,11 +371,7 @@ def spoilt_metric(**given_: Any) -> dict[str, float]:
     return {"sum": sum(spoil(**given_))}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda batch: score(spoil, batch, None), lambda batch: metrics(spoilt_metric, batch)],
-    ids=["reward function", "metric function"],
-)
+@table("call", [lambda batch: score(spoil, batch, None), lambda batch: metrics(spoilt_metric, batch)])
 def test_a_function_that_changes_its_inputs_changes_nothing_in_the_rollouts(call: Any) -> None:
     batch = rollouts(meta=[{"facts": ["x"]}, {"facts": ["y"]}, {"facts": []}])
     before = copy.deepcopy(batch)
@@ -499,8 +495,9 @@ def test_integer_and_float_rewards_train_alike(tmp_path: Path) -> None:
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
-@table(
-    "method, said",
+@pytest.mark.daily(method=("rloo",))
+@pytest.mark.parametrize(
+    ("method", "said"),
     [
         ("rloo", "rloo: the 4 responses to each prompt have equal scores in the whole collection (the first has 0.5)"),
         ("ppo", "ppo: all responses have equal scores in the whole collection (the first has 0.5)"),

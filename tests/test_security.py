@@ -66,15 +66,12 @@ def model(tmp_path: Path) -> str:
 # ---------------------------------------------------------------------------------------------- what a secret is
 
 
-@pytest.mark.parametrize(
-    ("names", "secret"),
-    [
+@table("names, secret", [
         ("token hf_token use_auth_token hub_token auth_token access_token password db_password secret client_secret "
          "api_key openai_api_key apikey API_KEY api-key HF_TOKEN WANDB_API_KEY", True),
         ("pad_token eos_token bos_token image_token additional_special_tokens tokens token_id max_new_tokens "
          "correction_level keys key secretary", False),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_names_say_what_is_secret(names: str, secret: bool) -> None:
     assert {name: is_secret(name) for name in names.split()} == dict.fromkeys(names.split(), secret)
 
@@ -466,14 +463,21 @@ def test_no_other_way_of_loading_a_model_runs_its_code(far: tuple[str, Path], tm
     ],
 )
 def test_every_setting_that_runs_code_of_others_is_refused_by_its_name(setting: str, value: Any) -> None:
-    config = TRLConfig.from_dict(
+    config = with_engine().update({setting: value})
+    with pytest.raises(ConfigError, match=f"{setting.split('.')[-1]} would run code that comes with a model"):
+        config.settled()
+    config.settled(trust_remote_code=True)
+
+
+def with_engine() -> TRLConfig[Any]:
+    return TRLConfig.from_dict(
         {"method": "ppo", "model": {"model_path": {"model_type": "gpt2"}}, "rollout": {"engine": {"name": "vllm"}}}
     )
-    config.settled()
-    with pytest.raises(ConfigError, match=f"{setting.split('.')[-1]} would run code that comes with a model"):
-        config.update({setting: value}).settled()
-    config.update({setting: value}).settled(trust_remote_code=True)
-    config.update({"model.kwargs.attn_implementation": "eager", "model.kwargs.weights_only": True}).settled()
+
+
+def test_settings_like_those_that_run_code_of_others_are_allowed() -> None:
+    with_engine().settled()
+    with_engine().update({"model.kwargs.attn_implementation": "eager", "model.kwargs.weights_only": True}).settled()
 
 
 # ----------------------------------------------------------------------------------------------------------- YAML
@@ -652,6 +656,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     LISTENING[0] = False
 
 
+@pytest.mark.daily(method=("rloo",))
 @pytest.mark.parametrize("method", ["sft", "rloo"])
 def test_training_evaluating_exporting_and_resuming_connect_to_nothing(
     method: str, model: str, connections: list[str], tmp_path: Path

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import trainkit
+from tables import table
 from trainkit import cli
 from trainkit.errors import ConfigError
 from trainkit.plugins import templates
@@ -72,8 +73,11 @@ def test_a_new_plugin_installs_passes_its_tests_and_trains_as_it_is_told(
     assert " passed" in tests.stdout
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_new_files_are_short_and_pass_the_rules(kind: Kind, here: Path, lines_of_code: Callable[[Path], int]) -> None:
+@table("kind", Kind)
+def test_new_files_are_short_and_pass_the_rules(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_of_code: Callable[[Path], int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert call(NAMES[kind], "--kind", kind.value, "--out", "new").exit_code == 0
     modules = sorted(Path("new").rglob("*.py"))
     written = [path for path in modules if path.name.startswith(("trainkit_", "test_"))]
@@ -127,7 +131,7 @@ def test_the_command_answers_at_once(here: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("given", ["my-algo", "my_algo"])
+@table("given", ["my-algo", "my_algo"])
 def test_hyphens_and_underscores_are_one(given: str, here: Path) -> None:
     told = call(given).stdout
     assert "pip install -e trainkit-my-algo\n" in told
@@ -136,16 +140,19 @@ def test_hyphens_and_underscores_are_one(given: str, here: Path) -> None:
     assert '@register_trainer("my_algo")\nclass MyAlgoTrainer(AccelerateRLTrainer[MyAlgoConfig])' in module
 
 
-@pytest.mark.parametrize("given", ["requirement", "new-plugin", "my-new-plugin", "NewPlugin2"])
-def test_names_that_templates_use_themselves_can_be_had(given: str, here: Path) -> None:
+@table("given", ["requirement", "new-plugin", "my-new-plugin", "NewPlugin2"])
+def test_names_that_templates_use_themselves_can_be_had(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert call(given, "--out", "new").exit_code == 0
     project = Path("new/pyproject.toml").read_text("utf-8")
     assert f'name = "trainkit-{given.lower()}"' in project
     assert 'dependencies = ["trainkit>=' in project
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
+@table(
+    "given, says",
     [
         ("2fast", "a plugin cannot be called '2fast'; use English letters"),
         ("my algo", "cannot be called 'my algo'"),
@@ -206,9 +213,8 @@ def test_an_empty_directory_is_filled(here: Path) -> None:
     assert (here / "mine" / "pyproject.toml").is_file()
 
 
-@pytest.mark.parametrize(
-    ("out", "says"),
-    [("no/where", "cannot write 'no/where': No such file"), ("file", "cannot write 'file': File exists")],
+@table(
+    "out, says", [("no/where", "cannot write 'no/where': No such file"), ("file", "cannot write 'file': File exists")]
 )
 def test_what_cannot_be_written_says_why(out: str, says: str, here: Path) -> None:
     (here / "file").write_text("kept")
@@ -216,13 +222,14 @@ def test_what_cannot_be_written_says_why(out: str, says: str, here: Path) -> Non
     assert [path.name for path in here.rglob("*")] == ["file"]
 
 
-@pytest.mark.parametrize("existed", [False, True])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@table("existed", [False, True])
+@table("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_half_written_stays(
-    existed: bool, error: BaseException, here: Path, monkeypatch: pytest.MonkeyPatch
+    existed: bool, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if existed:
-        (here / "trainkit-mine").mkdir()
+        Path("trainkit-mine").mkdir()
     write = Path.write_text
 
     def full(path: Path, text: str, encoding: str) -> int:
@@ -234,4 +241,4 @@ def test_nothing_half_written_stays(
         patched.setattr(Path, "write_text", full)
         with pytest.raises(ConfigError if isinstance(error, OSError) else KeyboardInterrupt):
             templates.new_plugin("mine", Kind.TRAINER)
-    assert [path.name for path in here.rglob("*")] == ["trainkit-mine"] * existed
+    assert [path.name for path in tmp_path.rglob("*")] == ["trainkit-mine"] * existed

@@ -86,7 +86,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("teacher", [None, "gone"])  # a live model, which the configuration does not name
+@table("teacher", [None, "gone"])  # a live model, which the configuration does not name
 def test_a_student_answers_without_its_teacher(teacher: str | None, runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "student", tmp_path / "student")
     config = yaml.safe_load((tmp_path / "student" / "config.yaml").read_text())

@@ -57,7 +57,7 @@ def labels(good: int, bad: int) -> list[dict[str, Any]]:
     return [{"label": True}] * good + [{"label": False}] * bad
 
 
-@pytest.mark.parametrize("label", [True, False])
+@table("label", [True, False])
 def test_labels_of_one_kind_are_an_error(label: bool) -> None:
     with pytest.raises(DataError, match=f"all 3 samples are labelled {label}.*Add samples with the other label"):
         check_labels([{"label": label}] * 3, {"good": 1.0, "bad": 1.0}, ratio=(1, 2))
