@@ -287,9 +287,9 @@ def test_a_pipeline_of_ones_own_is_trained_live(tmp_path: Path) -> None:
         prompts=["a", "bb"],
         config={
             "method": {"num_steps": 5, "guidance_scale": 1.0, "cliprange": 0.1},
-            "optimizer": {"lr": 0.03, "weight_decay": 0.0},
+            "optimizer": {"lr": 0.06, "weight_decay": 0.0},
             "rollout": {"num_rollouts": 64, "batch_size": 64},
-            "train": {"batch_size": 256, "total_steps": 60, "run_dir": str(tmp_path / "run"), "trackers": []},
+            "train": {"batch_size": 256, "total_steps": 30, "run_dir": str(tmp_path / "run"), "trackers": []},
         },
     )
     images = trainer.generate(["a", "bb"] * 50).images.flatten()

@@ -339,7 +339,7 @@ def test_it_ends_at_the_optimum_of_a_bandit_with_a_price_of_divergence(tmp_path:
             "optimizer": {"lr": 6e-3},
             "scheduler": {"name": "linear"},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
-            "train": {"batch_size": 128, "total_steps": 40, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"batch_size": 128, "total_steps": 50, "run_dir": str(tmp_path), "trackers": []},
         },
         **bandit.arguments,
     )

@@ -124,7 +124,7 @@ def trained(tmp_path: Path, epochs: int = 6, **sections: Any) -> Any:
 
 
 def test_it_learns_what_is_preferred(tmp_path: Path) -> None:
-    found = trained(tmp_path, epochs=3).evaluate()
+    found = trained(tmp_path, epochs=2).evaluate()
     assert found["eval/rewards/accuracies"] > 0.9
     assert found["eval/rewards/margins"] > 0.8
 

@@ -135,8 +135,14 @@ def loss_and_gradient(model: PreTrainedModel, sequences: Sequences) -> tuple[Ten
     return loss.detach(), torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
 
 
-@table("attention", ["sdpa", "eager"])
-@table("name, fields", MODELS.values())
+@table(
+    "name, fields, attention",
+    [
+        *((*each, "sdpa") for each in MODELS.values()),
+        (*MODELS["llama"], "eager"),
+        (*MODELS["gemma3 with a window"], "eager"),
+    ],
+)
 def test_packed_rows_have_the_loss_and_the_gradient_of_their_samples(
     name: str, fields: dict[str, Any], attention: str
 ) -> None:

@@ -123,6 +123,7 @@ def tiny() -> Any:
     return AutoModelForCausalLMWithValueHead.from_pretrained(AutoModelForCausalLM.from_config(config))
 
 
+@pytest.mark.slow
 def test_a_loop_with_a_tool_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is paid for the letters a of its turns; the mask keeps the tool's letters out of the loss."""
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ def arguments(kind: Any, tmp_path: Path, *more: str) -> Any:
     return HfArgumentParser(kind).parse_args_into_dataclasses(given)[0]
 
 
-@pytest.mark.daily(trainer_class=(ORPOTrainer,))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "more", "settings"),
     [
@@ -153,7 +153,7 @@ def test_kto_learns_from_labels(tmp_path: Path) -> None:
 def test_dropout_of_an_adapter_is_switched_off_as_in_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = made()
     adapter = LoraConfig(r=2, lora_dropout=0.5, target_modules=["c_attn"], fan_in_fan_out=True)
-    args = arguments(ORPOConfig, tmp_path)
+    args = arguments(ORPOConfig, tmp_path, "--max_steps", "2")
     trainer = ORPOTrainer(model, args=args, train_dataset=PAIRS, tokenizer=tokenizer, peft_config=adapter)
     trainer.train()
     assert {module.p for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}

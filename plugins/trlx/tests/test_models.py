@@ -125,7 +125,7 @@ def step(model: Any, given: dict[str, Tensor]) -> None:
 # -------------------------------------------------------------------------------------------- outputs and saving
 
 
-@pytest.mark.daily(name=("gpt2", "t5"))
+@pytest.mark.daily(cls=(KINDS["ppo"][1], KINDS["ilql"][0]), name=("gpt2", "t5"))
 @pytest.mark.parametrize(("cls", "name"), CASES)
 def test_a_model_runs_samples_and_is_loaded_as_it_was_saved(
     cls: Any, name: str, directory: Any, tmp_path: Path
