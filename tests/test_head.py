@@ -90,6 +90,19 @@ def test_without_gradient_or_entropy_the_numbers_have_the_same_bits(
     assert torch.equal(read_head(head, states, tokens, tokens, entropy=True)[0], alone)
 
 
+@table("sizes, calls", [(AGAIN, 16), (KEPT, 8)])
+def test_logits_are_computed_again_only_if_they_are_too_many_to_keep(
+    sizes: tuple[int, ...], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In eight blocks of at most 7 tokens."""
+    set_sizes(monkeypatch, sizes)
+    own, seen = module._logits, []
+    monkeypatch.setattr(module, "_logits", lambda *given: seen.append(given[-1]) or own(*given))
+    head, states, tokens = nn.Linear(D, V), torch.randn(N, D), torch.arange(N)
+    read_head(head, states, tokens, tokens)[0].sum().backward()
+    assert len(seen) == calls
+
+
 def test_only_what_is_trained_gets_a_gradient() -> None:
     head, states, tokens = nn.Linear(D, V).requires_grad_(False), torch.randn(N, D).requires_grad_(), torch.arange(N)
     read_head(head, states, tokens, tokens)[0].sum().backward()

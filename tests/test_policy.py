@@ -207,12 +207,15 @@ def test_rows_that_go_through_the_model_by_length_say_what_they_say_together(
     sequences = Sequences.from_lists(
         [row[:2] for row in ids], [r[2 : 2 + n] for r, n in zip(ids, lengths, strict=True)]
     )
-    found = []
+    found, calls = [], list[int]()
+    policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
     for cost, passes in ((10**6, 1), (8, 3), (0, 6)):
         monkeypatch.setitem(batches.PASS_COST, "cpu", batches.PassCost(cost))
         assert len(sequences.buckets(cost)) == passes
         policy.zero_grad()
+        calls.clear()
         said = policy(sequences, entropy=True)
+        assert len(calls) == passes
         (said.logprobs.sum() + said.entropy.sum() + said.values.sum()).backward()
         found.append([*said[:3], *(p.grad.clone() for p in policy.parameters())])
     for other in found[1:]:

@@ -188,6 +188,13 @@ def test_a_trunk_frozen_by_hand_is_used_and_one_below_a_trained_embedding_is_not
     assert policy.through_trunk(some_sequences()).trunk is None
 
 
+def test_a_trunk_with_dropout_is_found_in_training_mode() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FROZEN_DROPOUT)).train()
+    freeze_below(model, 1)
+    assert CausalPolicy(model).trunk.depth == L - 1
+    assert model.training
+
+
 def test_blocks_that_hand_on_more_than_a_hidden_state_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """The whole model is run instead, with the same result."""
 
