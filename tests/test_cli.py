@@ -96,20 +96,55 @@ def fails(*arguments: str) -> str:
 # --------------------------------------------------------------------------------------------------------- light
 
 
-def test_light_commands_import_nothing_heavy() -> None:
-    commands = ["--help", "--version", "plugins", "plugins list --json", "train --help", "examples list"]
+def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None:
+    """First those that do not read YAML, then modules, then what reads, checks and compares configurations."""
+    config, bad = tmp_path / "run.yaml", tmp_path / "bad.yaml"
+    config.write_text("method: {name: ppo, gamma: 0.9}\nmodel: {peft_config: {r: 2}}\n", encoding="utf-8")
+    bad.write_text("method: rloo\noptimizer: {kwargs: {betaz: 1}}\n", encoding="utf-8")
+    light = ["--help", "--version", "plugins", "plugins list --json", "train --help", "examples list"]
+    statements = [
+        "import trainkit.api, trainkit.plugins.registry",
+        "from trainkit.runs import Record, find_runs",
+        "from trainkit.sweeps import read_sweep, run_sweep",
+        "from trainkit.plugins import discover; discover()",
+    ]
+    commands = {
+        "config ppo": 0,
+        f"config show {config}": 0,
+        f"config check {config}": 0,
+        f"config check {bad}": 2,
+        f"config diff ppo {config}": 0,
+        "config schema": 0,
+        f"train {bad} --reward-fn x.py:f": 2,
+        f"train {config} train.sede=1": 2,
+    }
     script = f"""
         import contextlib, io, sys
         from trainkit import cli
-        heavy = {{"torch", "transformers", "accelerate", "numpy", "yaml", "trainkit_ppo", "trainkit_sft", "networkx"}}
-        for command in {commands}:
-            sys.argv, told = ["trainkit", *command.split()], io.StringIO()
+
+        plugins = {{"trainkit_ppo", "trainkit_sft"}}
+        heavy = {{"torch", "transformers", "accelerate", "peft", "datasets", "networkx"}} | plugins
+
+        def run(command, expected):
+            sys.argv, told, code = ["trainkit", *command.split()], io.StringIO(), 0
             try:
-                with contextlib.redirect_stdout(told):
+                with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
                     cli.main()
             except SystemExit as end:
-                assert not end.code, (command, end.code)
+                code = end.code or 0
+            assert code == expected, (command, code)
             assert told.getvalue(), command
+
+        for command in {light}:
+            run(command, 0)
+            found = (heavy | {{"numpy", "yaml"}}) & set(sys.modules)
+            assert not found, (command, found)
+        for statement in {statements}:
+            exec(statement)
+            assert not heavy & set(sys.modules), (statement, heavy & set(sys.modules))
+        heavy -= plugins  # settings are read from them, without their trainers
+        for command, expected in {commands}.items():
+            run(command, expected)
             assert not heavy & set(sys.modules), (command, heavy & set(sys.modules))
     """
     done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
@@ -215,7 +250,6 @@ def test_what_a_probe_has_found_is_shown_until_something_changes(
     assert listed()["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
     (place / "fake_bad.py").write_text(OBSERVES)
     assert listed()["fake-bad"]["state"] == "ok"
-    assert listed("--probe")["fake-bad"]["state"] == "ok"
     (tmp_path / "cache" / "trainkit" / "plugins.json").write_text("[")
     assert listed()["fake-bad"]["state"] == "ok"
 

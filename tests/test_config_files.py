@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -340,38 +339,6 @@ def test_options_of_other_frameworks_are_said_to_be_overrides(at: Path) -> None:
     assert "override" not in CliRunner().invoke(app, ["train", "run.yaml", "--sneed"]).stderr
 
 
-def test_configurations_are_handled_without_torch(at: Path) -> None:
-    Path("run.yaml").write_text("method: {name: ppo, gamma: 0.9}\nmodel: {peft_config: {r: 2}}\n", encoding="utf-8")
-    Path("bad.yaml").write_text("method: rloo\noptimizer: {kwargs: {betaz: 1}}\n", encoding="utf-8")
-    commands = {
-        "config ppo": 0,
-        "config show dpo": 0,
-        "config show run.yaml": 0,
-        "config check run.yaml": 0,
-        "config check bad.yaml": 2,
-        "config diff ppo run.yaml": 0,
-        "config schema": 0,
-        "train bad.yaml --reward-fn x.py:f": 2,
-        "train run.yaml train.sede=1": 2,
-    }
-    script = f"""
-        import sys
-        from trainkit.cli import main
-        for command, expected in {commands!r}.items():
-            sys.argv = ["trainkit", *command.split()]
-            code = 0
-            try:
-                main()
-            except SystemExit as end:
-                code = end.code or 0
-            assert code == expected, (command, code)
-            heavy = {{"torch", "transformers", "accelerate", "peft", "datasets"}} & set(sys.modules)
-            assert not heavy, (command, heavy)
-    """
-    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 # ---------------------------------------------------------------------------------------------- precedence and places
 
 FIELDS: dict[tuple[str, str], list[Any]] = {
@@ -682,6 +649,7 @@ def test_the_kit_finds_settings_that_are_not_the_trainers(apart: Callable[[str, 
         check_plugin("apart", only=["settings_alone"])
 
 
+@pytest.mark.slow
 def test_the_kit_finds_settings_that_import_torch(apart: Callable[[str, str], None]) -> None:
     apart(f"import torch\n{LAZY}", TRAINER)
     with pytest.raises(ConformanceError, match=r"importing trainkit_apart.config alone imports torch"):

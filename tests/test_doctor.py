@@ -143,6 +143,7 @@ def test_shells_complete_commands_and_algorithms(words: str, expected: str, shel
     assert re.findall(pattern, result.stdout, re.MULTILINE) == [expected], result.output
 
 
+@pytest.mark.slow
 def test_the_installed_program_completes() -> None:
     environment = {**os.environ, **asked_by("bash", "trainkit doc")}
     program = Path(sys.executable).with_name("trainkit")

@@ -81,7 +81,7 @@ def test_three_doors_end_bit_identical(tmp_path: Path, task: ModuleType) -> None
             assert all(torch.equal(ends[0][name], other[name]) for name in other)
 
 
-@table("seed", range(1, 8))
+@table("seed", [1, 2])
 def test_walks_and_optimality_are_what_the_task_says(seed: int, task: ModuleType) -> None:
     walks = task.RandomWalks.generate(seed)
     graph = walks.graph

@@ -135,6 +135,8 @@ ONE_REWARD: dict[str, Any] = {
     "train__total_steps": 10,
     "train__save_interval": 4,
 }
+THREE = {**ONE_REWARD, "train__total_steps": 6}
+"""Three collections."""
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ def test_three_collections_of_equal_rewards_are_told_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="trainkit"):
-        tiny_trainer(name, tmp_path, **ONE_REWARD, **{"ppo": {"method__ppo_epochs": 1}}.get(name, {})).learn()
+        tiny_trainer(name, tmp_path, **THREE, **{"ppo": {"method__ppo_epochs": 1}}.get(name, {})).learn()
     found = [line for line in lines(tmp_path) if line["check"] == "signal"]
     assert [line["step"] for line in found] == [5], "a collection makes two steps"
     assert "in 3 collections in a row" in found[0]["message"]
@@ -172,7 +174,7 @@ def test_a_run_that_health_ends_says_why_and_is_saved(tmp_path: Path) -> None:
 def test_health_can_be_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert TRLConfig(method="sft", train={"health": False}).train.health == "off", "an unquoted off in YAML"
     with caplog.at_level(logging.WARNING, logger="trainkit"):
-        tiny_trainer("grpo", tmp_path, **ONE_REWARD, train__health="off").learn()
+        tiny_trainer("grpo", tmp_path, **THREE, train__health="off").learn()
     assert lines(tmp_path) == []
     assert "health" not in caplog.text
 

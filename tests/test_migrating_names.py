@@ -53,12 +53,17 @@ def test_mapped_names_are_at_the_same_path_in_the_adapter() -> None:
     assert missing == []
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
 @table("path, name", [*names("equivalent")])
 def test_equivalents_exist(path: str, name: Name) -> None:
     assert path
     words = name.text.split()
     if len(words) > 1:
-        commands: Any = typer.main.get_command(app)
+        commands: Any = command_line()
         assert words[0] == "trainkit"
         assert words[1] in commands.commands
     elif name.text.startswith("trainkit"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.processors import TemplateProcessing
@@ -665,6 +665,7 @@ def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_b
 
 
 @table("kind", BYTE_PAIRS)
+@settings(max_examples=25)
 @given(prompt=UNTYPICAL, chosen=UNTYPICAL, rejected=UNTYPICAL, limit=st.integers(2, 20))
 def test_cut_sides_are_ends_of_the_whole_ones_and_answer_to_one_prompt(
     kind: dict[str, bool], prompt: str, chosen: str, rejected: str, limit: int

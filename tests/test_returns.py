@@ -156,8 +156,7 @@ def test_experience_that_is_no_batch_is_an_error_of_the_method(method: str, tmp_
     assert trainer.progress.step == 0
 
 
-@table("method", PLACES)
-def test_fields_of_other_shapes_are_an_error_of_the_method(method: str, tmp_path: Path) -> None:
+def test_fields_of_other_shapes_are_an_error_of_the_method(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
 
     def change(batch: Any) -> Any:
@@ -165,10 +164,10 @@ def test_fields_of_other_shapes_are_an_error_of_the_method(method: str, tmp_path
         found.update(kind=type(batch).__name__, name=name, t=field.size(1))
         return replace(batch, **{name: field[:, 1:]})
 
-    trainer = changed("ppo", tmp_path, method, change, rollout__num_rollouts=8)
+    trainer = changed("ppo", tmp_path, "prepare_step", change, rollout__num_rollouts=8)
     with pytest.raises(PluginError) as caught:
         trainer.learn()
-    told = rf"^'ppo': {method} returned a {found['kind']} whose field '{found['name']}' is a tensor of shape "
+    told = rf"^'ppo': prepare_step returned a {found['kind']} whose field '{found['name']}' is a tensor of shape "
     shapes = rf"\(8, {found['t'] - 1}\); expected \[B, T, \.\.\.\] like its sequences, \(8, {found['t']}\){ALIGNED}"
     assert re.search(told + shapes, str(caught.value)), str(caught.value)
 

@@ -59,6 +59,7 @@ def judge(tokenizer: Any) -> RewardModel:
     return RewardModel.from_pretrained(AutoModelForSequenceClassification.from_config(scores), tokenizer)
 
 
+@pytest.mark.daily(kind=("generators",))
 @pytest.mark.parametrize(("kind", "staleness"), [("generators", 1), ("a model", 0)])
 def test_a_run_ends_with_the_same_bits_whether_calls_are_limited_or_not(
     kind: str, staleness: int, tmp_path: Path

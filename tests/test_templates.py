@@ -119,6 +119,7 @@ def test_the_wheel_holds_the_templates(fresh_venv: Any, tmp_path: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in needed} <= held
 
 
+@pytest.mark.slow
 def test_the_command_answers_at_once(here: Path) -> None:
     script = (
         "import sys; from trainkit.plugins.templates import Kind, new_plugin; new_plugin('mine', Kind.TRAINER); "
@@ -132,11 +133,12 @@ def test_the_command_answers_at_once(here: Path) -> None:
 
 
 @table("given", ["my-algo", "my_algo"])
-def test_hyphens_and_underscores_are_one(given: str, here: Path) -> None:
+def test_hyphens_and_underscores_are_one(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     told = call(given).stdout
     assert "pip install -e trainkit-my-algo\n" in told
     assert "trainkit plugins check my_algo\n" in told
-    module = (here / "trainkit-my-algo" / "trainkit_my_algo.py").read_text("utf-8")
+    module = Path("trainkit-my-algo/trainkit_my_algo.py").read_text("utf-8")
     assert '@register_trainer("my_algo")\nclass MyAlgoTrainer(AccelerateRLTrainer[MyAlgoConfig])' in module
 
 

@@ -54,7 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ppo": ("ppo", {"train__save_best": True, "rollout__eval_kwargs": {"temperature": [0, 0.7]}}),
         "ilql": ("ilql", {"rollout__eval_kwargs": {"beta": 4.0}}),
         "lora": ("ppo", {"model__peft_config": {"r": 2}}),
-        "student": ("distill", {}),
         "reward": ("reward", {}),
         "game": ("ppo", {"arguments": {"environment": Letters, "reward_fn": None}, "rollout__max_turns": 3}),
     }
@@ -86,9 +85,10 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.slow
 @table("teacher", [None, "gone"])  # a live model, which the configuration does not name
 def test_a_student_answers_without_its_teacher(teacher: str | None, runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "student", tmp_path / "student")
+    tiny_trainer("distill", tmp_path / "student", train__total_steps=1).learn()
     config = yaml.safe_load((tmp_path / "student" / "config.yaml").read_text())
     config["model"]["reference_path"] = teacher
     (tmp_path / "student" / "config.yaml").write_text(yaml.safe_dump(config))
