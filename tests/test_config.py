@@ -17,6 +17,7 @@ from tables import table
 from trainkit.config import (
     MethodConfig,
     OptimizerConfig,
+    PluginConfig,
     RolloutConfig,
     SamplingConfig,
     Section,
