@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -41,6 +40,12 @@ FORMATS = [
 FLAT = [(form, row) for form, row in FORMATS if not any(isinstance(value, list) for value in row.values())]
 
 
+def save(rows: list[Any], path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(rows).save_to_disk(str(path))
+
+
 @table("form, row", FORMATS)
 @table("suffix", ["jsonl", "json", "parquet", "saved"])
 def test_rows_of_every_format_are_read_as_they_were_written(
@@ -54,7 +59,7 @@ def test_rows_of_every_format_are_read_as_they_were_written(
     elif suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        Dataset.from_list(rows).save_to_disk(str(path))
+        save(rows, path)
     assert read_data(str(path)) == rows
 
 
@@ -102,6 +107,8 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
         (parts / f"train-0000{at}-of-00002.jsonl").write_text(f'{{"prompt": "{at}"}}\n', encoding="utf-8")
     (parts / "README.md").write_text("about", encoding="utf-8")
     assert read_data(str(parts)) == [{"prompt": "0"}, {"prompt": "1"}]
+    from datasets import Dataset, DatasetDict
+
     split = DatasetDict({"train": Dataset.from_list([{"prompt": "a"}]), "test": Dataset.from_list([{"prompt": "b"}])})
     split.save_to_disk(str(tmp_path / "both"))
     assert read_data(str(tmp_path / "both")) == [{"prompt": "a"}]
@@ -178,7 +185,7 @@ def stored(rows: list[Any], source: str, folder: Path) -> str:
     elif source == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif source == "saved":
-        Dataset.from_list(rows).save_to_disk(str(path))
+        save(rows, path)
     elif source == "hub":  # what `datasets` loads by a name, here without a network: a repository with two splits
         path = folder / "owner" / "name" / "data"
         path.mkdir(parents=True)

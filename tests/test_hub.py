@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from huggingface_hub import constants
@@ -113,6 +112,8 @@ def test_a_reward_model_is_read_from_the_hub_as_from_its_directory(
 
 
 def test_an_adapter_on_the_hub_is_merged_into_its_base_whose_revision_is_its_own(cache: Cache, tmp_path: Path) -> None:
+    import peft
+
     language_model().save_pretrained(tmp_path / "base")
     base = cache.publish("someone/base", tmp_path / "base")
     torch.manual_seed(1)
