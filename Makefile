@@ -33,6 +33,8 @@ ENGINES := .venv-engines
 PINS = -c constraints.txt
 # modules are compiled when they are first imported, which most of those installed never are
 INSTALL = -m pip install --no-compile
+# compiled modules are kept, whatever the environment says: tests and examples start many processes
+export PYTHONDONTWRITEBYTECODE =
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check

@@ -14,7 +14,7 @@ Test = Callable[..., None]
 
 
 def table(names: str, rows: Collection[Any]) -> Callable[[Test], Test]:
-    """Run a test for each row, as subtests of one test; ``table("given, expected", rows)`` as `pytest.mark.parametrize`.
+    """Run a test for each row, as subtests of one test; used as `pytest.mark.parametrize`.
 
     A failing row does not stop the others. Each row has its own ``tmp_path`` and ``monkeypatch`` and finds ``capsys``,
     ``caplog`` and ``recwarn`` empty; other fixtures are made once and shared by the rows.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainkit
 from tables import table
@@ -48,6 +47,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a model is an error: what is refused, is refused before."""
+    from transformers import AutoModelForCausalLM
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded before the input was checked")
@@ -116,6 +116,8 @@ def test_contradictory_arguments_raise_naming_both(arguments: dict[str, Any], na
 
 
 def model_forms(tmp_path: Path) -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(**{k: v for k, v in MODEL.items() if k != "model_type"})
     live = GPT2LMHeadModel(config)
     live.save_pretrained(tmp_path / "saved")
@@ -190,6 +192,8 @@ def test_the_callers_arguments_are_not_changed(config: Any) -> None:
 
 
 def test_the_trainer_generates_evaluates_and_exports(config: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     config["rollout"]["eval_kwargs"] = {"temperature": [0.5, 1.0]}
     trainer = trainkit.train(
         MODEL, reward, prompts=PROMPTS, eval_prompts=["a", "b"], config=config, tokenizer=TOKENIZER,
@@ -232,6 +236,8 @@ def test_an_export_that_fails_leaves_the_older_one(
 
 
 def test_exporting_into_a_directory_keeps_what_else_is_there(config: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     trainer = trainkit.train(MODEL, samples=["abc"], config=config, tokenizer=TOKENIZER)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification
 
 import trainkit
 from tables import table
@@ -19,6 +19,9 @@ from trainkit.models import Policy, Reference, load_heads, make_policy
 from trainkit.models.critic import ValueBranch
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import PROMPTS, tiny_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def model_of(fields: dict[str, Any], seed: int = 0) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -149,6 +148,8 @@ def test_tools_and_further_settings_go_to_the_template() -> None:
 
 
 def test_a_tables_empty_cells_are_no_part_of_a_message() -> None:
+    from datasets import Dataset
+
     rows = Dataset.from_list([{"messages": [says("user", "hi"), {**says("assistant", "yo"), "name": "x"}]}])
     assert rows[0]["messages"][0]["name"] is None
     made = tokenizer(CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'None!' if 'name' in m and not m.name }}"))
@@ -328,6 +329,8 @@ def test_a_column_is_the_reward_for_whom_learns_from_rewards() -> None:
 
 @table("read", [sample_rows, prompt_rows, preference_rows])
 def test_a_dataset_of_several_splits_is_an_error_that_names_one(read: Any) -> None:
+    from datasets import Dataset, DatasetDict
+
     with pytest.raises(DataError, match=r"splits train, test; give one of them: \w+=dataset\['train'\]"):
         read(DatasetDict(train=Dataset.from_list([{"text": "a"}]), test=Dataset.from_list([{"text": "a"}])))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import trainkit
@@ -313,6 +312,8 @@ def fields_of(name: str, cls: str) -> set[str]:
     ["SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"],
 )
 def test_every_field_of_training_arguments_has_a_place(cls: str) -> None:
+    from transformers import TrainingArguments
+
     known = {about.name for about in dataclasses.fields(TrainingArguments)}
     assert known - fields_of("trl1", cls) == set()
 

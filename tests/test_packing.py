@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tables import table
 from trainkit.config import SamplingConfig
@@ -17,6 +17,9 @@ from trainkit.rollouts import CausalSampler, packing
 from trainkit.rollouts.packing import Packs
 from trainkit.rollouts.sampler import Generated
 from trainkit.testing import character_tokenizer, tiny_llama
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENIZER = character_tokenizer("abcdefgh")
 SIZE = len(TOKENIZER)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -109,6 +108,8 @@ def test_order_is_the_same_in_every_process() -> None:
 
 
 def test_a_dataset_is_read_row_by_row_as_rows_are_taken() -> None:
+    from datasets import Dataset
+
     class Counted:
         """A dataset that notes what is read."""
 
@@ -140,6 +141,8 @@ def test_a_pipeline_over_nothing_is_refused() -> None:
 
 
 def test_prompts_may_be_strings_dicts_or_any_finite_iterable_of_them() -> None:
+    from datasets import Dataset
+
     mixed = ["a", {"prompt": "b", "answer": 7}]
     expected = [{"prompt": "a"}, {"prompt": "b", "answer": 7}]
     assert prompt_rows(mixed) == expected

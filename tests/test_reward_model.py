@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import trainkit
 from tables import table
@@ -25,6 +19,9 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.models import RewardModel, Scorer, load_scorer
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXTS = ["abc", "h", "", "bbbbbbbb", "abcabcabcabc", "de"]
 OPT = {

@@ -8,13 +8,13 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import trainkit
 from tables import table
@@ -29,6 +29,9 @@ from trainkit.seeding import PLACE, Place, philox, placed, response_seeds, turn_
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit.trainer.generation import given_rollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = [*LETTERS, EOS, PAD]
 """The vocabulary, in the order of ids."""

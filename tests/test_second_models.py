@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import pytest
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import trainkit
 import trainkit.models.policy as module
@@ -32,6 +32,9 @@ from trainkit.plugins import registry
 from trainkit.runs.checkpoint import read_state
 from trainkit.testing import character_tokenizer, check_trainer, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import LETTERS, PAIRS, tiny_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 V = len(LETTERS) + 2
 SHARP = {"initializer_range": 0.2}

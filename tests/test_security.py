@@ -20,7 +20,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
-from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import trainkit
@@ -56,6 +55,8 @@ def everything(root: Path) -> bytes:
 def model(tmp_path: Path) -> str:
     """A directory with a model of 10 tokens and its tokenizer."""
     place = str(tmp_path / "start")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     GPT2LMHeadModel(
         GPT2Config(vocab_size=10, n_layer=1, n_head=2, n_embd=16, n_positions=32, bos_token_id=None, eos_token_id=8)
     ).save_pretrained(place)

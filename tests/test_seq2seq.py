@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedTokenizerFast
 
 import trainkit
 from tables import table
@@ -23,6 +23,9 @@ from trainkit.models.trunk import freeze_below
 from trainkit.rollouts import Seq2SeqSampler
 from trainkit.testing import EOS, PAD, character_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import LETTERS, tiny_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 V = 10
 TOKENS = [*LETTERS, EOS, PAD]

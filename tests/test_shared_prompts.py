@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
 from tables import table
@@ -24,6 +24,9 @@ from trainkit.models.reward import Scorer
 from trainkit.testing import tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import sharing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 V = 20
 LLAMA = tiny_llama(V)

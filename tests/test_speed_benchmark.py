@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import table
 import torch
+
+from tables import table
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -148,12 +149,15 @@ def test_the_table_names_cases_that_exist_and_targets_that_it_measures(load: Any
             figures.Case.read(wrong)
 
 
-@table("asked, jobs", [
+@table(
+    "asked, jobs",
+    [
         (["--cases", "ppo-frozen"], ["ppo-frozen:32x1,32+64 on M"]),
         (["--cases", "rloo", "--precision", "bf16"], ["rloo:8x4,32+64 on M bf16"]),
         (["--cases", "sft", "--models", "M50k"], ["sft:8x256 on M50k"]),
         (["--cases", "grpo:2x2,8+8", "--models", "M50k", "--backend", "equal"], ["grpo:2x2,8+8 on M50k equal"]),
-    ])
+    ],
+)
 def test_options_select_from_the_table_and_a_shape_is_measured_as_they_say(
     asked: list[str], jobs: list[str], load: Any
 ) -> None:

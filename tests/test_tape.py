@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tables import table
 from trainkit.config import SamplingConfig
@@ -17,6 +17,9 @@ from trainkit.rollouts import CausalSampler, decoding
 from trainkit.rollouts.sampler import Generated
 from trainkit.rollouts.tape import TapeError, record
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENIZER = character_tokenizer("abcdefgh")
 SIZE = len(TOKENIZER)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
 from tables import table
@@ -21,6 +21,9 @@ from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 L = 3
 TRAINERS = [name for name in trainkit.available_trainers() if name != "ddpo"]  # of language models

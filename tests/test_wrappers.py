@@ -8,20 +8,14 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 from transformers.utils import hub
 
 import trainkit
@@ -42,6 +36,9 @@ from trainkit.models import (
 from trainkit.models.wrappers import _quantisation
 from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

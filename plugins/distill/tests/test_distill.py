@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
 from tables import table
@@ -21,6 +21,9 @@ from trainkit.testing import character_tokenizer, check_trainer, tiny_gpt2
 from trainkit.testing.bandit import Bandit
 from trainkit.testing.trainers import Letters, tiny_trainer
 from trainkit_distill import DistillBatch, DistillConfig, DistillTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 P, Q = (1 / 2, 1 / 4, 1 / 4), (1 / 8, 1 / 8, 3 / 4)
 """Probabilities of the policy and of the teacher, for the tokens a, EOS and padding, in every state."""

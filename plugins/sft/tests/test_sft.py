@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
 from tables import table
@@ -21,6 +21,9 @@ from trainkit.models import check_packing, embedding_noise, make_policy
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import PROMPTS, SAMPLES, tiny_trainer
 from trainkit_sft import best_fit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def test_loss_equals_the_cross_entropy_of_output_tokens(tmp_path: Path) -> None:

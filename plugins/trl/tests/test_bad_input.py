@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, TrainerCallback, TrainingArguments
 
 from tables import table
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
@@ -30,6 +30,8 @@ PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
 
 
 def model(**fields: Any) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
     set_seed(0)
     return AutoModelForCausalLM.from_config(GPT2Config(**{**tiny_gpt2(len(TOKENIZER)), **fields}))
 
@@ -39,6 +41,8 @@ def valued(**fields: Any) -> Any:
 
 
 def llama() -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     config = LlamaConfig(**{name: value for name, value in tiny_llama(len(TOKENIZER)).items() if name != "model_type"})
     return AutoModelForCausalLMWithValueHead.from_pretrained(AutoModelForCausalLM.from_config(config))
 
@@ -64,6 +68,8 @@ def rows(dataset: Any, **changes: Any) -> Any:
 
 
 def offline(trainer: Any, data: Any, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
     args = TrainingArguments("out", max_steps=2, report_to="none", **changes.pop("args", {}))
     named = {} if trainer is IterativeSFTTrainer else {"train_dataset": data}
     return trainer(**{"model": model(), "args": args, "tokenizer": TOKENIZER, **named, **changes})
@@ -149,7 +155,12 @@ BAD: list[tuple[str, Callable[[], Any], str]] = [
     ),
     (
         "a callback of transformers",
-        lambda: offline(SFTTrainer, [{"text": "abc"}], dataset_text_field="text", callbacks=[TrainerCallback()]),
+        lambda: offline(
+            SFTTrainer,
+            [{"text": "abc"}],
+            dataset_text_field="text",
+            callbacks=[import_module("transformers").TrainerCallback()],
+        ),
         r"callbacks of transformers are not called; give objects with methods that trainkit.hookimpl marks",
     ),
     (
