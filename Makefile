@@ -12,7 +12,6 @@
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
 #   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval, for make test-all
 #   make check     lint, types, test
-#   make api       docs/plugin-api.md, the names that plugins may use, made again
 #   make tables    the tables of docs/migrating/ from trainkit/migrating/
 #   make docs      the documentation site in build/site, with every link and reference checked
 #   make mutants   which checks of the kit find which bugs
@@ -39,7 +38,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
 .PHONY: demo test test-all weekly weekly-tests battery battery-full test-gpu engines shards extras coverage lint types \
-    check api tables docs browser mutants parity bench speed dist test-lowest test-newest
+    check tables docs browser mutants parity bench speed dist test-lowest test-newest
 
 demo: $(VENV)/made-demo
 	$(BIN)/trainkit examples run randomwalks
@@ -101,9 +100,6 @@ types: $(VENV)/made
 	$(BIN)/mypy .ci/*.py
 
 check: lint types test
-
-api: $(VENV)/made
-	$(BIN)/python docs/make_plugin_api.py
 
 tables: $(VENV)/made
 	$(BIN)/python docs/make_migrating.py

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "plugins", ROOT / "examples/plugins")
@@ -162,14 +167,22 @@ def test_the_core_imports_no_plugin_and_no_plugin_imports_another() -> None:
     assert wrong == []
 
 
-def test_plugins_use_public_names_only() -> None:
+@pytest.fixture
+def public_names(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs/site")
+    return importlib.import_module("public_names")
+
+
+def test_plugins_use_public_names_only(public_names: ModuleType) -> None:
+    exported = {module: public_names.exported(module) for module in public_names.MODULES}
     checked = [path for place in (*PLUGINS, TEMPLATES) for path in sources(place)]
     assert {"trainkit_ppo", "trainkit_sft", "trainer", "sampler", "tracker"} <= {path.parent.name for path in checked}
     wrong = []
     for path in checked:
-        for line, target, *_ in imports(path):
-            if target.split(".")[0] == "trainkit" and target not in PUBLIC:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+        for line, target, name, _ in imports(path):
+            public = target in PUBLIC and (not name or name in exported[target] or f"{target}.{name}" in PUBLIC)
+            if target.split(".")[0] == "trainkit" and not public:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name} of {target}")
     assert wrong == []
 
 
@@ -195,3 +208,10 @@ def test_modules_of_a_plugin_import_each_other_in_one_direction() -> None:
             for path, name in modules.items()
         }
         graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError
+
+
+def test_the_page_about_plugins_names_the_public_modules(public_names: ModuleType) -> None:
+    text = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^\* Import from (.*?) only,", text, flags=re.MULTILINE | re.DOTALL)
+    parts = {module for module in public_names.MODULES if module.startswith("trainkit.testing.")}
+    assert {*re.findall(r"`([\w.]+)`", listed), "trainkit.plugins.hookspecs", *parts} == {*public_names.MODULES}

@@ -27,7 +27,6 @@ PLACES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "docs/plugin-api.md": "reference/api/index.md",
 }
 """The pages in the site of files whose place does not follow from their name."""
 READMES = sorted(

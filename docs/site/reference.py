@@ -18,9 +18,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT / "docs/site")]
 
-from make_plugin_api import MODULES, exported, first_paragraph, listed_elsewhere, tree  # noqa: E402
+from public_names import MODULES, exported, first_paragraph, listed_elsewhere, tree  # noqa: E402
 
 API = {module: f"reference/api/{module}.md" for module in MODULES}
 """The public modules, and their pages."""
