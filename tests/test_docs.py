@@ -164,7 +164,7 @@ def test_the_page_about_plugins_runs_and_its_algorithm_prefers_what_was_rewarded
 UNSAID = "the page around the code says what its docstrings would"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("document", "expected_failures"),
     [

@@ -46,7 +46,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_passes_the_whole_kit(name: str) -> None:
     check_plugin(name, expected_failures=EXPECTED.get(name))
