@@ -30,8 +30,6 @@ BENCH := .venv-bench
 ENGINES := .venv-engines
 # the versions that are installed
 PINS = -c constraints.txt
-# modules are compiled when they are first imported, which most of those installed never are
-INSTALL = -m pip install --no-compile
 # compiled modules are kept, whatever the environment says: tests and examples start many processes
 export PYTHONDONTWRITEBYTECODE =
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -82,7 +80,7 @@ test-gpu: $(VENV)/made
 
 # Chromium and its driver are programs of the system: apt-get install chromium chromium-driver
 browser: $(VENV)/made docs
-	$(BIN)/python $(INSTALL) $(PINS) -e '.[browser]'
+	$(BIN)/python -m pip install $(PINS) -e '.[browser]'
 	$(PYTEST) -m browser $(or $(ARGS),tests/test_browser.py)
 
 extras: $(VENV)/made-extras
@@ -142,7 +140,7 @@ test-newest:
 # TRL, which trainkit is measured beside and never depends on
 $(BENCH)/made: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python $(INSTALL) -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
+	$(BENCH)/bin/python -m pip install -c constraints.txt -e '.[bench,dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
 # vLLM requires torchvision, torchaudio and torchcodec; the builds of them that pip finds need CUDA, and transformers,
@@ -153,7 +151,7 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	mkdir -p build
 	$(PYTHON) .ci/engines.py > build/engines.txt
-	$(ENGINES)/bin/python $(INSTALL) -c build/engines.txt -e '.[dev]' $(foreach plugin,$(WITH_ENGINES),-e '$(plugin)')
+	$(ENGINES)/bin/python -m pip install -c build/engines.txt -e '.[dev]' $(foreach plugin,$(WITH_ENGINES),-e '$(plugin)')
 	$(ENGINES)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -161,18 +159,19 @@ $(ENGINES)/made: pyproject.toml constraints.txt .ci/engines.py $(addsuffix /pypr
 PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyproject.toml,$(PLUGINS))
 $(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) $(PINS) -e . -e plugins/sft -e plugins/ppo networkx
+	$(BIN)/python -m pip install --no-compile $(PINS) -e . -e plugins/sft -e plugins/ppo networkx
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # as pip would, but on all cores
 	touch $@
 
 $(VENV)/made: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/python -m pip install $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
 	touch $@
 
 $(VENV)/made-docs: $(VENV)/made
-	$(BIN)/python $(INSTALL) $(PINS) -e '.[docs]'
+	$(BIN)/python -m pip install $(PINS) -e '.[docs]'
 	touch $@
 
 $(VENV)/made-extras: $(VENV)/made
-	$(BIN)/python $(INSTALL) $(PINS) -e '.[reasoning,eval]'
+	$(BIN)/python -m pip install $(PINS) -e '.[reasoning,eval]'
 	touch $@
