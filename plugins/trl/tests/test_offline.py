@@ -354,7 +354,7 @@ def test_the_best_evaluation_is_loaded_at_the_end(adapter: bool, tmp_path: Path)
     model, tokenizer = made()
     learnt, contrary = (Dataset.from_dict({"text": [text] * 8}) for text in ("abab", "baba"))
     args = arguments(
-        tmp_path, max_steps=20, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=10,
+        tmp_path, max_steps=40, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=20,
         load_best_model_at_end=True, metric_for_best_model="eval_loss",
     )  # fmt: skip
     peft = {"peft_config": LoraConfig(r=4, target_modules=["c_fc"], modules_to_save=["wte"])} if adapter else {}
