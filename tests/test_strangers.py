@@ -95,7 +95,9 @@ def test_they_are_listed_with_what_they_are_and_why_they_cannot_be_used(stranger
     assert by_name["ppo", "trainkit-ppo"]["state"] == "ok"
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize(
+    "name", [name if name == "csv" else pytest.param(name, marks=pytest.mark.weekly) for name in WORKING]
+)
 def test_its_own_tests_pass_where_it_is_installed(strangers: FreshVenv, name: str) -> None:
     done = strangers.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", PLUGINS / name / "tests")
     assert " passed" in done.stdout
