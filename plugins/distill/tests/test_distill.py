@@ -160,7 +160,7 @@ def test_gradients_equal_finite_differences(divergence: str, advantage: float, t
 # ------------------------------------------------------------------------------------------------ where it converges
 
 
-def distilled(bandit: Bandit, tmp_path: Path, method: dict[str, Any], steps: int = 120, **data: Any) -> tuple[Any, Any]:
+def distilled(bandit: Bandit, tmp_path: Path, method: dict[str, Any], **data: Any) -> tuple[Any, Any]:
     """A run on the bandit, with a teacher that prefers other letters than the policy, and the teacher."""
     arguments = {**bandit.arguments, **data}
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -172,7 +172,7 @@ def distilled(bandit: Bandit, tmp_path: Path, method: dict[str, Any], steps: int
             "optimizer": {"lr": 3e-3},
             "scheduler": {"name": "linear"},
             "rollout": {"max_new_tokens": 1, "num_rollouts": 128, "batch_size": 128},
-            "train": {"batch_size": 128, "total_steps": steps, "run_dir": str(tmp_path), "trackers": []},
+            "train": {"batch_size": 128, "total_steps": 120, "run_dir": str(tmp_path), "trackers": []},
         },
         **arguments,
     )
@@ -203,8 +203,8 @@ def test_offline_it_becomes_the_teacher_on_the_samples(tmp_path: Path) -> None:
     samples = [(prompt, response) for prompt in bandit.prompts for response in bandit.responses]
     nothing = dict.fromkeys(("reward_fn", "prompts", "logit_mask"))
     method = {"name": "distill_offline", "divergence": "forward"}
-    trainer, teacher = distilled(bandit, tmp_path, method, steps=40, samples=samples, **nothing)
-    assert max(bandit.divergences(trainer.unwrapped.model, teacher, math.inf)) < 0.02
+    trainer, teacher = distilled(bandit, tmp_path, method, samples=samples, **nothing)
+    assert max(bandit.divergences(trainer.unwrapped.model, teacher, math.inf)) < 0.002
 
 
 def test_the_loss_on_held_out_samples_is_measured(tmp_path: Path) -> None:

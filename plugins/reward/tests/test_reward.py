@@ -108,7 +108,7 @@ def by_letter(count: int, seed: int) -> list[dict[str, Any]]:
     return pairs
 
 
-def trained(tmp_path: Path, epochs: int = 6, **sections: Any) -> Any:
+def trained(tmp_path: Path, **sections: Any) -> Any:
     return trainkit.train(
         tiny_gpt2(10),
         method="reward",
@@ -118,15 +118,15 @@ def trained(tmp_path: Path, epochs: int = 6, **sections: Any) -> Any:
         config={
             "optimizer": {"lr": 3e-3},
             **sections,
-            "train": {"batch_size": 32, "epochs": epochs, "run_dir": str(tmp_path / "run"), "trackers": []},
+            "train": {"batch_size": 32, "epochs": 6, "run_dir": str(tmp_path / "run"), "trackers": []},
         },
     )
 
 
 def test_it_learns_what_is_preferred(tmp_path: Path) -> None:
-    found = trained(tmp_path, epochs=2).evaluate()
-    assert found["eval/rewards/accuracies"] > 0.9
-    assert found["eval/rewards/margins"] > 0.8
+    found = trained(tmp_path).evaluate()
+    assert found["eval/rewards/accuracies"] > 0.95
+    assert found["eval/rewards/margins"] > 1
 
 
 @pytest.mark.slow
@@ -229,4 +229,4 @@ def test_centring_keeps_scores_around_zero(tmp_path: Path) -> None:
         return abs(found["eval/rewards/chosen"] + found["eval/rewards/rejected"])
 
     assert off(centred) < 0.3 < off(free)
-    assert centred["eval/rewards/accuracies"] > 0.9
+    assert centred["eval/rewards/accuracies"] > 0.95
