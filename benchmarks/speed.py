@@ -8,7 +8,8 @@ unless ``--cases`` names others. A case with its shape is measured as the option
 
 The reward is trivial. Model S has the shape of GPT-2 (4 layers × 128, vocabulary 300), model M that of Llama (6 layers
 × 512, vocabulary 8,192), M50k is M with a vocabulary of 50,257, and G has the shape of GPT-2 (6 layers × 512,
-vocabulary 8,192). No response ends early: all systems sample with an EOS id outside the model's vocabulary, at no cost.
+vocabulary 8,192). Q05 and Q15 have the shapes of Qwen2.5 0.5B and 1.5B, for GPUs. No
+response ends early: all systems sample with an EOS id outside the model's vocabulary, at no cost.
 
 A step is a collection and its updates: PPO makes 4 epochs of 1 minibatch; RFT samples 4 responses to each prompt and
 trains on half of them. A step of DPO counts the reference's pass over the rows; one of ``dpo-3`` is three updates and
@@ -53,7 +54,7 @@ from rich.table import Table
 
 SYSTEMS = Path(__file__).with_name("speed_systems")
 TRL_PYTHON = Path(__file__).parents[1] / ".venv-bench" / "bin" / "python"
-MODELS = ("S", "M", "M50k", "G")
+MODELS = ("S", "M", "M50k", "G", "Q05", "Q15")
 PHASES = ("generate", "old logprobs", "reference", "forward", "backward", "optimizer", "rest")
 ALLOCATORS = ("tcmalloc_minimal", "tcmalloc")
 FIELDS: dict[str, dict[str, Any]] = {
@@ -197,6 +198,7 @@ def start(system: str, job: Job, options: argparse.Namespace, directory: Path) -
         "backend": job.backend,
         "threads": options.threads,
         "clock": {"wall": "perf_counter", "cpu": "process_time"}[options.clock],
+        "microbatch": options.microbatch,
         **job.case.fields(small=options.small),
         **FIELDS.get(job.case.name, {}),
         **job.fields,
@@ -223,12 +225,19 @@ def systems_of(job: Job, options: argparse.Namespace) -> list[str]:
 
 
 def measure(job: Job, options: argparse.Namespace, progress: Progress) -> list[Worker]:
-    """Run all systems of a case, one step each in turn, and return their workers."""
+    """Run all systems of a case, one step each in turn unless ``--apart``, and return their workers."""
+    together = systems_of(job, options)
+    parts = [[system] for system in together] if options.apart else [together]
+    return [worker for systems in parts for worker in in_turn(systems, job, options, progress)]
+
+
+def in_turn(systems: list[str], job: Job, options: argparse.Namespace, progress: Progress) -> list[Worker]:
+    """Run some systems of a case, one step each in turn, and return their workers."""
     workers: list[Worker] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started: list[Worker] = []
-        for system in systems_of(job, options):
+        for system in systems:
             try:
                 started.append(start(system, job, options, directory))
                 stack.callback(started[-1].stop)
@@ -333,6 +342,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--warmup", type=int, default=2)
     made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--microbatch", type=int, help="rows of a forward pass in training, instead of each default")
+    made.add_argument("--apart", action="store_true", help="one system after the other: two do not fit in memory")
     made.add_argument("--device", choices=["cpu"], help="cpu: also where there is a CUDA device")
     made.add_argument("--allocator", help="the library that all workers preload, except with --backend default")
     made.add_argument("--clock", choices=["wall", "cpu"], default="wall")

@@ -67,9 +67,10 @@ def settings(work: Work) -> dict[str, Any]:
     train = {"batch_size": trained.get(work.case, work.rows), "total_steps": 10**6, "trackers": []}
     train |= {"share_prompts": False} if work.system == "trainkit-separate" else {}
     train |= {"mixed_precision": "bf16"} if work.precision == "bf16" else {}
+    train |= {"microbatch_size": work.microbatch} if work.microbatch else {}
     return {
         "method": {**method, **group},
-        "model": {"model_path": work.fields, **frozen},
+        "model": frozen,
         "rollout": {"max_new_tokens": work.new, "num_rollouts": work.rows},
         "train": {**train, "eval_interval": 0, "save_interval": 0, "run_dir": f"run-{work.system}"},
     }
@@ -94,7 +95,9 @@ def run(work: Work, turns: Turns) -> None:
         return turns.say(skip=f"this trainkit has no setting model.{FROZEN}")
     config, tokenizer = trainkit.TRLConfig.from_dict(settings(work)), work.tokenizer()
     if work.case != "generate":
-        trainkit.train(config=config, tokenizer=tokenizer, callbacks=[Alternation(turns, work)], **data(work))
+        callbacks = [Alternation(turns, work)]
+        trainkit.train(work.network(), config=config, tokenizer=tokenizer, callbacks=callbacks, **data(work))
+    config = config.evolve(model={"model_path": work.fields})
     trainer = trainkit.get_trainer("sft")(config, tokenizer=tokenizer)
     turns.time(trainer.engine, "submit", "generate")
     prompts = work.texts(work.rows, work.prompt)

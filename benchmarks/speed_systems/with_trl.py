@@ -48,13 +48,16 @@ class Alternation(TrainerCallback):
 def arguments(work: Work) -> dict[str, Any]:
     """Return the arguments of all trainers: no logging or saving, and no end of training."""
     order = {"train_sampling_strategy": "sequential"} if work.case in OFFLINE else {}
+    rows = work.rows // work.samples if work.case == "online-dpo" else work.rows
+    passes = rows // work.microbatch if work.microbatch else 1
     return {
         **order,
         "output_dir": f"run-{work.system}",
         "use_cpu": work.device == "cpu",
         "bf16": work.precision == "bf16",
         "gradient_checkpointing": work.system == "trl-recompute",
-        "per_device_train_batch_size": work.rows // work.samples if work.case == "online-dpo" else work.rows,
+        "per_device_train_batch_size": rows // passes,
+        "gradient_accumulation_steps": passes,
         "max_steps": 10**6,
         "save_strategy": "no",
         "report_to": "none",
