@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit.models.head as module
 from tables import table
+from trainkit.data import Sequences
 from trainkit.functional import allow_logits, entropy_from_logits, token_logprobs
+from trainkit.models import make_policy
 from trainkit.models.head import read_head, reads_in_blocks
+from trainkit.models.reference import Frozen
+from trainkit.testing import tiny_llama
 
 N, V, D = 20, 50, 8
 ONE, AGAIN, KEPT = (2**22, 1024, 2**23), (64, 7, 0), (64, 7, 2**23)
@@ -120,5 +127,35 @@ def test_other_heads_are_left_to_their_own_forward_pass() -> None:
     hooked.register_forward_hook(lambda *_: None)
     for head in (Scaled(D, V), hooked, nn.Linear(D, V).bfloat16()):
         assert not reads_in_blocks(head, states)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not reads_in_blocks(nn.Linear(D, V), states)
+
+
+@table("autocast, entropy, divergence", [(a, e, d) for a in (True, False) for e, d in ((0, 0), (1, 0), (0, 1))])
+def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
+    autocast: bool, entropy: bool, divergence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks or chunks there are: what they add is in float32 (law 3)."""
+    torch.manual_seed(1)
+    fields = {**tiny_llama(512), "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    config = AutoConfig.for_model(**fields, tie_word_embeddings=False)
+    model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    sequences = Sequences.from_lists(torch.randint(512, (64, 2)).tolist(), torch.randint(512, (64, 100)).tolist())
+
+    def gradient(dtype: torch.dtype, *, blocks: bool) -> Tensor:
+        """That of the head, from a loss whose terms have one sign, as in SFT: their sums grow with the rows."""
+        set_sizes(monkeypatch, (2**12, 64, 0) if blocks else ONE)
+        monkeypatch.setattr("trainkit.models.policy.CHUNK", 2**12 if blocks else 2**22)
+        rounded = autocast and dtype == torch.bfloat16
+        kept = torch.float32 if rounded else dtype
+        policy, reference = (make_policy(copy.deepcopy(each).to(kept)) for each in (model, other))
+        weight: Any = policy.model.get_output_embeddings().weight
+        weight.grad_dtype = torch.promote_types(kept, torch.float32)  # as `MasterWeights` has it
+        with torch.autocast("cpu", dtype, enabled=rounded):
+            found = policy(sequences, entropy=entropy, reference=Frozen(lambda: reference) if divergence else None)
+        loss = found.divergence if divergence else found.entropy if entropy else -found.logprobs
+        loss.sum().backward()
+        return weight.grad.double()
+
+    exact = gradient(torch.float64, blocks=False)
+    many, one = (float((gradient(torch.bfloat16, blocks=x) - exact).norm() / exact.norm()) for x in (True, False))
+    print(autocast, entropy, divergence, many, one)
+    assert many <= 1.2 * one

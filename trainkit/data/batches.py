@@ -301,6 +301,12 @@ class Sequences(Batch):
         begins = (self.segments != before) | ~self.attention_mask
         return columns - (columns * begins).cummax(1).values
 
+    @property
+    def padded_right(self) -> bool:
+        """Whether every row begins with a real token, and all padding is at its end."""
+        real = self.attention_mask
+        return bool(((real[:, :-1] >= real[:, 1:]).all(1) & real[:, :1].all(1)).all())
+
     def buckets(self, cost: int) -> list[Tensor]:
         """Group rows of similar length, as indices [b]; adds a bucket where it saves over ``cost`` padding tokens."""
         if self.input_ids.numel() <= cost:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 log = logging.getLogger(__name__)
@@ -48,10 +51,9 @@ def use_fast_exact_matmul(device: torch.device) -> bool:
     if device.type != "cpu" and _set_here and chosen == "medium":
         torch.set_float32_matmul_precision("highest")  # "medium" is exact on the CPU only
         _set_here = False
-    if device.type == "cpu":
-        from transformers import AttentionInterface
+    from transformers import AttentionInterface
 
-        AttentionInterface.register("sdpa", _attention)
+    AttentionInterface.register("sdpa", _attention)
     if device.type != "cpu" or chosen == "high":
         return False
     exact = _medium_is_exact()
@@ -82,6 +84,27 @@ def use_exact_convolutions(device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+
+
+def use_right_attention(device: torch.device) -> None:
+    """Switch cuDNN's attention off on a CUDA device if its gradients are not finite with a mask.
+
+    torch prefers it on Hopper GPUs. With 64, 192, 320, … keys, and a query that may attend to none of them, as those of
+    padding at the left, versions of before have a gradient of NaN (https://github.com/pytorch/pytorch/issues/196678).
+    The setting holds for the whole process.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        return
+    query, key, value = (torch.ones(1, 1, 64, 64, device=device, dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    mask = torch.ones(64, 64, dtype=torch.bool, device=device).tril(-1)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, :, 1:]
+            gradients = torch.autograd.grad(found.sum(), (query, key, value))
+        right = all(bool(gradient.isfinite().all()) for gradient in gradients)
+    except RuntimeError:  # it has none on this device
+        right = False
+    torch.backends.cuda.enable_cudnn_sdp(right)
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -268,12 +291,17 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute transformers' SDPA attention, with the products of the default library, in `dtype_of_attention`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it imports all of transformers
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward  # all of transformers
+
+    usual, groups = autocast_dtype(query.device.type) or query.dtype, getattr(module, "num_key_value_groups", 1)
+    if query.device.type == "cuda" and usual == torch.float32 and groups > 1 and query.size(2) > 1:
+        # only torch's slowest kernel, which keeps all scores, has grouped queries in float32 there
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)[0]
 
-    usual = autocast_dtype(query.device.type) or query.dtype
     if usual == dtype_of_attention(query):
         return by_default_library(attend, query, key, value), None
     mask, kwargs = _wide(mask), {name: _wide(value) for name, value in kwargs.items()}  # one may be a bias of positions

@@ -10,24 +10,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trainkit.models.backend import autocast_dtype
+
 BLOCK = 2**22
-"""The number of logits of a block: 16 MB in float32."""
+"""The number of logits of a block on CPUs: 16 MB in float32."""
 NARROWEST = 1024
 """The smallest number of tokens of the vocabulary in a block; products of fewer are slow."""
 KEPT = 2**23
-"""The largest number of logits that are kept for the backward pass, which computes more of them again."""
+"""The largest number of logits that are kept for the backward pass on CPUs, which computes more of them again."""
+
+
+def at_a_time(count: int, device: torch.device) -> int:
+    """Return a number of logits on a device for one on CPUs; small products leave an accelerator idle."""
+    return count if device.type == "cpu" else 16 * count
 
 
 def reads_in_blocks(head: Any, states: Tensor) -> bool:
-    """Return whether `read_head` gives the log-probabilities of this head.
+    """Return whether `read_head` gives the log-probabilities of this head: a linear layer without hooks.
 
-    It must be a linear layer without hooks, whose product is not rounded to another type.
+    Its weights have the type of the states, unless autocast rounds both.
     """
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return False
     tensors = [head.weight, *([] if head.bias is None else [head.bias])]
-    plain = all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == states.dtype for tensor in tensors)
-    return plain and states.dtype.itemsize >= 4 and not torch.is_autocast_enabled(states.device.type)
+    rounded = _product_dtype(states) != states.dtype
+    return all(
+        type(tensor) in (Tensor, nn.Parameter) and (rounded or tensor.dtype == states.dtype) for tensor in tensors
+    )
+
+
+def _product_dtype(states: Tensor) -> torch.dtype:
+    """Return the type to which the factors of the product are rounded; autocast leaves float64 as it is."""
+    autocast = autocast_dtype(states.device.type)
+    return states.dtype if autocast is None or states.dtype == torch.float64 else autocast
 
 
 def read_head(
@@ -43,7 +58,8 @@ def read_head(
     """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
 
     The logits are those of a linear head, with −inf where ``logit_mask`` forbids a token. If there are more than
-    `BLOCK`, the gradient of the head is written block by block, each block once.
+    `BLOCK`, the gradient of the head is written block by block, each block once. So it is as exact as that of one
+    product, in 16 bits too: sums over tokens and over the vocabulary are in float32, and in float64 for states in it.
 
     Args:
         head: the head, as `reads_in_blocks` accepts it.
@@ -57,7 +73,7 @@ def read_head(
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
     """
-    if len(states) * len(head.weight) <= BLOCK:
+    if len(states) * len(head.weight) <= at_a_time(BLOCK, states.device):
         return _read_at_once(head, states, tokens, previous, temperature, logit_mask, entropy)
     arguments = (states, head.weight, head.bias, tokens, previous, logit_mask, temperature, entropy)
     logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -78,7 +94,7 @@ def _read_at_once(
     logs = logits.log_softmax(-1)
     chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)  # has the bits of `token_logprobs`
     if not entropy:
-        return chosen, states.new_empty(0)
+        return chosen, chosen.new_empty(0)
     finite = logs if logit_mask is None else logs.masked_fill(logs == -torch.inf, 0.0)  # 0 · −inf counts as 0
     return chosen, -(logs.exp() * finite).sum(1)
 
@@ -99,11 +115,13 @@ class _Read(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [N]; the sums over the vocabulary are updated block by block."""
-        top, total = states.new_full((len(states),), -torch.inf), states.new_zeros(len(states))
-        chosen, mean = torch.zeros_like(total), torch.zeros_like(total)
+        ctx.types = (states.dtype, dtype := _product_dtype(states))
+        states = states.to(dtype)
+        total = states.new_zeros(len(states), dtype=torch.promote_types(dtype, torch.float32))
+        top, chosen, mean = torch.full_like(total, -torch.inf), torch.zeros_like(total), torch.zeros_like(total)
         ctx.mask, ctx.temperature, kept = mask, temperature, []
-        keeps = any(ctx.needs_input_grad) and len(states) * len(weight) <= KEPT
-        for columns in _blocks(len(states), len(weight)):
+        keeps = any(ctx.needs_input_grad) and len(states) * len(weight) <= at_a_time(KEPT, states.device)
+        for columns in _blocks(states, weight):
             logits = _logits(states, weight, bias, previous, mask, temperature, columns)
             own, at = _own(tokens, columns)
             chosen = torch.where(own, logits.gather(1, at).squeeze(1), chosen)
@@ -119,7 +137,7 @@ class _Read(torch.autograd.Function):
             if keeps:
                 kept.append(logits)
         norms = top + total.log()
-        entropies = total.log() - mean / total if entropy else states.new_empty(0)
+        entropies = total.log() - mean / total if entropy else total.new_empty(0)
         ctx.save_for_backward(states, weight, bias, tokens, previous, norms, entropies, *kept)
         return chosen - norms, entropies
 
@@ -128,12 +146,12 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients: ∂ log π / ∂z = onehot − p, and ∂H / ∂z = −p·(log p + H)."""
         states, weight, bias, tokens, previous, norms, entropies, *kept = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        for_states = torch.zeros_like(states) if wants[0] else None
-        for_weight = torch.empty_like(weight) if wants[1] else None
-        for_bias = torch.empty_like(bias) if wants[2] else None
+        (returned, dtype), sums = ctx.types, norms.dtype
+        for_states = torch.zeros_like(states, dtype=sums) if ctx.needs_input_grad[0] else None
+        for_weight = torch.empty_like(weight, dtype=sums) if ctx.needs_input_grad[1] else None
+        for_bias = torch.empty_like(bias, dtype=sums) if ctx.needs_input_grad[2] else None
         given = grads[0].unsqueeze(1)
-        for index, columns in enumerate(_blocks(len(states), len(weight))):
+        for index, columns in enumerate(_blocks(states, weight)):
             if kept:
                 logs = kept[index] - norms.unsqueeze(1)
             else:
@@ -149,20 +167,29 @@ class _Read(torch.autograd.Function):
             grad.scatter_add_(1, at, torch.where(own, grads[0], 0.0).unsqueeze(1))
             if ctx.temperature != 1:
                 grad.div_(ctx.temperature)
-            if for_states is not None:
-                for_states.addmm_(grad, weight[columns])
-            if for_weight is not None:
-                torch.mm(grad.t(), states, out=for_weight[columns])
             if for_bias is not None:
                 torch.sum(grad, 0, out=for_bias[columns])
+            grad = grad.to(dtype)
+            if for_states is not None:
+                part = weight[columns].to(dtype)
+                for_states.addmm_(grad, part) if sums == dtype else for_states.add_(_product(grad, part, sums))
+            if for_weight is not None:
+                out = for_weight[columns]
+                torch.mm(grad.t(), states, out=out) if sums == dtype else out.copy_(_product(grad.t(), states, sums))
+        for_states = None if for_states is None else for_states.to(returned)
         return for_states, for_weight, for_bias, None, None, None, None, None
 
 
-def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Yield the blocks of the vocabulary, which depend on nothing but the sizes."""
-    width = max(BLOCK // max(rows, 1), NARROWEST)
-    for start in range(0, vocabulary, width):
-        yield slice(start, min(start + width, vocabulary))
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``a @ b`` of factors in 16 bits; not rounded to these where the device has such products."""
+    return torch.mm(a, b, out_dtype=dtype) if a.device.type == "cuda" else a @ b
+
+
+def _blocks(states: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Yield the blocks of the vocabulary, which depend on nothing but the sizes and the device."""
+    width = max(at_a_time(BLOCK, states.device) // max(len(states), 1), NARROWEST)
+    for start in range(0, len(weight), width):
+        yield slice(start, min(start + width, len(weight)))
 
 
 def _logits(
@@ -174,8 +201,11 @@ def _logits(
     temperature: float,
     columns: slice,
 ) -> Tensor:
-    """Return the logits of a block of the vocabulary [N, b]."""
-    logits = F.linear(states, weight[columns], None if bias is None else bias[columns])
+    """Return the logits of a block of the vocabulary [N, b], in float32 or float64."""
+    dtype = _product_dtype(states)
+    part = None if bias is None else bias[columns].to(dtype)
+    product = F.linear(states.to(dtype), weight[columns].to(dtype), part)
+    logits = product.to(torch.promote_types(dtype, torch.float32))
     if temperature != 1:
         logits.div_(temperature)
     if mask is not None:

@@ -29,10 +29,11 @@ from trainkit.functional import (
     token_logprobs,
 )
 from trainkit.models.adapters import HEADS, hub_arguments
+from trainkit.models.backend import autocast_dtype
 from trainkit.models.critic import ValueBranch, make_critic
 from trainkit.models.fitting import RowLimit
-from trainkit.models.head import read_head, reads_in_blocks
-from trainkit.models.prompts import SharedPrompts, why_not_shared
+from trainkit.models.head import at_a_time, read_head, reads_in_blocks
+from trainkit.models.prompts import SharedPrompts, equal_but_for_rounding, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided, reads_weights
 from trainkit.models.value_head import ValueHead, check_head_alone, saved_heads, saved_modules, state_width, under
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=nn.Module)
 
 CHUNK = 2**22
-"""The number of logits in memory at a time: 16 MB in float32."""
+"""The number of logits in memory at a time on CPUs: 16 MB in float32."""
 
 
 class TokenOutputs(NamedTuple):
@@ -131,6 +132,8 @@ class Policy(nn.Module, ABC):
     head_alone: bool
     row_limit: RowLimit | None = None
     """The most rows of a pass without gradient; None: no limit."""
+    needs_mask = True
+    """Whether padding at the right has to be masked."""
     one_pass = False
     """Whether each call makes one forward pass, because other processes make it at the same time; with shared prompts
     two, one for the prompts and one for what follows them."""
@@ -253,8 +256,11 @@ class Policy(nn.Module, ABC):
         if self.critic is None:
             found = self._states(sequences)
             return found, found[1]
-        found, states = self.critic.states(lambda: self._states(sequences), inputs_of(sequences), sequences.trunk)
+        found, states = self.critic.states(lambda: self._states(sequences), self._inputs(sequences), sequences.trunk)
         return found, states[:, :-1][sequences.response_mask[:, 1:]]
+
+    def _inputs(self, sequences: Sequences) -> dict[str, Any]:
+        return inputs_of(sequences, self.needs_mask)
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
         """Return the rows of each forward pass."""
@@ -299,7 +305,8 @@ class Policy(nn.Module, ABC):
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
             scaled = partial(read_head, temperature=self.temperature, logit_mask=self.logit_mask)
-            return (*scaled(head, states, tokens, previous, entropy=entropy), states.new_empty(0))
+            logprobs, entropies = scaled(head, states, tokens, previous, entropy=entropy)
+            return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)
         logprobs, entropies, divergences = in_chunks(read, self.model.config.get_text_config().vocab_size, *inputs)
         return logprobs, entropies, divergences
@@ -340,6 +347,7 @@ class CausalPolicy(Policy):
             raise ConfigError(f"{type(model).__name__} is an encoder-decoder; make its policy with make_policy(model)")
         super().__init__(model, **kwargs)
         self.head_alone = decided(lambda: _head_gives_logits(model))
+        self.needs_mask = decided(lambda: needs_mask(model))
         self.trunk = Trunk(model, self.critic.depth if isinstance(self.critic, ValueBranch) else None)
 
     @property
@@ -351,7 +359,7 @@ class CausalPolicy(Policy):
         return self.trunk.frozen
 
     def _through_trunk(self, sequences: Sequences) -> Tensor:
-        return self.trunk(self.model.base_model, inputs_of(sequences))
+        return self.trunk(self.model.base_model, self._inputs(sequences))
 
     def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Return them for each response token t: the state after token t − 1."""
@@ -363,7 +371,7 @@ class CausalPolicy(Policy):
             return found[0], found[-1], previous
         known = nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk)
         with known:
-            found = [each[:, :-1][chosen] for each in self._run(inputs_of(sequences))]
+            found = [each[:, :-1][chosen] for each in self._run(self._inputs(sequences))]
         return found[0], found[-1], previous
 
     def _buckets(self, sequences: Sequences) -> list[Tensor]:
@@ -429,19 +437,26 @@ def in_chunks(read: Callable[..., tuple[Tensor, ...]], vocabulary: int, *columns
     """Compute ``read(*columns)`` for columns [N, *] in chunks of rows, to limit the logits [n, V] in memory.
 
     Up to twice `CHUNK` logits are computed together and kept for the backward pass. Of more, no more than `CHUNK` are
-    in memory at a time, and the backward pass recomputes them.
+    in memory at a time, and the backward pass recomputes them. Under autocast the gradients of all chunks are added in
+    float32: each chunk has its own rounded copy of the weights, whose gradient is not in 16 bits for long.
 
     Args:
         read: a function of the rows of a chunk; it returns tensors [n].
         vocabulary: the size V of the vocabulary.
         *columns: the arguments of ``read`` for all rows; the first must not be None.
     """
-    size = max(CHUNK // vocabulary, 1)
     assert columns[0] is not None, "its length is the number of rows"
+    device = columns[0].device
+    size = max(at_a_time(CHUNK, device) // vocabulary, 1)
     if len(columns[0]) <= 2 * size:
         return read(*columns)
     chunks = zip(*(repeat(None) if column is None else column.split(size) for column in columns), strict=False)
-    parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    if not torch.is_grad_enabled():
+        parts = [read(*chunk) for chunk in chunks]
+    else:
+        dtype = autocast_dtype(device.type)
+        with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
+            parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(found) for found in zip(*parts, strict=True))
 
 
@@ -508,14 +523,31 @@ def logits_and_hidden(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Te
     return logits, found[0].last_hidden_state
 
 
-def inputs_of(sequences: Sequences) -> dict[str, Any]:
-    """Return the model's inputs; without a mask, transformers separates packed samples by their positions."""
-    return {
-        "input_ids": sequences.input_ids,
-        "attention_mask": sequences.attention_mask if sequences.segments is None else None,
-        "position_ids": sequences.position_ids,
-        "use_cache": False,
-    }
+def inputs_of(sequences: Sequences, masked: bool = True) -> dict[str, Any]:
+    """Return the model's inputs; without a mask, transformers separates packed samples by their positions.
+
+    Args:
+        sequences: the rows.
+        masked: whether the model needs a mask for padding at the right (`needs_mask`). Attention is faster without one.
+    """
+    ids, mask = sequences.input_ids, sequences.attention_mask if sequences.segments is None else None
+    if mask is None or masked or not sequences.padded_right:
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": sequences.position_ids, "use_cache": False}
+    positions = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+    return {"input_ids": ids, "attention_mask": None, "position_ids": positions, "use_cache": False}
+
+
+@torch.no_grad()
+def needs_mask(model: PreTrainedModel) -> bool:
+    """Return whether tokens at the right change the model's states, so that padding there has to be masked."""
+    a, b, c, *_ = tiny_input(model)["input_ids"][0].tolist() * 3
+    rows = Sequences.from_lists([[a, b, c, b], [b]], [[c, a], [c]]).to(model.device)
+    try:
+        with evaluating(model):
+            masked, free = (hidden_states(model, inputs_of(rows, each))[rows.attention_mask] for each in (True, False))
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError):
+        return True
+    return not equal_but_for_rounding(free, masked)
 
 
 def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:

@@ -207,7 +207,7 @@ def why_not_shared(model: PreTrainedModel, states: Callable[[Sequences, bool], T
         return f"{name} cannot continue from keys and values ({type(error).__name__}: {error})"
     finally:
         model.train(training)
-    same = all(map(_equal_but_for_rounding, found, expected))
+    same = all(map(equal_but_for_rounding, found, expected))
     return None if same else f"{name} gives other numbers when it continues from a prompt"
 
 
@@ -229,7 +229,8 @@ def _with_gradient(
     return found.detach(), gradient
 
 
-def _equal_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+def equal_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+    """Return whether numbers of a small input are the same, up to the rounding of products."""
     size, difference = float(expected.abs().max()) or 1.0, float((found - expected).abs().max())
     coarse = rounding(expected.dtype, expected.device) > TOLERANCE
     return difference <= size * (COARSE_TOLERANCE if coarse else TOLERANCE)

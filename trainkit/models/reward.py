@@ -26,7 +26,7 @@ from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
-from trainkit.models.policy import hidden_states, inputs_of, load_heads
+from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
 from trainkit.models.prompts import SharedPrompts, begins, why_not_shared
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
@@ -72,6 +72,7 @@ class Scorer(nn.Module):
         self.model = model
         self.head = None if _is_classifier(model) else _new_head(model)
         self.reads_last = self.head is not None or decided(lambda: _reads_last(model))
+        self.needs_mask = decided(lambda: needs_mask(model))
         self.trunk = Trunk(model, None if self.reads_last else 0)
 
     @property
@@ -91,7 +92,7 @@ class Scorer(nn.Module):
         """Return the sequences with the output of the frozen trunk; unchanged if there is no trunk."""
         if not self.has_trunk or sequences.trunk is not None:
             return sequences
-        return replace(sequences, trunk=self.trunk(self.model.base_model, inputs_of(sequences)))
+        return replace(sequences, trunk=self.trunk(self.model.base_model, inputs_of(sequences, self.needs_mask)))
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the scores of the sequences; rows of similar length share a forward pass, as in `Policy`. -> [B]."""
@@ -123,7 +124,7 @@ class Scorer(nn.Module):
     def _separate(self, sequences: Sequences) -> Tensor:
         """Return the hidden states of the last tokens [B, D], from one pass over whole rows."""
         with nullcontext() if sequences.trunk is None else self.trunk.given(sequences.trunk):
-            return at_last(hidden_states(self.model, inputs_of(sequences)), sequences.attention_mask)
+            return at_last(hidden_states(self.model, inputs_of(sequences, self.needs_mask)), sequences.attention_mask)
 
     def why_not_shared(self) -> str | None:
         """Return why the prompts of rows cannot be shared with this model; None if they can."""

@@ -23,7 +23,12 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.models.backend import use_exact_convolutions, use_fast_exact_matmul, warn_of_slow_bf16
+from trainkit.models.backend import (
+    use_exact_convolutions,
+    use_fast_exact_matmul,
+    use_right_attention,
+    warn_of_slow_bf16,
+)
 from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
@@ -123,6 +128,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
         use_exact_convolutions(self.accelerator.device)
+        use_right_attention(self.accelerator.device)
         if config.train.mixed_precision == "bf16":
             warn_of_slow_bf16(self.accelerator.device.type)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
