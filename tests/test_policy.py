@@ -49,6 +49,25 @@ def batch(vocab: int = 50) -> Sequences:
     return Sequences.from_lists([ids[0][:2], ids[1][:4], ids[2][:1]], [ids[0][2:], ids[1][4:7], ids[2][1:6]])
 
 
+BOTH_WAYS = {**tiny_llama(50), "model_type": "gemma3_text", "head_dim": 16, "use_bidirectional_attention": True}
+
+
+@table(
+    "fields, left, masked",
+    [(tiny_llama(50), False, False), (tiny_gpt2(50), False, False), (tiny_llama(50), True, True), (BOTH_WAYS, 0, True)],
+)
+def test_padding_is_masked_where_it_could_be_seen(fields: dict[str, Any], left: bool, masked: bool) -> None:
+    """At the right of a causal model it cannot, and kernels for attention without a mask are faster."""
+    policy, seen = make(fields), list[bool]()
+    policy.model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"] is not None), with_kwargs=True
+    )
+    found = policy(left_padded(batch()) if left else batch())
+    assert seen == [masked]
+    policy.needs_mask = True
+    torch.testing.assert_close(found, policy(left_padded(batch()) if left else batch()))
+
+
 # ------------------------------------------------------------------------------------- the laws, on four architectures
 
 DROPOUT: dict[str, dict[str, Any]] = {
