@@ -10,6 +10,7 @@
 #   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make browser   pages in headless Chromium: reports of runs, and the documentation site, which make docs builds
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
+#   make gpu       figures of a GPU and its tests, in benchmarks/gpu.jsonl: PYTHON with a torch for it, nothing installed
 #   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval, for make test-all
 #   make check     lint, types, test
 #   make tables    the tables of docs/migrating/ from trainkit/migrating/
@@ -36,7 +37,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 
 .DEFAULT_GOAL := check
 .PHONY: demo test test-all weekly weekly-tests battery battery-full test-gpu engines shards extras coverage lint types \
-    check tables docs browser mutants parity bench speed dist test-lowest test-newest
+    check tables docs browser mutants parity bench speed gpu dist test-lowest test-newest
 
 demo: $(VENV)/made-demo
 	$(BIN)/trainkit examples run randomwalks
@@ -125,6 +126,10 @@ speed: $(VENV)/made $(BENCH)/made
 	$(BIN)/python benchmarks/speed.py --json benchmarks/speed.json --steps 3 --warmup 1 $(ARGS) || missed=$$?; \
 	$(if $(ARGS),,$(BIN)/python benchmarks/growth.py --json benchmarks/speed.json --steps 3 --warmup 1 &&) \
 	$(BIN)/python docs/make_performance.py && exit $$missed
+
+# what it needs beside torch is in benchmarks/README.md; the rows of before are not measured again
+gpu:
+	$(PYTHON) benchmarks/gpu.py --known benchmarks/gpu.jsonl $(ARGS)
 
 dist: $(VENV)/made
 	$(BIN)/python .ci/dist.py

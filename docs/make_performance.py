@@ -1,4 +1,4 @@
-"""Writes the figures of docs/performance.md from benchmarks/speed.json, which ``make speed`` makes.
+"""Writes the figures of docs/performance.md from benchmarks/speed.json and gpu.jsonl (``make speed``, ``make gpu``).
 
 They are between two comments of the page, ``<!-- table: measured -->`` and ``<!-- end of table -->``. The charts of
 growth are beside the page.
@@ -6,6 +6,7 @@ growth are beside the page.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from figures import (  # noqa: E402
 )
 
 PAGE, FIGURES = DOCS / "performance.md", DOCS.parent / "benchmarks" / "speed.json"
+GPU = FIGURES.with_name("gpu.jsonl")
 TABLE = re.compile(r"(<!-- table: measured -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 DEVICES = {"cpu": "On a CPU", "cuda": "On a CUDA device"}
 PACKAGES = {"torch": "torch", "transformers": "transformers", "trl": "TRL", "trlx": "trlX"}
@@ -45,7 +47,8 @@ PEERS = {
 
 def written(text: str, entries: Sequence[dict[str, Any]]) -> str:
     """Return the page with its tables as the figures are."""
-    tables = "\n".join(part for entry in entries for part in measured(entry))
+    gpu = [json.loads(line) for line in GPU.read_text(encoding="utf-8").splitlines()]
+    tables = "\n".join([*(part for entry in entries for part in measured(entry)), *on_a_gpu(gpu)])
     return TABLE.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", text)
 
 
@@ -59,6 +62,37 @@ def measured(entry: dict[str, Any]) -> Iterator[str]:
     yield from alone(groups)
     yield from grown(entry["growth"], about["device"])
     yield from targets(entry["rows"])
+
+
+def on_a_gpu(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield what ``benchmarks/gpu.py`` measured: training steps beside TRL, and the head."""
+    yield "### Shapes of Qwen2.5 on a GPU\n"
+    about, by_name = rows[0], {row["row"]: row for row in rows}
+    yield f"{about['card']}; torch {about['torch']}, transformers {about['transformers']}, TRL 1.16; bf16 autocast.\n"
+    lines = []
+    for name, own in by_name.items():
+        found = re.fullmatch(r"(\w+:\S+), (Q\d+)(?:, microbatch (\d+))?, trainkit", name)
+        if found is None:
+            continue
+        rows_of_a_pass = f", {found[3]} rows in a pass" * bool(found[3])
+        other = by_name.get(name.replace("trainkit", "trl"))
+        seconds = [f"{own['seconds']:.3f}", "", ""]
+        if other is not None:
+            seconds[1:] = [f"{other['seconds']:.3f}", said(other["seconds"] / own["seconds"])]
+        speed = own.get("tokens_per_s", own.get("response_tokens_per_s"))
+        share = f"{own['share_of_peak']:.0%}" if "share_of_peak" in own else ""
+        memory = [f"{own['peak']:.0f}", f"{other['peak']:.0f}" if other else ""]
+        lines.append([f"{Case.read(found[1]).title}{rows_of_a_pass}", found[2], *seconds, f"{speed:,}", share, *memory])
+    head = "work | model | trainkit, s | TRL, s | TRL / trainkit | tokens/s | of the peak | trainkit, MB | TRL, MB"
+    yield from table(head, lines)
+    lines = []
+    for name, row in by_name.items():
+        if name.startswith("head, "):
+            times = [f"{1000 * row[key]:.0f}" for key in ("seconds_bf16", "seconds_float32")]
+            what = name.removeprefix("head, ").removesuffix(" tokens").split(", ")
+            lines.append([*what, *times, f"{row['gradient_error']:.2%}", f"{row['mb_bf16']:,}"])
+    yield "Log-probabilities from the head, forward and backward, and the relative error of its gradient:\n"
+    yield from table("model | tokens | bf16, ms | float32, ms | error in bf16 | MB in bf16", lines)
 
 
 def described(about: dict[str, Any]) -> str:

@@ -98,6 +98,19 @@ def test_trl_makes_a_step_of_every_case_that_it_has(case: str, load: Any, tmp_pa
 
 
 @pytest.mark.slow
+def test_every_stage_of_a_gpu_runs_on_a_cpu_and_is_not_run_again(tmp_path: Path) -> None:
+    tiny = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    run("gpu.py", *tiny)
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    names = {row["row"].split(":")[0].split(",")[0] for row in rows}
+    assert names >= {"product 256", "copy", "launch", "attention", "head", "sft", "dpo", "grpo", "tests", "kit"}
+    assert {"profile of sft"} <= names
+    assert not [row for row in rows if "failed" in row or row.get("broken")]
+    run("gpu.py", *tiny, "--only", "head", "sft", "profile")
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == len(rows)
+
+
+@pytest.mark.slow
 def test_growth_is_measured_and_fitted(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     sizes = ["--small", "--what", "k", "--doublings", "1", "--systems", "trainkit", "--steps", "1", "--warmup", "0"]

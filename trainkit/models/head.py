@@ -16,6 +16,8 @@ BLOCK = 2**22
 """The number of logits of a block on CPUs: 16 MB in float32."""
 NARROWEST = 1024
 """The smallest number of tokens of the vocabulary in a block; products of fewer are slow."""
+ALIGNED = 256
+"""Blocks have a multiple of this width: an accelerator's kernels for other widths take twice as long."""
 KEPT = 2**23
 """The largest number of logits that are kept for the backward pass on CPUs, which computes more of them again."""
 
@@ -187,7 +189,8 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _blocks(states: Tensor, weight: Tensor) -> Iterator[slice]:
     """Yield the blocks of the vocabulary, which depend on nothing but the sizes and the device."""
-    width = max(at_a_time(BLOCK, states.device) // max(len(states), 1), NARROWEST)
+    width = at_a_time(BLOCK, states.device) // max(len(states), 1)
+    width = max(width - width % ALIGNED, NARROWEST)
     for start in range(0, len(weight), width):
         yield slice(start, min(start + width, len(weight)))
 

@@ -1,0 +1,317 @@
+"""The stages of ``gpu.py``, each in a process of its own.
+
+The training steps are those of ``speed.py`` under bf16, on the shapes of Qwen2.5 0.5B and 1.5B (Q05, Q15) with random
+weights, beside TRL where it can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).with_name("speed_systems"))]
+
+import figures
+import speed
+import torch
+import torch.nn.functional as F
+import with_trainkit
+from gpu import ROOT
+from rich.progress import Progress
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from work import MODELS, Work
+
+import trainkit
+from trainkit.data import Sequences
+from trainkit.models import Policy, make_policy
+
+TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "sft": (("sft:8x512..2048", "Q05", "", ""), ("sft:8x512..2048", "Q15", "--apart", "")),
+    "dpo": (("dpo:8x256..1024", "Q05", "", ""),),
+    "grpo": (("grpo:16x8,512+256", "Q05", "--microbatch 16", ""), ("grpo:16x8,512+256", "Q05", "", "trainkit")),
+}
+"""The training steps of a stage: case, model, options of ``speed.py``, and the system, if it is one alone."""
+TINY = {"sft": "sft:2x12..16", "dpo": "dpo:2x12..16", "grpo": "grpo:2x2,8+8"}
+PEAK = 989e12
+"""FLOP/s in bf16 of an H100 or H200 by its maker; shares of the peak are shares of it."""
+READS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::item", "aten::nonzero")
+"""What makes the host wait for the device."""
+
+
+@dataclass
+class Stage:
+    """What a stage is told, and where its rows go."""
+
+    stage: str
+    out: str
+    device: str
+    tiny: bool
+    limit: float
+    """The seconds after which the process is killed."""
+    common: dict[str, Any]
+    """What is written into every row: the card, versions, the sources."""
+    known: list[str]
+    """Rows that need not be measured."""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device == "cuda"
+
+    def add(self, row: str, **facts: Any) -> None:
+        """Write a row, and print it."""
+        with (Path(self.out) / "gpu.jsonl").open("a", encoding="utf-8") as file:
+            print(json.dumps({"row": row, **facts, **self.common}), file=file)
+        print(f"{row}: " + ", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+
+    def timed(self, call: Callable[[], Any], times: int = 3) -> float:
+        """Return the seconds of a call, the least of some after one that is not counted."""
+        found = []
+        for _ in range(times + 1):
+            self.wait()
+            started = time.perf_counter()
+            call()
+            self.wait()
+            found.append(time.perf_counter() - started)
+        return min(found[1:])
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def profiler(self) -> profile:
+        """Return a profiler of the host and of the device."""
+        return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])])
+
+
+def ceilings(stage: Stage) -> None:
+    """Measure the speed of a large product and of a copy, and the time of a launch."""
+    n = 256 if stage.tiny else 8192
+    for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
+        a, b = (torch.randn(n, n, device=stage.device, dtype=dtype) for _ in range(2))
+        stage.add(f"product {n}, {name}", tflops=round(2 * n**3 / stage.timed(lambda a=a, b=b: a @ b) / 1e12, 2))
+    a = torch.empty(2**20 if stage.tiny else 2**31, dtype=torch.uint8, device=stage.device)
+    stage.add("copy", gb_per_s=round(2 * len(a) / stage.timed(a.clone) / 1e9, 1))
+    small = torch.zeros(1, device=stage.device)
+    stage.add("launch", us=round(stage.timed(lambda: [small.add_(1) for _ in range(1000)]) * 1e3, 2))
+
+
+def attend(device: str, dtype: torch.dtype, kind: str, length: int) -> bool:
+    """Run attention forward and backward; return whether its gradients are finite.
+
+    Args:
+        device: where.
+        dtype: the type of queries, keys and values.
+        kind: "causal" or "mask", the same with padding at the left; with "gqa" after it, two queries share keys.
+        length: the number of queries and of keys.
+    """
+    heads = 2 if kind.endswith("gqa") else 4
+    q, k, v = (torch.randn(2, n, length, 64, device=device, dtype=dtype).requires_grad_() for n in (4, heads, heads))
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril() if kind.startswith("mask") else None
+    mask = None if mask is None else mask & (torch.arange(length, device=device) >= 3)
+    settings = {"is_causal": mask is None, "enable_gqa": kind.endswith("gqa")}
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)[:, :, 3:]
+    return all(bool(each.isfinite().all()) for each in torch.autograd.grad(found.float().square().sum(), (q, k, v)))
+
+
+def probes(stage: Stage) -> None:
+    """Ask torch what it does on this device where trainkit relies on it."""
+    for kind in ("causal", "causal gqa", "mask", "mask gqa"):
+        for dtype in (torch.bfloat16, torch.float32):
+            with stage.profiler() as profiler:
+                attend(stage.device, dtype, kind, 192)
+            names = {event.key for event in profiler.key_averages() if "aten::_scaled_dot" in event.key}
+            used = sorted(name.removeprefix("aten::_scaled_dot_product_") for name in names if "backward" not in name)
+            stage.add(f"attention, {kind}, {str(dtype)[6:]}", used=used)
+    for cudnn in (True, False) if stage.cuda else ():
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        cases = [(kind, length) for kind in ("causal", "mask", "mask gqa") for length in (64, 128, 192, 256, 320)]
+        wrong = [f"{kind} {length}" for kind, length in cases if not attend("cuda", torch.bfloat16, kind, length)]
+        stage.add(f"gradients of attention in bf16 that are not finite, cuDNN {'on' if cudnn else 'off'}", cases=wrong)
+    if importlib.util.find_spec("torch.nn.attention.varlen"):
+        from torch.nn.attention.varlen import varlen_attn
+
+        stage.add("varlen_attn", signature=str(inspect.signature(varlen_attn)))
+
+
+def head_gradient(policy: Policy, sequences: Sequences, states: Tensor, *, bf16: bool) -> Tensor:
+    """Return the gradient of the head's weights from the mean log-probability of all tokens."""
+    tokens, weight = sequences.input_ids[sequences.response_mask], policy.model.get_output_embeddings().weight
+    weight.grad = None
+    with torch.autocast(states.device.type, torch.bfloat16, enabled=bf16):
+        logprobs = policy._read_states((states, tokens, tokens, None), False, None)[0]
+    (-logprobs.mean()).backward()
+    return weight.grad
+
+
+def head(stage: Stage) -> None:
+    """Measure log-probabilities of the head, forward and backward: seconds, memory, and the gradient's error."""
+    for name in ("S",) if stage.tiny else ("Q05", "Q15"):
+        fields = {**MODELS[name], "n_layer" if name == "S" else "num_hidden_layers": 1}
+        fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        with torch.device(stage.device):
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            policy = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)))
+        for count in (64,) if stage.tiny else (8192, 32768):
+            if (row := f"head, {name}, {count} tokens") in stage.known:
+                continue
+            torch.manual_seed(0)
+            width = policy.model.get_input_embeddings().weight.shape[1]
+            states = torch.randn(count, width, device=stage.device, requires_grad=True)
+            ids = torch.randint(0, fields["vocab_size"], (1, count))
+            sequences = Sequences(ids, torch.ones_like(ids).bool(), torch.ones_like(ids).bool()).to(stage.device)
+            exact = head_gradient(policy, sequences, states, bf16=False).double()
+            error = (head_gradient(policy, sequences, states, bf16=True).double() - exact).norm() / exact.norm()
+            facts = {"gradient_error": round(float(error), 5)}
+            del exact
+            for bf16, key in ((True, "bf16"), (False, "float32")):
+                before = torch.cuda.memory_allocated() if stage.cuda else 0
+                if stage.cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = stage.timed(partial(head_gradient, policy, sequences, states, bf16=bf16), 2)
+                facts[f"seconds_{key}"] = round(seconds, 4)
+                if stage.cuda:
+                    facts[f"mb_{key}"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+            stage.add(row, **facts)
+
+
+def training(stage: Stage) -> None:
+    """Measure training steps with ``speed.py``."""
+    systems = ["trainkit", *(["trl"] if importlib.util.find_spec("trl") else [])]
+    cases = ((TINY[stage.stage], "S", "", ""),) if stage.tiny else TRAINING[stage.stage]
+    for case, model, more, alone in cases:
+        own = [alone] if alone else systems
+        name = f"{case}, {model}{more.replace('--apart', '').replace('--', ', ')}"
+        for part in [[each] for each in own] if "--apart" in more else [own]:
+            if {f"{name}, {system}" for system in part} <= set(stage.known):
+                continue
+            arguments = ["--cases", case, "--models", model, "--precision", "bf16", "--steps", "3", "--warmup", "2"]
+            arguments += ["--trl-python", sys.executable, "--threads", "1" if stage.tiny else "8", *more.split()]
+            arguments += [] if stage.cuda else ["--device", "cpu"]
+            options = speed.parse([*arguments, "--systems", *part])
+            with Progress(disable=True) as progress:
+                workers = speed.measure(options.jobs[0], options, progress)
+            for missing in set(part) - {worker.system for worker in workers}:
+                stage.add(f"{name}, {missing}", failed="see the output")
+            for worker in workers:
+                measured = speed.row(options.jobs[0], worker)
+                facts = {key: measured[key] for key in ("seconds", "peak", "before", "phases")}
+                stage.add(f"{name}, {worker.system}", **facts, **speeds(options.jobs[0], facts["seconds"]))
+
+
+def speeds(job: speed.Job, seconds: float) -> dict[str, Any]:
+    """Return tokens per second; for SFT also the share of the peak, with the operations of no layer counted twice."""
+    work = Work(system="", case=job.case.name, model=job.model, **job.case.fields())
+    if job.case.name == "grpo":
+        return {"response_tokens_per_s": round(work.rows * work.new / seconds)}
+    lengths = [length + 1 for length in work.lengths()]
+    tokens = sum(lengths) * (2 if job.case.name == "dpo" else 1)
+    found: dict[str, Any] = {"tokens_per_s": round(tokens / seconds)}
+    if job.case.name == "sft" and job.model.startswith("Q"):
+        fields = work.fields
+        depth, width, heads = (fields[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        keys = width * fields["num_key_value_heads"] // heads
+        layer = 2 * width * width + 2 * width * keys + 3 * width * fields["intermediate_size"]
+        products = 2 * (depth * layer + width * fields["vocab_size"]) * tokens
+        attention = 2 * depth * width * sum(length * length for length in lengths)  # half of all pairs
+        found["share_of_peak"] = round(3 * (products + attention) / seconds / PEAK, 4)
+    return found
+
+
+class Watch:
+    """A callback that profiles the third step."""
+
+    def __init__(self, stage: Stage, case: str, row: str) -> None:
+        self.stage, self.case, self.row, self.profiler, self.started = stage, case, row, stage.profiler(), 0.0
+
+    @trainkit.hookimpl
+    def on_step(self, step: int) -> None:
+        """Begin after the second step, and report after the third."""
+        self.stage.wait()
+        if step == 2:
+            self.profiler.__enter__()
+            self.started = time.perf_counter()
+        elif step == 3:
+            seconds = time.perf_counter() - self.started
+            self.profiler.__exit__(None, None, None)
+            self.report(seconds)
+
+    def report(self, seconds: float) -> None:
+        """Write the longest kernels and calls to a file, and a row."""
+        events = self.profiler.key_averages()
+        kernels = [each for each in events if str(each.device_type).endswith("CUDA")]
+        longest = sorted(kernels, key=lambda each: -each.self_device_time_total)[:25]
+        lines = [f"{each.self_device_time_total / 1e3:10.2f} ms {each.count:7} {each.key[:110]}" for each in longest]
+        calls = events.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+        path = Path(self.stage.out) / f"profile-{self.case}.txt"
+        path.write_text("\n".join([*lines, "", calls, ""]), encoding="utf-8")
+        busy = sum(each.self_device_time_total for each in kernels) / 1e6
+        reads = {each.key: each.count for each in events if each.key in READS}
+        self.stage.add(self.row, seconds=round(seconds, 3), gpu_seconds=round(busy, 3), host_reads=reads)
+
+
+def profiles(stage: Stage) -> None:
+    """Profile a step: its kernels, the time in which the device has work, and the reads of the host."""
+    for name in ("sft",) if stage.tiny else ("sft", "dpo"):
+        case, model = (TINY[name], "S") if stage.tiny else TRAINING[name][0][:2]
+        if (row := f"profile of {case}, {model}") in stage.known:
+            continue
+        work = Work("trainkit", name, model, precision="bf16", **figures.Case.read(case).fields())
+        settings = with_trainkit.settings(work)
+        with tempfile.TemporaryDirectory() as run_dir:
+            settings["train"] |= {"total_steps": 3, "run_dir": run_dir}
+            trainkit.train(
+                work.network(),
+                config=trainkit.TRLConfig.from_dict(settings),
+                tokenizer=work.tokenizer(),
+                callbacks=[Watch(stage, name, row)],
+                **with_trainkit.data(work),
+            )
+
+
+def tests(stage: Stage) -> None:
+    """Run the tests that need a GPU, without vLLM's; those that take long, the kit of each trainer, come last."""
+    ends, log = time.monotonic() + stage.limit - 10, Path(stage.out) / "tests.txt"
+    how = ["--collect-only", "-q"] if stage.tiny else ["-n", "8", "-v", "--tb=short", "-p", "no:benchmark"]
+    for name, chosen in (("tests", "not vllm and not kit"), ("kit", "kit and not vllm")):
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, *how, "tests/test_gpu.py"]
+        with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+            try:
+                last = f"ended with {process.wait(max(ends - time.monotonic(), 1))}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                last = "not all in the time"
+        said = log.read_text(encoding="utf-8")
+        log.rename(log.with_name(f"tests-{name}.txt"))
+        results = {test: result for result, test in re.findall(r"(PASSED|FAILED|ERROR) (tests/\S+)", said)}
+        broken = sorted(test for test, result in results.items() if result != "PASSED")
+        stage.add(name, passed=len(results) - len(broken), broken=broken, last=last)
+
+
+RUN: dict[str, Callable[[Stage], None]] = {
+    "ceilings": ceilings,
+    "probes": probes,
+    "head": head,
+    **dict.fromkeys(TRAINING, training),
+    "profile": profiles,
+    "tests": tests,
+}
+
+if __name__ == "__main__":
+    stage = Stage(**json.loads(sys.argv[1]))
+    RUN[stage.stage](stage)
