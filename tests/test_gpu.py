@@ -14,7 +14,11 @@ import torch
 from accelerate.state import PartialState
 
 import trainkit
+from tables import table
 from trainkit.config import SamplingConfig
+from trainkit.data import Sequences
+from trainkit.models import make_policy
+from trainkit.models.backend import use_fast_exact_matmul, use_right_attention
 from trainkit.rollouts import CausalSampler, decoding
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.conformance import check_plugin
@@ -115,6 +119,40 @@ def test_prompts_can_be_shared_where_products_are_rounded_to_tf32(tmp_path: Path
     trainer = tiny_trainer("rloo", tmp_path, train__share_prompts=True, train__total_steps=2)
     trainer.learn()
     assert trainer.progress.shares_prompts
+
+
+@pytest.mark.gpu
+@table("width", [64, 128, 192])
+def test_gradients_through_shared_prompts_are_finite_in_bf16(width: int) -> None:
+    """The shorter prompt is padded on the left, which cuDNN's attention does not survive at 64 and 192 keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    use_right_attention(torch.device("cuda"))
+    fields = tiny_llama(50, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    torch.manual_seed(0)
+    policy = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).cuda())
+    policy.shares_prompts = True
+    prompts = torch.randint(50, (2, width)).tolist()
+    prompts = [prompts[0], prompts[1][: width // 2]] * 4
+    sequences = Sequences.from_lists(prompts, torch.randint(50, (8, 9)).tolist()).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        logprobs = policy(sequences).logprobs
+    logprobs.sum().backward()
+    assert all(bool(each.grad.isfinite().all()) for each in policy.parameters() if each.grad is not None)
+
+
+@pytest.mark.gpu
+def test_grouped_queries_of_float32_do_not_keep_all_scores() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    use_fast_exact_matmul(torch.device("cuda"))
+    fields = tiny_llama(50, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model.base_model(torch.randint(50, (2, 4096), device="cuda")).last_hidden_state.sum().backward()
+    scores = 2 * 8 * 4096**2 * 4
+    assert torch.cuda.max_memory_allocated() - before < scores / 2
 
 
 @pytest.mark.gpu
