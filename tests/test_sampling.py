@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import trainkit
+import trainkit.rollouts.sampler as sampler_module
 from tables import table
 from trainkit import default_config
 from trainkit.config import SamplingConfig
@@ -193,6 +195,31 @@ def test_a_response_that_is_cut_before_its_stop_string_is_whole_is_not_terminate
     found = sample(on_rails("abcdef"), [ids_of("a")], max_new_tokens=3, stop_sequences=["de"])
     assert found.outputs == ["bcd"]
     assert found.terminated.tolist() == [False]
+
+
+@table("stops", [["ba"], ["é"], ["aé", "b b"], ["😀a"]])
+def test_stop_strings_are_looked_for_in_the_last_tokens_alone(
+    stops: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Characters of several tokens, and special tokens without text, are no place to miss one."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted({char for word, _ in words.pre_tokenize_str("ab é😀") for char in word})
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = words, decoders.ByteLevel()
+    special = {"eos_token": "<eos>", "pad_token": "<pad>", "additional_special_tokens": ["<other>"]}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    allowed = torch.ones(len(made), len(made), dtype=torch.bool)
+    for character in "é😀":  # after the first of its bytes come the others
+        for here, there in itertools.pairwise(made.encode(character)):
+            allowed[here] = torch.arange(len(made)) == there
+    sampler = CausalSampler(make_model(tiny_gpt2(len(made))), made, logit_mask=allowed)
+    queries, found = [made.encode(character) for character in "ab "] * 40, []
+    for parts in (sampler_module.PARTS, 10**6):
+        monkeypatch.setattr(sampler_module, "PARTS", parts)
+        found.append(sample(sampler, queries, max_new_tokens=60, stop_sequences=stops, temperature=9.0))
+    assert [each.tolist() for each in found[0].responses] == [each.tolist() for each in found[1].responses]
+    assert found[0].outputs == found[1].outputs
+    assert any(len(each) > 30 for each in found[0].responses)
 
 
 def test_a_token_that_holds_more_than_the_stop_string_counts_whole() -> None:

@@ -65,6 +65,8 @@ Steer = Callable[[Tensor, Tensor, SamplingConfig], Tensor]
 by the sampling temperature and masked by the logit mask; they are computed from ``states`` [b, D]."""
 
 
+PARTS = 4
+"""The most tokens of a character: those of its bytes."""
 Reason = Literal["stop", "length"]
 """Why a response ends: by EOS, a stop token or a stop string, or because it has ``max_new_tokens``."""
 
@@ -251,6 +253,9 @@ class _Responses:
         (count, self.room), device, self.watch = draws.shape, draws.device, watch
         self.sampler, self.settings = sampler, settings
         self.eos = torch.tensor([*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids], device=device)
+        self.special = torch.tensor(
+            sampler.tokenizer.all_special_ids, dtype=torch.long, device=device
+        )  # may have no text
         self.draws = draws.t().contiguous()  # [R, B]: a step reads and writes one row of each of these tensors
         self.tokens = torch.zeros((self.room, count), dtype=torch.long, device=device)
         self.logprobs = torch.zeros((self.room, count), device=device)
@@ -330,11 +335,21 @@ class _Responses:
     def _ended(self, step: int, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return bool [b]: the rows whose last token is EOS or a stop token, or completes a stop string."""
         ended, stops = (tokens.unsqueeze(-1) == self.eos).any(-1), self.settings.stop_sequences
-        if stops:
-            so_far = self.tokens[: step + 1, rows].t()
-            texts = decode(self.sampler.tokenizer, so_far, self.sampler.skip_special_tokens)
-            ended |= torch.tensor([any(stop in text for stop in stops) for text in texts], device=ended.device)
-        return ended
+        if not stops:
+            return ended
+        # the last token completes it, so it is in the last tokens if each is a character, or one of the parts of one
+        begin = max(step + 1 - PARTS * (max(map(len, stops)) + 2), 0)
+        last = self.tokens[begin : step + 1, rows]
+        found = self._has_stop(last)
+        if begin and (unsure := found | torch.isin(last, self.special).any(0)).any():
+            found[unsure] = self._has_stop(self.tokens[: step + 1, rows[unsure]])
+        return ended | found
+
+    def _has_stop(self, tokens: Tensor) -> Tensor:
+        """Return bool [b]: in the text of which of the columns [*, b] there is a stop string."""
+        texts = decode(self.sampler.tokenizer, tokens.t(), self.sampler.skip_special_tokens)
+        found = [any(stop in text for stop in self.settings.stop_sequences) for text in texts]
+        return torch.tensor(found, dtype=torch.bool, device=tokens.device)
 
     def generated(self, version: int) -> Generated:
         """Return the sampled responses."""
