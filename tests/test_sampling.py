@@ -183,6 +183,21 @@ def test_a_stop_string_cuts_the_text_and_counts_the_token_that_completes_it(
     assert found.terminated.tolist() == [terminated]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_may_be_a_special_token(skip: bool, tmp_path: Path) -> None:
+    """It is not in the text that special tokens are left out of."""
+    trainer = tiny_trainer("ppo", tmp_path, rollout__stop_sequences=[PAD], rollout__skip_special_tokens=skip)
+    found = trainer.generate([{"prompt": "a", "seed": seed} for seed in range(40)], max_new_tokens=9)
+    ids = {int(row[-1]) for row, ended in zip(found.responses, found.terminated, strict=True) if ended}
+    assert ids == {TOKENS.index(EOS), TOKENS.index(PAD)}
+    assert not any(TOKENS.index(PAD) in row[:-1] for row in found.responses)
+    assert not any(PAD in output for output in found.outputs)
+    assert given_rollouts(trainer, ["a"], [ids_of("b", PAD)]).terminated.all()
+    if skip:
+        with pytest.raises(ConfigError, match=r"'a<pad>' holds the special token '<pad>'.* give '<pad>' alone"):
+            trainer.generate("a", stop_sequences=["a<pad>"])
+
+
 def test_rows_stop_each_at_its_own_place() -> None:
     sampler = on_rails("abcd", "ee")
     found = sample(sampler, [ids_of("a"), ids_of("b"), ids_of("e")], max_new_tokens=4, stop_sequences=["c", "eee"])

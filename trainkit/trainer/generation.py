@@ -213,8 +213,9 @@ def given_rollouts(
     _check_groups(trainer, prompts)
     check_ids(trainer, prompts, ids)
     sampled = None if masks is None else [_mask(mask, row, index) for index, (mask, row) in _paired(masks, ids)]
-    stops, skip = trainer.config.rollout.stop_sequences, trainer.config.rollout.skip_special_tokens
-    eos = {*eos_ids(trainer.unwrapped.model, trainer.tokenizer), *trainer.config.rollout.stop_token_ids}
+    settings, skip = trainer.settings(), trainer.config.rollout.skip_special_tokens
+    stops, eos = settings.stop_sequences, {*eos_ids(trainer.unwrapped.model, trainer.tokenizer)}
+    eos |= {*settings.stop_token_ids}
     texts = decode(trainer.tokenizer, ids, skip)
     ended = [row[-1] in eos or any(stop in text for stop in stops) for row, text in zip(ids, texts, strict=True)]
     return assemble(

@@ -689,10 +689,21 @@ class TextTrainer(AcceleratedLoop[M]):
     def settings(self, **overrides: Any) -> SamplingConfig:
         """Return the rollout's sampling settings with ``overrides``.
 
+        A stop string that is a special token is a stop token too, because decoded text may not have it.
+
         Raises:
             ConfigError: a setting does not exist, or its value is not allowed.
         """
         found = generation.settings(self.config, overrides)
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        for stop in found.stop_sequences if self.config.rollout.skip_special_tokens else ():
+            if stop not in special and (inside := [token for token in special if token in stop]):
+                raise ConfigError(
+                    f"sampling settings: the stop string {stop!r} holds the special token {inside[0]!r}, and the text "
+                    f"of responses has none; give {inside[0]!r} alone, or set rollout.skip_special_tokens to false"
+                )
+        if stops := [special[stop] for stop in found.stop_sequences if stop in special]:
+            found = found.model_copy(update={"stop_token_ids": [*dict.fromkeys([*found.stop_token_ids, *stops])]})
         vocabulary = self.model_config.get_text_config().vocab_size
         if outside := [token for token in found.stop_token_ids if token >= vocabulary]:
             raise ConfigError(
