@@ -76,6 +76,12 @@ def test_observations_are_appended_as_ids_and_only_outputs_are_in_the_response_m
     assert found.terminated.tolist() == [True, True]
 
 
+def test_responses_that_are_no_episodes_have_no_score(tmp_path: Path) -> None:
+    trainer = player(tmp_path)
+    with pytest.raises(DataError, match=r"no episodes of the environment; give those of play\(\)"):
+        trainer.score(trainer.generate(["a"], max_new_tokens=3))
+
+
 def test_what_the_sampler_says_of_an_episode_is_what_the_policy_says(tmp_path: Path) -> None:
     trainer = player(tmp_path, rollout__temperature=0.7)
     found = trainer.play(["ab", "c", "def"])

@@ -524,6 +524,8 @@ class TextTrainer(AcceleratedLoop[M]):
         if self.reward_fn is None:
             if self.rewarded:  # a loop of the caller's own, which `learn` has not checked
                 name = self.config.method.name
+                if self.environment is not None:
+                    raise DataError("the rollouts are no episodes of the environment; give those of play()")
                 raise DataError(f"{name!r} learns from {' and '.join(self.inputs)}; give {self.missing_rewards[0]}")
             return torch.zeros(len(rollouts), device=device)
         weights, started, told = self._sampling.weights, time.perf_counter(), dict[str, list[Any]]()
