@@ -335,6 +335,23 @@ def test_a_dataset_of_several_splits_is_an_error_that_names_one(read: Any) -> No
         read(DatasetDict(train=Dataset.from_list([{"text": "a"}]), test=Dataset.from_list([{"text": "a"}])))
 
 
+def test_a_dataset_of_torch_has_as_many_rows_as_it_says(tmp_path: Path) -> None:
+    """Its `__getitem__` need not raise IndexError, which is how Python finds the end of what has nothing else."""
+
+    class Endless(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> str:
+            return "ab"
+
+    assert formatted(Endless(), str.upper) == ["AB"] * 3
+    for name, kind in (("ppo", "prompts"), ("sft", "samples")):
+        trainer = tiny_trainer(name, tmp_path / name)
+        assert len(getattr(trainer, f"read_{kind}")(Endless())) == 3
+        assert len(getattr(trainer, f"read_{kind}")(formatted(Endless(), None))) == 3
+
+
 def test_a_formatting_function_makes_the_rows_and_its_errors_name_one() -> None:
     assert formatted([{"q": "a"}, {"q": "b"}], lambda row: (row["q"], "x")) == [("a", "x"), ("b", "x")]
     with pytest.raises(DataError, match=r"formatting_func raised KeyError at sample 1.*'q'"):

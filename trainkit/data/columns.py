@@ -39,8 +39,18 @@ def is_given(value: Any) -> bool:
     return not empty and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
 
+def listed(rows: Any) -> Any:
+    """Return rows that can be had by index alone, as those of a torch `Dataset`, as a list; anything else as it is.
+
+    Python iterates over such an object until it raises IndexError, which many never do.
+    """
+    by_index = hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not isinstance(rows, Iterable)
+    return [rows[index] for index in range(len(rows))] if by_index else rows
+
+
 def without(rows: Any, ignored: Collection[str]) -> Any:
     """Return rows without the columns ``ignored``; what is no list of rows is returned as it is given."""
+    rows = listed(rows)
     if not ignored or isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         return rows
     return [row_without(row, ignored) for row in rows]

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, with_roles
-from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, row_without
+from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, listed, row_without
 from trainkit.data.pipeline import IDS, SIDES, check_text, is_stream
 from trainkit.data.tokenised import COLUMNS as TOKENISED
 from trainkit.data.tokenised import PAIR_COLUMNS as TOKENISED_PAIR
@@ -474,6 +474,7 @@ class Formatted:
 
 def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
     """Apply ``formatting_func`` to the rows: at once, or to those of a stream as they are read."""
+    rows = listed(rows)
     if formatting_func is None:
         return list(rows) if isinstance(rows, Iterator) else rows
     _check_list(rows, "sample")
