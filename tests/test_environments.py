@@ -1008,7 +1008,7 @@ def test_step_takes_ids_with_masks_as_trl_did(tmp_path: Path) -> None:
     (rollouts,) = seen
     assert [r.tolist() for r in rollouts.responses] == [[1, 4], [5, 6]]
     assert rollouts.sequences.attention_mask.sum(1).tolist() == [6, 3]
-    trainer.step(["ab", "c"], responses, [1.0, 0.0], masks)
+    trainer.step(["ab", "c"], responses, [1.0, 0.0], [mask.tolist() for mask in masks])
     for wrong, said in (
         (masks[:1], "there are 2 responses and 1 response_masks"),
         ([masks[0][:2], masks[1]], "response mask 0 is .* for a response of 4 tokens"),

@@ -272,8 +272,9 @@ def test_a_cache_without_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_recurrent_models_are_named() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("mamba", vocab_size=V, hidden_size=16, num_hidden_layers=2, state_size=4)
-    policy = make_policy(AutoModelForCausalLM.from_config(config))
+    policy = make_policy(AutoModelForCausalLM.from_config(config).train())
     fault = policy.why_not_shared()
+    assert policy.model.training, "the checks of a policy leave its mode as it was"
     assert fault is not None
     assert fault.startswith("MambaForCausalLM cannot continue from keys and values (")
 
