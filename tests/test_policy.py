@@ -66,6 +66,9 @@ def test_padding_is_masked_where_it_could_be_seen(fields: dict[str, Any], left: 
     assert seen == [masked]
     policy.needs_mask = True
     torch.testing.assert_close(found, policy(left_padded(batch()) if left else batch()))
+    policy.needs_mask = masked
+    policy(widened(batch(), 3))
+    assert seen[-1], "a column of padding alone has no position that a token has, and there may be none for it"
 
 
 # ------------------------------------------------------------------------------------- the laws, on four architectures

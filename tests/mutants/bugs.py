@@ -494,8 +494,8 @@ BUGS = (
         "sft",
         ("two_processes",),
         patch="""
--        with embedding_noise(self.unwrapped.model, self.method.neftune_alpha):
-+        with embedding_noise(self.policy.model, self.method.neftune_alpha):
+-        with embedding_noise(self.unwrapped, self.method.neftune_alpha):
++        with embedding_noise(self.policy, self.method.neftune_alpha):
 """,
     ),
     Bug(

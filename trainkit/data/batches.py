@@ -302,10 +302,12 @@ class Sequences(Batch):
         return columns - (columns * begins).cummax(1).values
 
     @property
-    def padded_right(self) -> bool:
-        """Whether every row begins with a real token, and all padding is at its end."""
+    def aligned_left(self) -> bool:
+        """Whether all rows begin in the first column, one ends in the last, and all padding is behind rows."""
         real = self.attention_mask
-        return bool(((real[:, :-1] >= real[:, 1:]).all(1) & real[:, :1].all(1)).all())
+        if not real.numel():
+            return False
+        return bool((real[:, :-1] >= real[:, 1:]).all() & real[:, 0].all() & real[:, -1].any())
 
     def buckets(self, cost: int) -> list[Tensor]:
         """Group rows of similar length, as indices [b]; adds a bucket where it saves over ``cost`` padding tokens."""

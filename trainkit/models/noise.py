@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from trainkit.models.policy import Policy
 
 
 @contextmanager
-def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
+def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
     """Add noise U(−1, 1) · α / sqrt(L · D) to the embeddings of a sample of L tokens; none to padding (F-20).
 
     NEFTune: Jain et al. 2023, algorithm 1. The noise is added within the context, and in training mode only. It is
@@ -22,9 +21,10 @@ def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
     into micro-batches. Each packed sample has its own L.
 
     Args:
-        model: the model whose input embeddings get the noise.
+        policy: the policy whose input embeddings get the noise.
         alpha: α; 0 adds none.
     """
+    model, needed_mask = policy.model, policy.needs_mask
     lengths: list[Tensor] = []
 
     def enter(_: Any, __: Any, inputs: dict[str, Any]) -> None:
@@ -42,9 +42,11 @@ def embedding_noise(model: PreTrainedModel, alpha: float) -> Iterator[None]:
         model.base_model.register_forward_pre_hook(enter, with_kwargs=True),
         model.get_input_embeddings().register_forward_hook(add),
     ]
+    policy.needs_mask = True  # which tells padding from tokens
     try:
         yield
     finally:
+        policy.needs_mask = needed_mask
         for handle in handles:
             handle.remove()
 

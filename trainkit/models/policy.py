@@ -531,7 +531,7 @@ def inputs_of(sequences: Sequences, masked: bool = True) -> dict[str, Any]:
         masked: whether the model needs a mask for padding at the right (`needs_mask`). Attention is faster without one.
     """
     ids, mask = sequences.input_ids, sequences.attention_mask if sequences.segments is None else None
-    if mask is None or masked or not sequences.padded_right:
+    if mask is None or masked or not sequences.aligned_left:
         return {"input_ids": ids, "attention_mask": mask, "position_ids": sequences.position_ids, "use_cache": False}
     positions = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     return {"input_ids": ids, "attention_mask": None, "position_ids": positions, "use_cache": False}

@@ -249,7 +249,7 @@ def noise_on(model: PreTrainedModel, sequences: Sequences, alpha: float) -> Tens
     policy = make_policy(model)
     model.train()
     for amount in (0.0, alpha):
-        with embedding_noise(model, amount):
+        with embedding_noise(policy, amount):
             handle = model.get_input_embeddings().register_forward_hook(lambda _, __, out: seen.append(out.detach()))
             policy(sequences)
             handle.remove()

@@ -73,7 +73,7 @@ class SFTTrainer(Declared, AccelerateRLTrainer[SFTConfig]):
 
     def loss(self, batch: Sequences) -> tuple[Tensor, Metrics]:
         """Return the negative log-likelihood, a mean over output tokens. -> []."""
-        with embedding_noise(self.unwrapped.model, self.method.neftune_alpha):
+        with embedding_noise(self.unwrapped, self.method.neftune_alpha):
             logprobs = self.policy(batch).logprobs
         found: Metrics = {"loss/nll": Mean.of(-logprobs, batch.response_mask)}
         if self.limit is not None:
