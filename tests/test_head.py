@@ -138,7 +138,7 @@ def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
     fields = {**tiny_llama(512), "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 128}
     config = AutoConfig.for_model(**fields, tie_word_embeddings=False)
     model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    sequences = Sequences.from_lists(torch.randint(512, (64, 2)).tolist(), torch.randint(512, (64, 100)).tolist())
+    sequences = Sequences.from_lists(torch.randint(512, (32, 2)).tolist(), torch.randint(512, (32, 64)).tolist())
 
     def gradient(dtype: torch.dtype, *, blocks: bool) -> Tensor:
         """That of the head, from a loss whose terms have one sign, as in SFT: their sums grow with the rows."""
