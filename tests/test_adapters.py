@@ -88,7 +88,7 @@ def test_an_adapter_on_the_upper_layers_leaves_a_trunk_that_runs_once() -> None:
     assert CausalPolicy(model).trunk.depth == 1
 
 
-@pytest.mark.daily(name=("ppo",), at=(3,))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_resumes_bit_equal_from_checkpoints_that_hold_the_adapter_alone(

@@ -43,7 +43,7 @@ def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distributi
 # ---------------------------------------------------------------------------------------------- resuming
 
 
-@pytest.mark.daily(name=("ppo",), at=(1,))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "ppo"])
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_resumed_run_ends_bit_equal_to_one_that_never_stopped(name: str, at: int, tmp_path: Path) -> None:

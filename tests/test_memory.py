@@ -257,6 +257,7 @@ def test_divided_models_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not FSDP2.repeats
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses a GPU cannot be forked")
 def test_two_processes_agree_on_the_size_that_fits(tmp_path: Path) -> None:
     """One of them is out of memory; both make the step again, and the weights are those of a run with that size."""

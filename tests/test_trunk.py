@@ -234,7 +234,7 @@ def test_more_layers_than_the_model_has_are_refused_at_the_door(name: str, tmp_p
         tiny_trainer(name, tmp_path, model__num_layers_unfrozen=9)
 
 
-@pytest.mark.daily(name=("ppo",), at=(3,))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_them(

@@ -317,7 +317,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(name: str, kind: str, tmp
         torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.daily(name=("ppo",), kind=("prefix",), at=(3,))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefix", "prompt", "p with lstm"])
 @pytest.mark.parametrize("name", ["ppo", "sft", "dpo", "rloo", "ilql"])
 @pytest.mark.parametrize("at", [1, 3, 5])
