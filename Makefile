@@ -10,7 +10,7 @@
 #   make shards    the tests with DeepSpeed, in the environment of the engines
 #   make browser   pages in headless Chromium: reports of runs, and the documentation site, which make docs builds
 #   make test-gpu  the tests that need an NVIDIA GPU: VENV=.venv-gpu, with a torch for it and trainkit-vllm[gpu]
-#   make gpu       figures of a GPU and its tests, in benchmarks/gpu.jsonl: PYTHON with a torch for it, nothing installed
+#   make gpu       figures of a GPU and its tests, in build/gpu: PYTHON with a torch for it, nothing installed
 #   make extras    installs reasoning-gym, which needs a C compiler, and lm-eval, for make test-all
 #   make check     lint, types, test
 #   make tables    the tables of docs/migrating/ from trainkit/migrating/

@@ -2,8 +2,9 @@
 
 ``make gpu`` runs it. Each stage of ``gpu_stages.py`` has a process and a deadline, so that one which fails or hangs
 loses its own rows and nothing else. A row is written to ``OUT/gpu.jsonl`` as soon as it is measured, with the card, the
-versions and a hash of the sources. Rows that ``--known`` has for the same card, versions and sources are not measured
-again, so a second call goes on where the first one was stopped.
+versions and a hash of the sources. Stages that ended, and training steps, heads and profiles, that ``--known`` or
+``OUT/gpu.jsonl`` has for the same card, versions and sources are not measured again, so a second call goes on where the
+first one was stopped.
 
 It runs from a plain checkout: the plugins are found in their folders, and nothing of trainkit is installed.
 `benchmarks/README.md` lists the packages that are needed beside torch. ``--device cpu --tiny`` runs every stage with
@@ -99,8 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit("there is no CUDA device; --device cpu --tiny tries the stages on a CPU")
     common |= {"sources": sources(), "tiny": options.tiny}
     rows = out / "gpu.jsonl"
-    known = [row["row"] for row in [*read(options.known), *read(rows)] if common.items() <= row.items()]
-    before = len(read(rows))
+    kept = [row for row in [*read(options.known), *read(rows)] if "failed" not in row]
+    known = [row["row"] for row in kept if common.items() <= row.items()]
+    first = len(read(rows))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
     ends, failed = time.monotonic() + options.budget, False
@@ -108,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
         paths = [*write_entry_points(Path(site) / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         for stage in options.only:
-            started = time.monotonic()
+            if f"stage {stage}" in known:
+                continue
+            started, before = time.monotonic(), len(read(rows))
             limit = min(STAGES[stage], ends - started)
             if limit < 5:
                 print(f"-- {stage}: no time left")
@@ -122,8 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
                 reason = "ended"
             except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
                 failed, reason = True, type(error).__name__
+            if reason == "ended" and not any("failed" in row for row in read(rows)[before:]):
+                with rows.open("a", encoding="utf-8") as file:
+                    print(json.dumps({"row": f"stage {stage}", **common}), file=file)
             print(f"-- {stage}: {reason} after {time.monotonic() - started:.0f} s", flush=True)
-    return int(failed or any("failed" in row for row in read(rows)[before:]))
+    return int(failed or any("failed" in row for row in read(rows)[first:]))
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def training(stage: Stage) -> None:
 
 
 def speeds(job: speed.Job, seconds: float) -> dict[str, Any]:
-    """Return tokens per second; for SFT also the share of the peak, with the operations of no layer counted twice."""
+    """Return tokens per second; for SFT also the share of the peak, without operations of recomputation."""
     work = Work(system="", case=job.case.name, model=job.model, **job.case.fields())
     if job.case.name == "grpo":
         return {"response_tokens_per_s": round(work.rows * work.new / seconds)}
@@ -300,7 +300,8 @@ def tests(stage: Stage) -> None:
         log.rename(log.with_name(f"tests-{name}.txt"))
         results = {test: result for result, test in re.findall(r"(PASSED|FAILED|ERROR) (tests/\S+)", said)}
         broken = sorted(test for test, result in results.items() if result != "PASSED")
-        stage.add(name, passed=len(results) - len(broken), broken=broken, last=last)
+        late = {"failed": last} if last.startswith("not") else {}
+        stage.add(name, passed=len(results) - len(broken), broken=broken, last=last, **late)
 
 
 RUN: dict[str, Callable[[Stage], None]] = {

@@ -157,5 +157,4 @@ def test_in_16_bits_the_gradient_is_as_exact_as_that_of_one_product(
 
     exact = gradient(torch.float64, blocks=False)
     many, one = (float((gradient(torch.bfloat16, blocks=x) - exact).norm() / exact.norm()) for x in (True, False))
-    print(autocast, entropy, divergence, many, one)
     assert many <= 1.2 * one

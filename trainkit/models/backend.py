@@ -90,7 +90,7 @@ def use_right_attention(device: torch.device) -> None:
     """Switch cuDNN's attention off on a CUDA device if its gradients are not finite with a mask.
 
     torch prefers it on Hopper GPUs. With 64, 192, 320, … keys, and a query that may attend to none of them, as those of
-    padding at the left, versions of before have a gradient of NaN (https://github.com/pytorch/pytorch/issues/196678).
+    padding at the left, torch 2.11 has gradients of NaN there (https://github.com/pytorch/pytorch/issues/196678).
     The setting holds for the whole process.
     """
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():

@@ -253,9 +253,8 @@ class _Responses:
         (count, self.room), device, self.watch = draws.shape, draws.device, watch
         self.sampler, self.settings = sampler, settings
         self.eos = torch.tensor([*eos_ids(sampler.model, sampler.tokenizer), *settings.stop_token_ids], device=device)
-        self.special = torch.tensor(
-            sampler.tokenizer.all_special_ids, dtype=torch.long, device=device
-        )  # may have no text
+        special = sampler.tokenizer.all_special_ids  # they may have no text
+        self.special = torch.tensor(special, dtype=torch.long, device=device)
         self.draws = draws.t().contiguous()  # [R, B]: a step reads and writes one row of each of these tensors
         self.tokens = torch.zeros((self.room, count), dtype=torch.long, device=device)
         self.logprobs = torch.zeros((self.room, count), device=device)
