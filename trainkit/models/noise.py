@@ -24,7 +24,10 @@ def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
         policy: the policy whose input embeddings get the noise.
         alpha: α; 0 adds none.
     """
-    model, needed_mask = policy.model, policy.needs_mask
+    model = policy.model
+    if not alpha or not model.training:
+        yield
+        return
     lengths: list[Tensor] = []
 
     def enter(_: Any, __: Any, inputs: dict[str, Any]) -> None:
@@ -35,14 +38,11 @@ def embedding_noise(policy: Policy, alpha: float) -> Iterator[None]:
         noise = torch.empty_like(embedded).uniform_(-1, 1)
         return embedded + noise * scale.unsqueeze(-1).to(embedded.dtype)
 
-    if not alpha or not model.training:
-        yield
-        return
     handles = [
         model.base_model.register_forward_pre_hook(enter, with_kwargs=True),
         model.get_input_embeddings().register_forward_hook(add),
     ]
-    policy.needs_mask = True  # which tells padding from tokens
+    needed_mask, policy.needs_mask = policy.needs_mask, True  # which tells padding from tokens
     try:
         yield
     finally:
