@@ -431,6 +431,7 @@ def test_what_cannot_be_is_refused(name: str, changes: dict[str, Any], message: 
 
 TWO = """
 import sys
+import threading
 from pathlib import Path
 import torch
 sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
@@ -439,10 +440,23 @@ from researchers.dapo import DapoTrainer
 from trainkit.testing.trainers import tiny_trainer
 
 torch.set_num_threads(1)
-out, found = Path(sys.argv[1]), {}
+out, found, threads = Path(sys.argv[1]), {}, set()
 
 def reward(outputs, **_):
     return [float(output.count("a") > 0) + 0.1 * len(set(output)) for output in outputs]
+
+kept = DapoTrainer.keep
+
+def keep(self, rollouts, scores):
+    rank, world = self.accelerator.process_index, self.accelerator.num_processes
+    here = torch.tensor([1.0, rank])
+    assert self.reduce(here).tolist() == [world, world * (world - 1) / 2]
+    assert (self.min(here).tolist(), self.max(here).tolist()) == ([1, 0], [1, world - 1])
+    assert self.gather([rank]) == list(range(world))
+    threads.add(threading.current_thread().name)
+    return kept(self, rollouts, scores)
+
+DapoTrainer.keep = keep
 
 for name in ("_test_dapo", "ppo"):
     for engine in ("local", "_test_copy"):
@@ -454,6 +468,7 @@ for name in ("_test_dapo", "ppo"):
         world = trainer.accelerator.num_processes
         found[f"{name} {engine}"] = torch.cat([p.detach().flatten() for p in trainer.unwrapped.parameters()])
         found[f"{name} {engine} steps"] = trainer.progress.step
+assert any("sampling" in name for name in threads), threads
 if trainer.accelerator.is_main_process:
     torch.save(found, out / "found.pt")
 if world > 1:
@@ -463,7 +478,7 @@ if world > 1:
 
 @pytest.mark.slow
 def test_two_processes_sample_ahead_what_one_does(tmp_path: Path) -> None:
-    """Also with refills, for which the sampling threads of the two processes communicate."""
+    """Also with refills, for which the sampling threads of the two processes communicate, and `keep` here."""
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
         succeed(TWO, processes, str(tmp_path / str(processes)), str(Path(__file__).parent))

@@ -584,10 +584,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Return ``x`` summed over all processes, on the device it came from."""
         if self.accelerator.num_processes == 1:
             return x
-        if (group := self._sampling_group) is not None:
-            own = x.detach().to("cpu", copy=True)
-            torch.distributed.all_reduce(own, group=group)
-            return own.to(x.device)
+        if self._sampling_group is not None:
+            return self._each(x).sum(0, dtype=x.dtype)
         total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
         return total.to(x.device)
 
