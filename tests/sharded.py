@@ -66,7 +66,11 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
         ends, exports = [], []
         stays_divided = settings.pop("divided", False)
         for sharding in ("none", "fsdp2"):
-            trainer = made(name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding})
+            watched = sharding == "fsdp2" and not settings.get("train__gradient_checkpointing")  # gathers a block twice
+            trainer = made(
+                name, root / f"{index}-{sharding}", {**settings, "train__sharding": sharding},
+                callbacks=[Division()] if watched else [],
+            )  # fmt: skip
             gather = getattr(trainer.sharding, "_gather", None)
             if stays_divided and gather is not None:
                 trainer.sharding._gather = refused
@@ -86,6 +90,24 @@ def equal(root: Path, cases: dict[str, Any]) -> None:
 def refused() -> None:
     """Stand in for what gathers the model."""
     raise AssertionError("the model is gathered")
+
+
+class Division:
+    """Requires that blocks of all models are divided, and that each is again when it has run, unless all are gathered."""
+
+    @trainkit.hookimpl
+    def on_train_begin(self, trainer: Any) -> None:
+        def check(block: torch.nn.Module, *_: Any) -> None:
+            divided = all(hasattr(each, "to_local") for each in block.parameters())
+            assert divided or trainer.sharding.gathered, "a block is not divided"
+
+        borrowing = {each.block for each in trainer.sharding._borrowed}
+        for model in trainer.sharding._models:
+            names = {name for each in model.modules() for name in getattr(each, "_no_split_modules", None) or ()}
+            for block in model.modules():  # whose class has another name when it is divided
+                if type(block).__name__.removeprefix("FSDP") in names and block not in borrowing:
+                    check(block)
+                    block.register_forward_hook(check)
 
 
 class Beginning:
