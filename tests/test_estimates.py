@@ -74,9 +74,11 @@ def test_weights_gradients_and_optimizer_are_those_of_a_run(name: str, changes: 
 
 @pytest.mark.daily(name=("dpo",), again=(False,))
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("name", ["sft", "packed", "dpo", "reward"])
 def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str, again: bool, tmp_path: Path) -> None:
     changes = {"train__gradient_checkpointing": again, "train__seq_length": 64}
+    if name == "packed":
+        name, changes["method__packing"] = "sft", True
     need = measure(of(name, **changes))
     long = "abcdefgh" * 20
     pair = {"prompt": "a", "chosen": long, "rejected": long[1:]}

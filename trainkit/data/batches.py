@@ -346,8 +346,7 @@ class Sequences(Batch):
             [[keep for _, chosen in group for keep in chosen] for group in groups],
             pad_id,
         )
-        lengths = [torch.tensor([len(ids) for ids, _ in group]) for group in groups]
-        segments = [torch.arange(1, len(each) + 1).repeat_interleave(each) for each in lengths]
+        segments = [torch.tensor([n for n, (ids, _) in enumerate(group, 1) for _ in ids]) for group in groups]
         return replace(joined, segments=torch.nn.utils.rnn.pad_sequence(segments, batch_first=True)).to(
             self.input_ids.device
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import hidden_states, inputs_of
+from trainkit.models.unloaded import reads_weights
 from trainkit.models.virtual import virtual_tokens
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def check_packing(model: PreTrainedModel) -> None:
         ConfigError: the states differ. A recurrent model carries its state over from sample to sample, and some
             attention implementations ignore positions.
     """
+    if not reads_weights():
+        return
     training, vocabulary = model.training, model.config.get_text_config().vocab_size
     model.eval()
     try:
