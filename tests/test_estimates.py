@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError
 from trainkit.estimates import Lengths, Need, choose, measure, plan
 from trainkit.estimates.tracing import Counter, held, tensors_of
 from trainkit.models import backend
-from trainkit.testing import tiny_gpt2, tiny_llama
+from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -195,6 +195,9 @@ def test_nothing_fits_is_said_and_is_an_exit_code(tmp_path: Path) -> None:
     [
         (["model.model_path=nowhere/at-all"], "nowhere"),
         (["--memory", "much"], "--memory is 'much'; give a number with a unit, such as 80GiB"),
+        (["--prompt-tokens", "4"], "'sft' learns from samples"),
+        (["--prompt-tokens", "4", "--data", "x.jsonl"], "give one of them"),
+        (["--data", "x.jsonl"], "x.jsonl"),
         (["--memory", "0GB"], "give a number with a unit"),
         (["train.sharding=zero3"], "train.sharding is 'zero3', of which no memory is estimated"),
     ],
@@ -204,6 +207,25 @@ def test_bad_input_is_an_error_and_never_a_number(arguments: list[str], told: st
     assert result.exit_code in (1, 2)
     assert told in f"{result.output}{result.exception}"
     assert "most:" not in result.output
+
+
+@table(
+    "name, rows, tokens",
+    [
+        ("rloo", [{"prompt": "abc"}, {"prompt": "a"}], {"tokens": 3 + 100, "chosen": 100}),
+        ("sft", [{"prompt": "a", "output": "bcd"}, {"prompt": "abc", "output": "b"}], {"tokens": 5, "chosen": 4}),
+        ("dpo", [{"prompt": "a", "chosen": "bc", "rejected": "bcde"}], {"tokens": 6, "chosen": 5}),
+    ],
+)
+def test_sequences_are_as_long_as_the_longest_of_the_data(
+    name: str, rows: list[dict[str, str]], tokens: dict[str, int], tmp_path: Path
+) -> None:
+    character_tokenizer("abcdefgh").save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "run.yaml").write_text(str(of(name, tokenizer__tokenizer_path=str(tmp_path / "tokenizer"))))
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = CliRunner().invoke(app, ["estimate", str(tmp_path / "run.yaml"), "--json", "--data", str(data)])
+    assert {key: json.loads(result.stdout)["model"][key] for key in tokens} == tokens
 
 
 def test_sizes_have_units() -> None:

@@ -89,11 +89,11 @@ def check_data(
     A method decides what the rows are for: samples, samples with labels, pairs, or prompts. Without one, the format of
     the first row does. Without a model, lengths are in characters and words.
     """
-    rows = _read(source)
+    rows = read_rows(source)
     played = environment is not None and load_function(environment) is not None
     settled, named = _settle(config, method, model, overrides or [], rows, played)
     settled = settled.settled(trust_remote_code=trust_remote_code)
-    reading, why = _reading(settled, rows, named, played)
+    reading, why = reading_of(settled, rows, named, played)
     if row is not None and row >= len(rows):
         are = "is" if len(rows) == 1 else "are"
         raise ConfigError(f"--row is {row}, and there {are} {_rows(len(rows))}; rows are numbered from 0")
@@ -113,7 +113,7 @@ def check_data(
         raise typer.Exit(1)
 
 
-def _read(source: str) -> Sequence[Any]:
+def read_rows(source: str) -> Sequence[Any]:
     """Return the rows; of a file with lines that are not JSON, the error names them all."""
     try:
         return read_data(source)
@@ -183,7 +183,7 @@ def _usual(rows: Sequence[Any], ignored: Any, played: bool) -> str:
     return usual_method(given, rows, {"data": {"ignore_columns": ignored}})
 
 
-def _reading(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played: bool) -> tuple[Reading, str]:
+def reading_of(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played: bool) -> tuple[Reading, str]:
     """Return how the rows are read, and in words as what, and why; ``played``: there is an environment."""
     from trainkit.data.inspection import Reading, kind_of, usual_kind
 

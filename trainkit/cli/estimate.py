@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.training import parse_overrides
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainkit.estimates import Need, Plan
@@ -29,11 +29,14 @@ def estimate(
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt. Without it, what leaves room for the response.")
     ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Prompts or samples, of which the longest is counted.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the memory that a run needs on each device by phase, and the sharding and micro-batch that fit.
 
-    Only the model's configuration is read, no weights. Sequences are taken to be as long as they may be.
+    Only the model's configuration is read, no weights. Without data, sequences are taken to be as long as they may be.
     """
     limit = None if memory is None else size(memory)
     from trainkit.config import read_config
@@ -45,7 +48,10 @@ def estimate(
         raise ConfigError(f"train.sharding is {sharding!r}, of which no memory is estimated; set it to none or fsdp2")
     from trainkit.estimates import choose, measure, plan
 
-    need = measure(config, prompt=prompt_tokens, device="cpu" if gpus is None else "cuda")
+    if data is not None and prompt_tokens is not None:
+        raise ConfigError("--data and --prompt-tokens are given, and both say how long prompts are; give one of them")
+    longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
+    need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
     planned = plan(need, sharding, gpus or 1)
     fits = None if limit is None else choose(need, gpus or 1, limit)
     advice = "" if limit is None else _advice(need, fits, gpus or 1, limit)
@@ -55,6 +61,31 @@ def estimate(
         _show(need, planned, advice)
     if limit is not None and fits is None:
         raise typer.Exit(1)
+
+
+def longest_of(source: str, config: Any) -> dict[str, int]:
+    """Return the most tokens that a row, its prompt and its output have, by the arguments of `measure`.
+
+    Raises:
+        DataError: training refuses rows, or there are none.
+        ConfigError: neither a tokenizer nor a model is named.
+    """
+    from trainkit.cli.data import read_rows, reading_of
+    from trainkit.data.inspection import inspect
+
+    reading, _ = reading_of(config, rows := read_rows(source), True, False)
+    if reading.tokenizer is None:
+        raise ConfigError("tokens of --data are counted with a tokenizer; set model.model_path or tokenizer_path")
+    found = inspect(rows, reading)
+    if found.faults or not found.lengths:
+        message = found.faults[0].message if found.faults else "it has no rows"
+        raise DataError(f"--data {source}: {message}; trainkit data check {source} names all faults")
+    if getattr(config.method, "packing", False):
+        return {}  # packed rows are full
+    most = {name: lengths.most for name, lengths in found.lengths.items()}
+    if reading.kind == "prompts":
+        return {"prompt": most["prompt"]}
+    return {"tokens": most["whole"], "chosen": max(most.get(name, 0) for name in ("output", "chosen", "rejected"))}
 
 
 def size(text: str) -> float:

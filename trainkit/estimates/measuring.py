@@ -92,12 +92,22 @@ class Need:
         return {name: getattr(self, name) for name in names} | dataclasses.asdict(self.lengths)
 
 
-def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | None = None, device: str = "cpu") -> Need:
+def measure(
+    config: TRLConfig[Any],
+    *,
+    prompt: int | None = None,
+    tokens: int | None = None,
+    chosen: int | None = None,
+    rows: int | None = None,
+    device: str = "cpu",
+) -> Need:
     """Return what a run needs; no weights are loaded, and nothing is read but the model's configuration.
 
     Args:
         config: the configuration.
         prompt: tokens of a prompt. None: as many as leave room for the response.
+        tokens: of an offline algorithm, tokens of a row before truncation. None: as many as a row may have.
+        chosen: of these, the tokens that are trained on. None: all but one.
         rows: rows of a micro-batch. None: those of the configuration.
         device: the kind of device, on which the precision of attention depends, packed weights, and the size of a
             micro-batch where the configuration does not limit it.
@@ -106,7 +116,7 @@ def measure(config: TRLConfig[Any], *, prompt: int | None = None, rows: int | No
         ConfigError: the model cannot be found, or a pass of the algorithm cannot be made without data.
     """
     trainer = _trainer(config)
-    lengths = _lengths(trainer, prompt)
+    lengths = _lengths(trainer, prompt, tokens, chosen)
     example = _example(config)
     per_row = max(len(_sequences(example)), 1)
     rows = rows or _rows(trainer, lengths, per_row, device)
@@ -223,10 +233,16 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _lengths(trainer: Any, prompt: int | None) -> Lengths:
+def _lengths(trainer: Any, prompt: int | None, tokens: int | None, chosen: int | None) -> Lengths:
     limit = length_limit(trainer.model_config, trainer.config.train.seq_length) or UNLIMITED
     if not trainer.online:
-        return Lengths(limit, limit - 1)
+        if prompt is not None:
+            raise ConfigError(
+                f"{trainer.config.method.name!r} learns from samples, which are as long as train.seq_length allows, or "
+                "as the longest of the data that is given; remove the tokens of a prompt"
+            )
+        whole = limit if tokens is None else min(tokens, limit)
+        return Lengths(whole, whole - 1 if chosen is None else min(chosen, whole - 1))
     new = trainer.config.rollout.max_new_tokens
     if prompt is not None and prompt + new > limit:
         raise ConfigError(
