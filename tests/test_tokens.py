@@ -1,0 +1,212 @@
+"""Token ids as tokenizers of several families write them: spaces before texts, prefixes, turn ends, gaps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from tables import table
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import trainkit
+from trainkit.config import TRLConfig
+from trainkit.data import PromptEncoder, preference_rows, sample_rows
+from trainkit.data.pipeline import encode_apart, encode_continuation, encode_pair, encode_sample
+from trainkit.errors import ConfigError, DataError
+from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.plugins import get_trainer
+
+TURNS = [
+    {"role": "user", "content": "what is it"},
+    {"role": "assistant", "content": "it is a cat"},
+    {"role": "user", "content": "and that"},
+    {"role": "assistant", "content": "that is a dog"},
+]
+HEADERS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+SPECIAL_HEADERS = HEADERS.replace("|>\n", "|>")
+SPECIALS = ["<unk>", "<bos>", "<eos>", "<turn>", "<|user|>", "<|assistant|>"]
+TEXTS = ["what is it and that", "it is a cat and that is a dog", "1 . a\nb"]
+
+
+def metaspace(scheme: str, *, split: bool = True) -> Any:
+    return pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+
+
+def trained(kind: str, template: str = HEADERS) -> PreTrainedTokenizerFast:
+    """A tokenizer of a family, trained on a few lines."""
+    family, _, model = kind.partition(" of ")
+    if model == "Unigram":
+        made = Tokenizer(models.Unigram())
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=60, special_tokens=SPECIALS, unk_token="<unk>", show_progress=False
+        )
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=SPECIALS, show_progress=False)
+    if family == "Prepend":  # Llama 2
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif family == "ByteLevel":  # RoBERTa
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        made.decoder = decoders.ByteLevel()
+    else:
+        made.pre_tokenizer = metaspace(family)
+    made.train_from_iterator(TEXTS, trainer)
+    found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    found.chat_template = template
+    return found
+
+
+@table(
+    "kind, template",
+    [
+        (kind, template)
+        for kind in ("first of BPE", "first of Unigram", "always of BPE", "Prepend of BPE", "ByteLevel of BPE")
+        for template in (HEADERS, SPECIAL_HEADERS)
+    ],
+)
+def test_every_turn_of_a_conversation_has_the_ids_that_it_has_in_the_whole_text(kind: str, template: str) -> None:
+    """Its text is encoded as a continuation, so SFT, DPO and generation read the same ids."""
+    made = trained(kind, template)
+    text = made.apply_chat_template(TURNS, tokenize=False)
+    whole = made(text, add_special_tokens=False)["input_ids"]
+    ids, chosen = encode_sample(made, sample_rows([TURNS], tokenizer=made)[0], None)
+    assert ids == whole[: len(ids)]
+    outputs = made.decode([token for token, own in zip(ids, chosen, strict=True) if own])
+    assert re.sub("[ ▁]", "", outputs) == "itisacat<eos>thatisadog<eos>"
+    pair = {"prompt": TURNS[:3], "chosen": TURNS[3:], "rejected": TURNS[1:2]}
+    assert encode_pair(made, preference_rows([pair], made)[0], None)[0][0] == ids
+    asked = made.apply_chat_template(TURNS[:3], tokenize=False, add_generation_prompt=True)
+    generated = PromptEncoder(made, None)(asked)
+    assert generated + encode_continuation(made, "that is a dog<eos>", generated[-1]) == ids
+
+
+def test_the_first_text_and_the_output_of_a_decoder_keep_their_space() -> None:
+    made = trained("first of BPE")
+    first = made("cat", add_special_tokens=False)["input_ids"]
+    assert made.convert_ids_to_tokens(first)[0].startswith("▁")
+    assert encode_sample(made, sample_rows([("cat", "dog")])[0], None)[0][: len(first)] == first
+    assert encode_apart(made, "dog", "cat", None)[0][-len(first) - 1 : -1] == first
+    spaced = encode_continuation(made, " cat", first[-1])
+    assert made.convert_ids_to_tokens(spaced)[0].startswith("▁")
+
+
+# ------------------------------------------------------------------------------------------------- prefixes
+
+
+def lettered(template: str, *, bos: str | None = "<bos>", side: str = "right") -> PreTrainedTokenizerFast:
+    made = character_tokenizer("abcdef", bos_token=bos)
+    made.add_special_tokens({"additional_special_tokens": ["<x>", "<y>", "<bos>", "<sep>"]})
+    special = [(token, made.get_vocab()[token]) for token in ("<bos>", "<x>", "<y>", "<sep>", "<eos>")]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    made.truncation_side = side
+    return made
+
+
+PREFIXES = {
+    "<bos> $A": ("<bos>", "<bos>"),
+    "<bos> $A unnamed": (None, "<bos>"),
+    "<x> <y> $A": (None, "<x><y>"),
+    "<x> <y> $A <eos>": ("<bos>", "<x><y>"),
+    "<bos> $A <sep>": ("<bos>", "<bos>"),
+    "<bos> $A <eos> <y>": ("<bos>", "<bos>"),
+}
+
+
+@table("template, bos, prefix", [(name.removesuffix(" unnamed"), *case) for name, case in PREFIXES.items()])
+def test_what_a_tokenizer_writes_before_a_text_stands_there_once_and_survives_truncation(
+    template: str, bos: str | None, prefix: str
+) -> None:
+    made = lettered(template, bos=bos, side="left")
+    begins = made(prefix, add_special_tokens=False)["input_ids"]
+    letters = made("abcdef", add_special_tokens=False)["input_ids"]
+    encode = PromptEncoder(made, None)
+    assert encode("abcdef") == encode(prefix + "abcdef") == begins + letters
+    assert PromptEncoder(made, 4, "truncate")("abcdef") == begins + letters[len(begins) - 4 :]
+    with pytest.raises(DataError, match="which truncation keeps"):
+        PromptEncoder(made, len(begins), "truncate")("abcdef")
+
+    def sample(text: Any, limit: int | None = None) -> tuple[list[int], list[bool]]:
+        return encode_sample(made, sample_rows([text])[0], limit)
+
+    eos = [made.eos_token_id]
+    assert sample("abc") == sample(prefix + "abc")  # text alone: all of it after the prefix is trained
+    assert sample("abc")[0] == [*begins, *letters[:3], *eos]
+    assert sample(("abcd", "ef"), 5)[0] == [*begins, *[*letters, *eos][len(begins) - 5 :]]
+    for limit in (6, 5):
+        pair = {"prompt": "abcd", "chosen": "e", "rejected": "f"}
+        sides = encode_pair(made, pair, limit)[:2]
+        assert [ids for ids, _ in sides] == [
+            [*begins, *[*letters[:4], letter, *eos][len(begins) - limit :]] for letter in letters[4:]
+        ]
+        assert [mask[-3:] for _, mask in sides] == [[False, True, True]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- turn ends
+
+GEMMA = (
+    "<bos>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "<bos>{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def of_turns(template: str) -> PreTrainedTokenizerFast:
+    letters = "".join(dict.fromkeys("".join(TEXTS) + "\n"))
+    made = character_tokenizer(letters, bos_token="<bos>")
+    made.add_special_tokens({"additional_special_tokens": ["<turn>", "<|user|>", "<|assistant|>"]})
+    made.chat_template = template
+    return made
+
+
+@table("template", [GEMMA, MARKED, GEMMA.replace("\n{% e", "\n<eos>{% e"), MARKED.replace("\n{% e", "\n<eos>{% e")])
+def test_rows_end_at_the_tokens_that_end_sampling(template: str, tmp_path: Any) -> None:
+    made = of_turns(template)
+    made.save_pretrained(tmp_path)
+    model = GPT2LMHeadModel(GPT2Config(**tiny_gpt2(len(made), n_positions=128)))
+    turn, eos = made.convert_tokens_to_ids(["<turn>", "<eos>"])
+    model.generation_config = GenerationConfig(eos_token_id=[eos, turn])
+    model.save_pretrained(tmp_path)
+    for name in ("sft", "dpo"):
+        config = TRLConfig.from_dict(
+            {"method": {"name": name}, "model": {"model_path": str(tmp_path)}, "train": {"total_steps": 1}}
+        )
+        for live in ({}, {"model": model, "tokenizer": AutoTokenizer.from_pretrained(tmp_path)}):
+            trainer = get_trainer(name)(config if not live else config.evolve(model={"model_path": None}), **live)
+            if name == "sft":
+                sequences = trainer.encode_samples(trainer.read_samples([TURNS]))
+            else:
+                pair = {"prompt": TURNS[:3], "chosen": TURNS[3:], "rejected": TURNS[1:2]}
+                sequences = trainer.encode_preferences(trainer.read_samples([pair])).chosen
+            trained_on = made.decode(sequences.input_ids[0][sequences.response_mask[0]])
+            assert trained_on == ("it is a cat<turn>" if name == "sft" else "") + "that is a dog<turn>"
+            assert int(sequences.input_ids[0][sequences.attention_mask[0]][-1]) == turn
+
+
+# ------------------------------------------------------------------------------------------- ids with gaps
+
+
+def with_gap() -> PreTrainedTokenizerFast:
+    """Ten tokens, of which the last has the id 19."""
+    vocab = {token: at for at, token in enumerate([*"abcdefg", "<eos>", "<pad>"])} | {"z": 19}
+    made = Tokenizer(models.WordLevel(vocab, unk_token=None))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+
+
+def test_ids_after_a_gap_are_the_tokenizers_and_have_to_be_the_models() -> None:
+    made = with_gap()
+    row = sample_rows([{"input_ids": [0, 19]}], tokenizer=made)[0]
+    assert row["input_ids"] == [0, 19]
+    with pytest.raises(DataError, match="has the id 20; ids of this tokenizer are 0 to 19"):
+        sample_rows([{"input_ids": [0, 20]}], tokenizer=made)
+    with pytest.raises(ConfigError, match="has 10 tokens, the largest with the id 19, and the model 12"):
+        trainkit.train(model_path=tiny_gpt2(12), tokenizer=made, samples=["ab"])
