@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import table
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import trainkit
-from trainkit.config import TRLConfig
+from tables import table
+from trainkit.config import ModelConfig, TRLConfig
 from trainkit.data import PromptEncoder, preference_rows, sample_rows
 from trainkit.data.pipeline import encode_apart, encode_continuation, encode_pair, encode_sample
-from trainkit.errors import ConfigError, DataError
-from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit.errors import ConfigError, DataError, PluginError
+from trainkit.functional import kl_exact
+from trainkit.models import load_model
 from trainkit.plugins import get_trainer
+from trainkit.rollouts.sampler import assemble
+from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit.testing.trainers import tiny_trainer
 
 TURNS = [
     {"role": "user", "content": "what is it"},
@@ -210,3 +216,91 @@ def test_ids_after_a_gap_are_the_tokenizers_and_have_to_be_the_models() -> None:
         sample_rows([{"input_ids": [0, 20]}], tokenizer=made)
     with pytest.raises(ConfigError, match="has 10 tokens, the largest with the id 19, and the model 12"):
         trainkit.train(model_path=tiny_gpt2(12), tokenizer=made, samples=["ab"])
+
+
+# -------------------------------------------------------------------------------- heads padded beyond the tokenizer
+
+PADDED = {"gpt2": tiny_gpt2, "llama": tiny_llama, "t5": tiny_t5, "bart": tiny_bart}
+
+
+def padded(name: str, size: int = 64) -> Any:
+    """A lively model whose head has 64 ids for the 10 tokens of the tokenizer."""
+    starts = {"decoder_start_token_id": 9, "pad_token_id": 9} if name in ("t5", "bart") else {}
+    torch.manual_seed(1)
+    model = load_model(ModelConfig(model_path=PADDED[name](size, **starts)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+@table("name, masked", [("gpt2", 0), ("gpt2", 2), ("llama", 1), ("t5", 0), ("bart", 2)])
+def test_ids_that_are_no_tokens_are_neither_sampled_nor_have_a_probability(
+    name: str, masked: int, tmp_path: Path
+) -> None:
+    """Sampler, policy and reference speak of one distribution, over the ids of the tokenizer."""
+    mask = None
+    if masked:
+        mask = torch.rand((64,) * masked, generator=torch.Generator().manual_seed(2)) < 0.7
+        mask[..., 8] = True
+    arguments = {"model": padded(name), "logit_mask": mask}
+    changes = {"model__model_path": None, "rollout__temperature": 0.7, "rollout__repetition_penalty": 1.1}
+    trainer = tiny_trainer("ppo", tmp_path, arguments=arguments, **changes)
+    trainer.collect()
+    assert trainer._pending["policy/kl"].compute() == 0.0
+    rollouts, policy = trainer._rollouts[0], trainer.unwrapped
+    real = rollouts.sequences.response_mask
+    assert int(rollouts.sequences.input_ids[real].max()) < 10
+    seen: list[Any] = []
+
+    def measure(logits: Any, others: Any, tokens: Any) -> Any:
+        seen.append(logits)
+        return kl_exact(logits, others)
+
+    told = policy(rollouts.sequences, entropy=True, reference=trainer.reference, divergence=measure)
+    assert all(logits.shape[1] == 10 for logits in seen)
+    assert told.divergence.abs().max() < 1e-6
+    torch.testing.assert_close(rollouts.logprobs, told.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rollouts.logprobs, policy(rollouts.sequences).logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rollouts.entropy, told.entropy, rtol=0, atol=1e-5)
+    masses = torch.cat(seen).softmax(-1)
+    expected = -(masses * masses.clamp(min=1e-30).log()).sum(-1)
+    torch.testing.assert_close(told.entropy[real], expected, rtol=0, atol=1e-5)
+    policy(rollouts.sequences).logprobs.sum().backward()
+    head = policy.model.get_output_embeddings().weight
+    tied = head is policy.model.get_input_embeddings().weight
+    assert tied or head.grad[10:].abs().max() == 0
+
+
+def test_a_response_of_ids_that_are_no_tokens_is_refused(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, model=tiny_gpt2(64), train__batch_size=1)
+    with pytest.raises(DataError, match="ids outside the tokenizer's 10 ids, or the model's vocabulary of 64"):
+        trainer.step([torch.tensor([63])], [torch.tensor([10])], [1.0])
+
+
+class _Sampler:
+    @trainkit.hookimpl
+    def make_sampler(self, trainer: Any) -> Any:
+        def sampler(rows: Any, queries: Any, *_: Any) -> Any:
+            ended = torch.ones(len(rows), dtype=torch.bool)
+            return assemble(
+                trainer.tokenizer, rows, queries, [[11]] * len(rows), terminated=ended, logprobs=None, stops=[],
+                skip_special_tokens=True,
+            )  # fmt: skip
+
+        return sampler
+
+
+def test_a_sampler_of_a_hook_that_returns_ids_that_are_no_tokens_is_named(tmp_path: Path) -> None:
+    trainer = tiny_trainer("ppo", tmp_path, model=tiny_gpt2(64), callbacks=[_Sampler()])
+    with pytest.raises(PluginError, match="returned ids outside the vocabulary of 10"):
+        trainer.collect()
+
+
+@pytest.mark.slow
+def test_every_algorithm_trains_with_a_padded_head(tmp_path: Path) -> None:
+    """Also those that steer, and those that compare distributions."""
+    for name in ("ilql", "distill", "sft", "dpo", "grpo"):
+        trainer = tiny_trainer(name, tmp_path / name, model=tiny_gpt2(64))
+        trainer.learn()
+        assert max(int(ids.max()) for ids in trainer.generate(["a"] * 8).responses) < 10

@@ -176,9 +176,8 @@ class PromptEncoder:
             if (first := beginning(self.tokenizer, ids)) < self.budget:
                 return _end_of(ids, first, self.budget)
             raise DataError(
-                f"{what} begins with {first} special {'token' if first == 1 else 'tokens'}, which truncation keeps, and "
-                f"at most {self.budget} {'token' if self.budget == 1 else 'tokens'} may be left; lower "
-                "rollout.max_new_tokens, or raise train.seq_length"
+                f"{what} begins with special tokens, which truncation keeps ({first}), and may have no more than "
+                f"{self.budget} tokens; lower rollout.max_new_tokens, or raise train.seq_length"
             )
         ways = "'truncate' or 'drop'" if may_drop else "'truncate'"
         room = "are read" if self.ends else "leave room for the response"
@@ -232,9 +231,8 @@ def _written_around(tokenizer: PreTrainedTokenizerBase, ids: list[int], bare: li
 def beginning(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
     """Return how many of the first tokens are BOS, or what else the tokenizer writes before a text."""
     written: list[int] = tokenizer("")["input_ids"]
-    same = next(
-        (at for at, (a, b) in enumerate(zip(ids, written, strict=False)) if a != b), min(len(ids), len(written))
-    )
+    most = min(len(ids), len(written))
+    same = next((at for at in range(most) if ids[at] != written[at]), most)
     return same or int(len(ids) > 0 and ids[0] == tokenizer.bos_token_id)
 
 

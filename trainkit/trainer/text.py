@@ -198,11 +198,11 @@ class TextTrainer(AcceleratedLoop[M]):
         limit = length_limit(self.model_config, self.config.train.seq_length, virtual)
         vocabulary, ids = self.model_config.get_text_config().vocab_size, id_count(self.tokenizer)
         if ids > vocabulary:
-            known = len(self.tokenizer)
-            largest = "" if ids == known else f", the largest with the id {ids - 1},"
+            known = f"{len(self.tokenizer)} tokens"
+            known += "" if ids == len(self.tokenizer) else f", the largest with the id {ids - 1},"
             raise ConfigError(
-                f"the tokenizer has {known} tokens{largest} and the model {vocabulary}; give the tokenizer that belongs "
-                "to the model, or a model with vocab_size to match"
+                f"the tokenizer has {known} and the model {vocabulary}; give the tokenizer that belongs to the model, or "
+                "a model with vocab_size to match"
             )
         room = self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
@@ -211,6 +211,15 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"rollout.max_new_tokens is {room}, which leaves no room for {what} within {limit} tokens; lower it"
             )
         return limit
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids, from 0 on, that may be sampled and have a probability: those of the tokenizer.
+
+        They are all of the model's if the engine cannot exclude the others, to which a head may be padded.
+        """
+        own = int(self.model_config.get_text_config().vocab_size)
+        return min(own, id_count(self.tokenizer)) if "logit_mask" in self.engine_class.abilities else own
 
     def fits(self, prompt: int, response: int) -> bool:
         """Return whether the model can read so many tokens: together, or apart with a start token (S-44)."""
@@ -384,7 +393,7 @@ class TextTrainer(AcceleratedLoop[M]):
         if made is None:
             return EngineSampler(
                 self.engine,
-                vocabulary=self.model_config.get_text_config().vocab_size,
+                vocabulary=self.vocabulary,
                 device=self.accelerator.device,
                 skip_special_tokens=self.config.rollout.skip_special_tokens,
             )
@@ -398,7 +407,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"rollout.engine is {name!r}, and a make_sampler hook provides a sampler, which replaces it; remove "
                 "the hook, or set rollout.engine to 'local'"
             )
-        return generation.checked_sampler(made)
+        return generation.checked_sampler(made, self.vocabulary)
 
     @cached_property
     def engine(self) -> Engine:
