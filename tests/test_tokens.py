@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.functional import kl_exact
 from trainkit.models import load_model
 from trainkit.plugins import get_trainer
-from trainkit.rollouts.sampler import assemble
+from trainkit.rollouts.decoding import CausalDecoder, stepping_fault
+from trainkit.rollouts.sampler import assemble, make_sampler
 from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
@@ -304,3 +306,44 @@ def test_every_algorithm_trains_with_a_padded_head(tmp_path: Path) -> None:
         trainer = tiny_trainer(name, tmp_path / name, model=tiny_gpt2(64))
         trainer.learn()
         assert max(int(ids.max()) for ids in trainer.generate(["a"] * 8).responses) < 10
+
+
+# --------------------------------------------------------------------------------------- the probe of the cache
+
+
+@table("bad, tied, offset", [(10, False, math.nan), (64, True, 1000.0), (64, False, 1000.0)])
+@torch.no_grad()
+def test_a_model_keeps_its_cache_though_some_tokens_are_untrained_or_rounding_is_large(
+    bad: int, tied: bool, offset: float
+) -> None:
+    """Cached steps are as near to the exact logits as full passes are, where the normalisation cancels an offset."""
+    made = character_tokenizer("".join(map(chr, range(100, 152))))
+    made.add_special_tokens({"additional_special_tokens": [f"<{at}>" for at in range(10)]})
+    torch.manual_seed(1)
+    model = load_model(ModelConfig(model_path=tiny_gpt2(64, n_layer=4, tie_word_embeddings=tied)))
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    model.get_input_embeddings().weight[64 - bad :] += offset
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    assert not make_sampler(model, made).fault
+    after = model.state_dict()
+    assert all(
+        after[name].data_ptr() == at and torch.equal(after[name].nan_to_num(), own.nan_to_num())
+        for name, (at, own) in before.items()
+    )
+
+
+class _Forgetful(CausalDecoder):
+    """A decoder whose steps do not see the first token."""
+
+    def next(self, active: Any) -> Any:
+        active.real[:, 0], active.padded = False, True
+        return super().next(active)
+
+
+@torch.no_grad()
+def test_a_cache_that_gives_other_logits_is_found_whatever_the_rounding() -> None:
+    for offset in (0, 1000):
+        model = padded("gpt2")
+        model.get_input_embeddings().weight += offset
+        assert "cached steps differ" in stepping_fault(_Forgetful(model, 0, True, False), range(64))

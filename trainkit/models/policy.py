@@ -308,9 +308,7 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            scaled = partial(
-                read_head, temperature=self.temperature, logit_mask=self._mask, vocabulary=self.vocabulary
-            )
+            scaled = partial(read_head, temperature=self.temperature, logit_mask=self._mask, vocabulary=self.vocabulary)
             logprobs, entropies = scaled(head, states, tokens, previous, entropy=entropy)
             return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)

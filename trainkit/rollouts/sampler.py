@@ -136,7 +136,9 @@ class TokenSampler:
         mask = check_logit_mask(logit_mask, model, self.vocabulary)
         self.logit_mask = None if mask is None else mask[..., : self.vocabulary]
         self.skip_special_tokens, self.beside_training = skip_special_tokens, beside_training
-        self.fault = stepping_fault(decoder)
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ordinary = [token for token in range(self.vocabulary) if token not in special]
+        self.fault = stepping_fault(decoder, ordinary or range(self.vocabulary))
         if self.fault:
             log.warning(
                 "%s cannot be sampled from with a key-value cache (%s); its own generate() is used, which is slower",
