@@ -201,8 +201,8 @@ class TextTrainer(AcceleratedLoop[M]):
             known = f"{len(self.tokenizer)} tokens"
             known += "" if ids == len(self.tokenizer) else f", the largest with the id {ids - 1},"
             raise ConfigError(
-                f"the tokenizer has {known} and the model {vocabulary}; give the tokenizer that belongs to the model, or "
-                "a model with vocab_size to match"
+                f"the tokenizer has {known} and the model {vocabulary}; give the tokenizer that belongs to the model, "
+                "or a model with vocab_size to match"
             )
         room = self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
