@@ -356,7 +356,8 @@ def encode_pair(
         kept = min(prompt, *(beginning(tokenizer, ids) for ids, _ in sides))
         gone = min(room, prompt - max(kept, 1))  # at least one prompt token stays
         chosen, rejected = (
-            _cut(tokenizer, *(_end_of(part, kept, len(part) - gone) for part in side), limit) for side in sides
+            _cut(tokenizer, _end_of(ids, kept, len(ids) - gone), _end_of(mask, kept, len(ids) - gone), limit)
+            for ids, mask in sides
         )
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):

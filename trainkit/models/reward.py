@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trainkit.config import ModelConfig
 from trainkit.data import PromptEncoder, Sequences
-from trainkit.data.pipeline import beginning
 from trainkit.data.batches import pass_cost
+from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter

@@ -335,9 +335,9 @@ class _Responses:
             scores = self._scale(penalised, previous)
         if self.sampler.steer is not None:
             assert hidden is not None, "hidden states are requested if there is something to steer"
-            padding = (0, vocabulary(self.sampler.model) - scores.size(-1))
-            scores = self.sampler.steer(pad(scores, padding, value=-torch.inf), hidden, settings)
-            scores = scores[:, : logits.size(-1)]
+            padding = vocabulary(self.sampler.model) - scores.size(-1)
+            whole = pad(scores, (0, padding), value=-torch.inf) if padding else scores
+            scores = self.sampler.steer(whole, hidden, settings)[:, : logits.size(-1)]
         if step < settings.min_new_tokens:
             going_on = scores.index_fill(-1, self.eos[self.eos < scores.size(-1)], -torch.inf)
             scores = torch.where(going_on.isfinite().any(-1, keepdim=True), going_on, scores)  # a mask may force EOS

@@ -748,8 +748,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
             rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
             log.warning(
                 "after step %d the learning rate jumps to %s, from %s in the run so far: it follows from optimizer.lr, "
-                "scheduler and train.total_steps, which have changed. With scheduler.name 'constant' it does not depend "
-                "on the last step",
+                "scheduler and train.total_steps, which have changed. With scheduler.name 'constant' it does not "
+                "depend on the last step",
                 state["progress"]["step"],
                 *rates,
             )
