@@ -77,7 +77,8 @@ def read_head(
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
     """
-    weight, bias = head.weight, head.bias
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
     if vocabulary is not None and vocabulary < len(weight):
         weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     arguments = (states, weight, bias, tokens, previous, logit_mask, temperature, entropy)
