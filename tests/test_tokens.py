@@ -16,11 +16,12 @@ import trainkit
 from tables import table
 from trainkit.config import ModelConfig, TRLConfig
 from trainkit.data import PromptEncoder, preference_rows, sample_rows
-from trainkit.data.pipeline import encode_apart, encode_continuation, encode_pair, encode_sample
+from trainkit.data.pipeline import encode_apart, encode_continuation, encode_pair, encode_sample, id_count
 from trainkit.errors import ConfigError, DataError, PluginError
 from trainkit.functional import kl_exact
 from trainkit.models import load_model
 from trainkit.plugins import get_trainer
+from trainkit.rollouts import Turn
 from trainkit.rollouts.decoding import CausalDecoder, stepping_fault
 from trainkit.rollouts.sampler import assemble, make_sampler
 from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -101,6 +102,28 @@ def test_the_first_text_and_the_output_of_a_decoder_keep_their_space() -> None:
     assert encode_apart(made, "dog", "cat", None)[0][-len(first) - 1 : -1] == first
     spaced = encode_continuation(made, " cat", first[-1])
     assert made.convert_ids_to_tokens(spaced)[0].startswith("▁")
+
+
+class _Talks:
+    """Answers an output by text of its own, once."""
+
+    def __init__(self, row: Any) -> None:
+        self.done = False
+
+    def reset(self) -> None: ...
+
+    def step(self, output: str) -> Turn:
+        self.done, done = True, self.done
+        return Turn("" if done else "cat", 1.0, done=done)
+
+
+def test_an_observation_continues_the_output_before_it(tmp_path: Path) -> None:
+    made = trained("first of BPE")
+    changes = {"model": tiny_gpt2(id_count(made)), "rollout__min_new_tokens": 3, "rollout__max_new_tokens": 3}
+    arguments = {"tokenizer": made, "environment": _Talks, "reward_fn": None, "prompts": ["what"] * 8}
+    found = tiny_trainer("ppo", tmp_path, arguments=arguments, **changes).play([{"prompt": "what is it"}])
+    real = found.sequences.attention_mask & ~found.sequences.prompt_mask & ~found.sequences.response_mask
+    assert "".join(made.convert_ids_to_tokens(found.sequences.input_ids[real])) == "cat"
 
 
 # ------------------------------------------------------------------------------------------------- prefixes
