@@ -297,7 +297,7 @@ def changed(**columns: Any) -> Callable[[Generated], Generated]:
         (changed(reasons=["length"] * 4, ids=[[0] * 4, [0] * 3, [0], [0]]), "ended response 1 for its length after 3"),
         (
             changed(reasons=["length"] * 4, ids=[[0] * 4, [0, 0, 0, 10], [0] * 4, [0] * 4]),
-            "returned ids outside the model's vocabulary of 10 in response 1",
+            "returned ids outside the vocabulary of 10 in response 1",
         ),
         (
             changed(reasons=["stop"] * 4, ids=[[0, 8], [8, 0, 8], [8], [8]]),

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tables import table
 from trainkit.data import Pipeline, PromptEncoder, Row, preference_rows, prompt_rows, sample_rows
-from trainkit.data.pipeline import encode_joint, encode_pair, encode_sample
+from trainkit.data.pipeline import encode_continuation, encode_joint, encode_pair, encode_sample
 from trainkit.errors import DataError
 from trainkit.seeding import PLACE, Place
 from trainkit.testing import EOS, character_tokenizer
@@ -327,10 +327,10 @@ def test_truncating_to_no_room_at_all_is_an_error(budget: int) -> None:
         PromptEncoder(tokenizer(), budget, "truncate").fit(LONG)
 
 
-@given(st.text("abc", min_size=1, max_size=9), st.integers(1, 6))
-def test_truncation_gives_the_last_tokens_of_the_whole(text: str, budget: int) -> None:
+@given(st.text("abc", min_size=1, max_size=9), st.integers(2, 6))
+def test_truncation_gives_bos_and_the_last_tokens_of_the_whole(text: str, budget: int) -> None:
     made = tokenizer(f"{BOS} $A")
-    assert PromptEncoder(made, budget, "truncate")(text) == PromptEncoder(made, None)(text)[-budget:]
+    assert PromptEncoder(made, budget, "truncate")(text) == ids_of(made, BOS, *text[1 - budget :])
 
 
 # -------------------------------------------------------------------------------------------------- sample_rows
@@ -466,12 +466,15 @@ def test_a_sample_that_is_cut_has_no_eos(limit: int, mask: str, pad: str) -> Non
 
 
 def test_a_tokenizer_that_truncates_on_the_left_leaves_the_end_and_its_eos() -> None:
-    """The first token is context, because nothing precedes it any more."""
-    made = tokenizer(f"{BOS} $A")
-    made.truncation_side = "left"
-    whole = ids_of(made, BOS, *"abcd", EOS)
-    masks = [encoded(made, ("ab", "cd"), limit) for limit in (6, 5, 3, 2)]
-    assert masks == [(whole, "...xxx"), (whole[1:], "..xxx"), (whole[3:], ".xx"), (whole[4:], ".x")]
+    """The first token is context, because nothing precedes it: BOS, or without one the first that is left."""
+    made, bare = tokenizer(f"{BOS} $A"), tokenizer(bos=None)
+    made.truncation_side = bare.truncation_side = "left"
+    bos, whole = ids_of(made, BOS), ids_of(made, *"abcd", EOS)
+    found = [encoded(made, ("ab", "cd"), limit) for limit in (6, 5, 3, 2)]
+    assert found == [
+        (bos + whole[left:], mask) for left, mask in enumerate(["...xxx", "..xxx", "", ".xx", ".x"]) if mask
+    ]
+    assert [encoded(bare, ("ab", "cd"), limit) for limit in (4, 2)] == [(whole[1:], ".xxx"), (whole[3:], ".x")]
 
 
 def test_a_sample_whose_output_is_cut_off_wholly_is_refused_by_name() -> None:
@@ -663,7 +666,7 @@ def test_the_tokens_of_a_side_are_those_of_its_text_and_split_where_the_output_b
     if ids[:-1] == whole:
         assert held + ends[start] > size
     else:  # one token for the prompt and the beginning of the output, and nothing before it
-        assert ids[:-1] == made(prompt)["input_ids"] + made(output, add_special_tokens=False)["input_ids"]
+        assert ids[:-1] == made(prompt)["input_ids"] + encode_continuation(made, output, ids[start - 1])
         assert ends[0] - added < in_bytes(made, whole)[0]
 
 
@@ -686,8 +689,9 @@ def test_cut_sides_are_ends_of_the_whole_ones_and_answer_to_one_prompt(
     for (ids, mask), (part, part_mask) in zip(whole, found, strict=True):
         start = mask.index(True) - part_mask.index(True)
         starts.append(start)
-        assert part == ids[start : start + limit]
-        assert part_mask == mask[start : start + limit]
+        bos = kind.get("bos", False)
+        assert part == [*ids[:bos], *ids[start + bos : start + limit]]
+        assert part_mask == [*mask[:bos], *mask[start + bos : start + limit]]
         assert part_mask[0] is False
         assert part_mask.index(True) <= len(part) <= limit
     assert starts[0] == starts[1]

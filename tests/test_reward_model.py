@@ -152,11 +152,13 @@ def test_a_text_is_read_as_one_and_ends_in_eos_once() -> None:
     assert model(prompts=["a", "ab"], outputs=["bc", "c"]) == model(["abc", "abc"])
 
 
-def test_the_beginning_token_stands_once() -> None:
+def test_the_beginning_token_stands_once_and_stays() -> None:
     tokenizer = character_tokenizer(LETTERS, bos_token="<bos>")
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 10)])
     model = reward_model(tiny_gpt2(11), tokenizer=tokenizer)
     assert model._encode(["ab", "<bos>ab"], None, None) == [[10, 0, 1, 8]] * 2
+    short = reward_model(tiny_gpt2(11), tokenizer=tokenizer, max_length=4)
+    assert short(["hhhhab", "ab"]) == pytest.approx(model(["ab"]) * 2, abs=1e-5)
 
 
 def test_long_texts_lose_their_beginning_and_are_counted() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tables import table
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -48,3 +50,24 @@ def test_learning_to_the_last_step_warns_of_nothing(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING):
         tiny_trainer("ppo", tmp_path / "run", scheduler__name="linear", train__total_steps=3).learn()
     assert "past the last step" not in caplog.text
+
+
+@table(
+    "changes, jump",
+    [
+        ({"train__total_steps": 12}, "after step 4 the learning rate jumps to 0.75, from 0 in the run so far"),
+        ({"train__total_steps": 12, "scheduler__name": "constant"}, ""),
+    ],
+)
+def test_a_rate_that_jumps_where_a_longer_run_resumes_is_told(
+    changes: dict[str, Any], jump: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """(1 + cos(π·4/12)) / 2 = 0.75, where the shorter schedule had come to 0."""
+    settings = {"scheduler__name": changes.get("scheduler__name", "cosine"), "optimizer__lr": 1.0}
+    tiny_trainer("sft", tmp_path / "run", **settings, train__total_steps=4, train__save_interval=4).learn()
+    settings |= {"train__resume": "auto", "train__save_interval": 4, **changes}
+    with caplog.at_level(logging.WARNING):
+        tiny_trainer("sft", tmp_path / "run", **settings).learn()
+    told = [record.getMessage() for record in caplog.records if "learning rate jumps" in record.getMessage()]
+    assert len(told) == bool(jump)
+    assert all(jump in each for each in told)

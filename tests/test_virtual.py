@@ -204,7 +204,7 @@ def test_before_sliding_windows_prompts_are_not_padded(kind: str) -> None:
 def test_the_models_own_generate_continues_after_the_virtual_tokens(kind: str) -> None:
     model = prompted(tiny_gpt2(10), kind)
     push(model)
-    assert stepping_fault(CausalDecoder(model, 0, True, False)) == ""
+    assert stepping_fault(CausalDecoder(model, 0, True, False), range(10)) == ""
     ids, left = torch.tensor([[1, 2, 3], [0, 4, 5]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     with torch.no_grad():
         written = model.generate(ids, attention_mask=left, max_new_tokens=5, do_sample=False, eos_token_id=None,

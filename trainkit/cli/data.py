@@ -206,7 +206,11 @@ def reading_of(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played:
         needed=not (played or "environment" in inputs),
         check=getattr(trainer, "check_samples", None) if _is_checked(trainer) else None,
         omitted=_own_checks(name, trainer),
-        **(_limits(config, kind) if trainer is None or hasattr(trainer, "columns") else {}),
+        **(
+            _limits(config, kind, getattr(trainer, "generates", True))
+            if trainer is None or hasattr(trainer, "columns")
+            else {}
+        ),
     )
     return reading, why
 
@@ -229,17 +233,18 @@ def _is_checked(trainer: Any) -> bool:
     return own is not None and own.__module__.partition(".")[0] != "trainkit"
 
 
-def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
-    """Return the tokenizer and what follows from the model's context, as far as a model or tokenizer is named."""
+def _limits(config: TRLConfig[Any], kind: str, generates: bool) -> dict[str, Any]:
+    """Return the tokenizer and what follows from the model, as far as a model or tokenizer is named."""
     from trainkit.models import load_tokenizer
-    from trainkit.models.loading import count_virtual, length_limit, load_model_config
+    from trainkit.models.loading import coming_eos, count_virtual, length_limit, load_model_config
 
     if not isinstance(config.tokenizer.tokenizer_path or config.model.model_path, str):
         return {}
-    tokenizer, apart, limit = load_tokenizer(config), False, config.train.seq_length
+    tokenizer, apart, limit, ends = load_tokenizer(config), False, config.train.seq_length, list[int]()
     if config.model.model_path is not None:
         model = load_model_config(config.model)
         apart, limit = bool(model.is_encoder_decoder), length_limit(model, limit, count_virtual(config.model))
+        ends = coming_eos(config.model, None, model) if generates else ends
     if kind == "prompts" and limit is not None and not apart:
         limit -= config.rollout.max_new_tokens
         if limit < 1:
@@ -247,7 +252,8 @@ def _limits(config: TRLConfig[Any], kind: str) -> dict[str, Any]:
                 f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, which leaves no room for a prompt within "
                 f"{limit + config.rollout.max_new_tokens} tokens; lower it"
             )
-    return {"tokenizer": tokenizer, "limit": limit, "apart": apart, "overlong": config.rollout.overlong_prompts}
+    overlong = config.rollout.overlong_prompts
+    return {"tokenizer": tokenizer, "limit": limit, "apart": apart, "ends": tuple(ends), "overlong": overlong}
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from trainkit.data.pipeline import id_count
 from trainkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -65,13 +66,21 @@ class Chat:
         tokenizer: has a chat template; None if the caller expects no conversations.
         row: its columns ``tools`` and ``chat_template_kwargs`` are passed to the template.
         what: names the row in errors.
+        ends: token ids at which responses end, besides EOS.
 
     Raises:
         DataError: raised by all methods; there is no template, it cannot render the messages, or a message is invalid.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, row: Mapping[str, Any], what: str) -> None:
-        self.tokenizer, self.what = tokenizer, what
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        row: Mapping[str, Any],
+        what: str,
+        *,
+        ends: Collection[int] = (),
+    ) -> None:
+        self.tokenizer, self.what, self.ends = tokenizer, what, ends
         tools = {} if row.get("tools") is None else {"tools": row["tools"]}
         self.settings = {**tools, **(row.get("chat_template_kwargs") or {})}
 
@@ -84,7 +93,7 @@ class Chat:
     def outputs(
         self, prompt: Sequence[Mapping[str, Any]], *completions: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[str]]:
-        """Return the prompt's text, and the text of each completion to it, up to its last EOS.
+        """Return the prompt's text, and the text of each completion to it, up to the EOS that ends it.
 
         Raises:
             DataError: the template renders the prompt differently when a completion follows.
@@ -95,7 +104,7 @@ class Chat:
             if not whole.startswith(asked):
                 raise self._no_prefix(asked, whole)
             text = whole[len(asked) :]
-            texts.append(text[: _end(text, self._eos)] or text)
+            texts.append(text[: _end(text, self._closing)] or text)
         return asked, texts
 
     def spans(self, messages: Sequence[Mapping[str, Any]], first: int = 0) -> list[Span]:
@@ -103,7 +112,8 @@ class Chat:
 
         An output is the text between ``{% generation %}`` and ``{% endgeneration %}`` in the template. If the template
         has no such marks, it is the text that an assistant's message adds to the rendering of the messages before it.
-        EOS ends an output, whatever the template writes after it. Text after the last output is dropped.
+        EOS, or another of ``ends``, ends an output, whatever the template writes after it. Text after the last output
+        is dropped.
 
         Raises:
             DataError: no message is the assistant's; or the template has no marks, and a prefix of the conversation is
@@ -116,7 +126,7 @@ class Chat:
         for start, end in outputs:
             spans += [(whole[at:start], False), (whole[start:end], True)]
             at = end
-        closed = _closed([*spans, (whole[at:], False)], self._eos)
+        closed = _closed([*spans, (whole[at:], False)], self._closing)
         if not closed:
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in checked))
             raise DataError(
@@ -139,9 +149,12 @@ class Chat:
         return template
 
     @property
-    def _eos(self) -> str:
+    def _closing(self) -> re.Pattern[str]:
+        """A pattern of the texts of the tokens that end an output."""
         assert self.tokenizer is not None
-        return str(self.tokenizer.eos_token)
+        known = [token for token in self.ends if token < id_count(self.tokenizer)]
+        texts = {str(self.tokenizer.eos_token), *self.tokenizer.convert_ids_to_tokens(known)}
+        return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))))
 
     def _check(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages as dicts, without keys whose value is None, which datasets use to fill tables."""
@@ -210,18 +223,23 @@ class Chat:
         )
 
 
-def _end(text: str, eos: str) -> int:
-    """Return the index after the last EOS; 0 without one."""
-    return text.rindex(eos) + len(eos) if eos in text else 0
+def _end(text: str, closing: re.Pattern[str]) -> int:
+    """Return the index after the last EOS, or of several with nothing between them after the first; 0 without one."""
+    found = [*closing.finditer(text)]
+    for before, match in zip(found[-2::-1], found[:0:-1], strict=False):
+        if text[before.end() : match.start()].strip():
+            return match.end()
+    return found[0].end() if found else 0
 
 
-def _closed(spans: list[Span], eos: str) -> list[Span]:
+def _closed(spans: list[Span], closing: re.Pattern[str]) -> list[Span]:
     """Return the spans with every output ending at its EOS, if it or the next span has one; the last is an output."""
     closed: list[Span] = []
     for text, is_output in spans:
-        if not is_output and closed and closed[-1][1] and text.startswith(eos) and not closed[-1][0].endswith(eos):
+        if not is_output and closed and closed[-1][1] and _end(closed[-1][0], closing) < len(closed[-1][0]):
+            eos = first.group() if (first := closing.match(text)) else ""
             closed[-1], text = (closed[-1][0] + eos, True), text[len(eos) :]
-        end = (_end(text, eos) or len(text)) if is_output else len(text)
+        end = (_end(text, closing) or len(text)) if is_output else len(text)
         for part, role in ((text[:end], is_output), (text[end:], False)):
             if part and closed and closed[-1][1] == role:
                 closed[-1] = (closed[-1][0] + part, role)

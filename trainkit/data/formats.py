@@ -197,6 +197,7 @@ def sample_rows(
     rated: bool = False,
     first: int = 0,
     columns: Collection[str] = (),
+    ends: Collection[int] = (),
 ) -> list[Row]:
     """Return samples as rows ``{"turns": [text, ...], "outputs": [bool, ...]}``, with ``"reward"`` if given.
 
@@ -212,6 +213,7 @@ def sample_rows(
         rated: whether every sample needs a reward: a column ``reward``, or the label of an unpaired preference.
         first: the index of the first sample in error messages.
         columns: further columns that the caller reads.
+        ends: token ids at which responses end, besides EOS; they end outputs in conversations.
 
     Raises:
         DataError: there are no samples, one has another form or a column of another form that nothing reads, or the
@@ -219,7 +221,7 @@ def sample_rows(
     """
     _check_list(samples, "sample")
     rows = [
-        sample_row(sample, f"sample {index}", tokenizer, rated=rated, columns=columns)
+        sample_row(sample, f"sample {index}", tokenizer, rated=rated, columns=columns, ends=ends)
         for index, sample in enumerate(samples, first)
     ]
     if not rows:
@@ -272,10 +274,11 @@ def sample_row(
     *,
     rated: bool = False,
     columns: Collection[str] = (),
+    ends: Collection[int] = (),
 ) -> Row:
     """Return one sample as a row of `sample_rows`."""
     if is_conversation(sample):
-        return _spans({}, Chat(tokenizer, {}, what).spans(sample))
+        return _spans({}, Chat(tokenizer, {}, what, ends=ends).spans(sample))
     if not isinstance(sample, Mapping):
         return _turns({}, list(sample) if isinstance(sample, list | tuple) else [sample], what)
     form, names = recognise(sample), columns_read(sample)
@@ -297,7 +300,7 @@ def sample_row(
     _check_alike(what, *parts)
     if talk:
         asked = parts[0] if len(parts) > 1 else []
-        return _spans(kept, Chat(tokenizer, sample, what).spans([*asked, *parts[-1]], first=len(asked)))
+        return _spans(kept, Chat(tokenizer, sample, what, ends=ends).spans([*asked, *parts[-1]], first=len(asked)))
     return _turns(kept, parts, what)
 
 
@@ -368,11 +371,12 @@ def preference_rows(
     *,
     first: int = 0,
     columns: Collection[str] = (),
+    ends: Collection[int] = (),
 ) -> list[Row]:
     """Return pairs as rows ``{"prompt": text, "chosen": text, "rejected": text, **columns}``, or with token ids.
 
     Without a column ``prompt``, the prompt is the common beginning of both sides: messages, or text up to a word's end.
-    ``columns`` are further columns that the caller reads.
+    ``columns`` and ``ends`` are as for `sample_rows`.
 
     Raises:
         DataError: there are no pairs, one has another form or a column of another form that nothing reads, or its sides
@@ -380,7 +384,7 @@ def preference_rows(
     """
     _check_list(samples, "sample")
     rows = [
-        preference_row(sample, f"sample {index}", tokenizer, columns=columns)
+        preference_row(sample, f"sample {index}", tokenizer, columns=columns, ends=ends)
         for index, sample in enumerate(samples, first)
     ]
     if not rows:
@@ -389,7 +393,12 @@ def preference_rows(
 
 
 def preference_row(
-    sample: Any, what: str, tokenizer: PreTrainedTokenizerBase | None = None, *, columns: Collection[str] = ()
+    sample: Any,
+    what: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    columns: Collection[str] = (),
+    ends: Collection[int] = (),
 ) -> Row:
     """Return one pair as a row of `preference_rows`."""
     form = recognise(sample) if isinstance(sample, Mapping) else None
@@ -410,7 +419,7 @@ def preference_row(
             raise DataError(f"{what}: chosen and rejected have no common beginning; give their prompt as a column")
         prompt, sides = sides[0][:at], [side[at:] for side in sides]
     if talk:
-        prompt, sides = Chat(tokenizer, sample, what).outputs(prompt, *sides)
+        prompt, sides = Chat(tokenizer, sample, what, ends=ends).outputs(prompt, *sides)
     row = {**sample, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}
     for name in ("prompt", "chosen", "rejected"):
         check_text(row[name], f"{what}: {name}")

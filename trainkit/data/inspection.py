@@ -108,6 +108,8 @@ class Reading:
     """The largest number of tokens of a sample, or of a prompt that leaves room for the response."""
     apart: bool = False
     """Whether the model reads prompt and output separately."""
+    ends: tuple[int, ...] = ()
+    """Token ids at which responses end, besides the tokenizer's EOS."""
     overlong: Literal["error", "truncate", "drop"] = "error"
     """How prompts are handled that are too long, `rollout.overlong_prompts`."""
     needed: bool = True
@@ -229,6 +231,7 @@ class _Inspector:
         self.asked: set[Any] = set()
         self._uses: dict[Any, tuple[str, dict[Any, str]]] = {}
         self._plain: PreTrainedTokenizerBase | None = None
+        self.sides: dict[str, Any] = {"apart": reading.apart, "ends": reading.ends}
         self.eos = "" if reading.tokenizer is None else str(reading.tokenizer.eos_token)
         self.ahead: Any = None
         if reading.tokenizer is None:
@@ -297,9 +300,9 @@ class _Inspector:
             made = prompt_rows(rows, needed=reading.needed, first=first)
             return made if tokenizer is None else written_prompts(made, tokenizer, first=first)
         if reading.kind == "pairs":
-            return preference_rows(rows, tokenizer, first=first, columns=reading.columns)
+            return preference_rows(rows, tokenizer, first=first, columns=reading.columns, ends=reading.ends)
         rated = reading.kind in ("rewards", "labels")
-        made = sample_rows(rows, None, tokenizer, rated=rated, first=first, columns=reading.columns)
+        made = sample_rows(rows, None, tokenizer, rated=rated, first=first, columns=reading.columns, ends=reading.ends)
         return labelled(made, first=first) if reading.kind == "labels" else made
 
     def _plain_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -419,7 +422,7 @@ class _Inspector:
                 sizes = [sum(size(text) for text, out in parts if out == side) for side in (False, True)]
                 _note_sides(lengths, *sizes, asked=not all(outputs))
         else:
-            whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
+            whole, mask, _ = encode_within(self.ahead, row, None, f"sample {index}", **self.sides)
             trained = sum(mask)
             _note_sides(self.lengths, len(mask) - trained, trained, asked=not outputs or not all(outputs))
             ids, chosen = self._within(index, row, whole, mask)
@@ -436,7 +439,7 @@ class _Inspector:
         if limit is None or len(whole) < limit:
             return whole, mask
         try:
-            return encode_within(self.ahead, row, limit, f"sample {index}", apart=self.reading.apart)[:2]
+            return encode_within(self.ahead, row, limit, f"sample {index}", **self.sides)[:2]
         except DataError:
             self._find("no room", index)
             raise
@@ -450,7 +453,7 @@ class _Inspector:
                 _note(lengths, prompt=asked, chosen=good, rejected=bad, whole=asked + max(good, bad))
             parts = {"chosen": [(prompt, False), (chosen, True)], "rejected": [(prompt, False), (rejected, True)]}
         else:
-            *whole, _ = encode_pair_within(self.ahead, row, None, f"sample {index}", apart=self.reading.apart)
+            *whole, _ = encode_pair_within(self.ahead, row, None, f"sample {index}", **self.sides)
             (ids, mask), (others, other_mask) = whole
             _note(
                 self.lengths,
@@ -474,7 +477,7 @@ class _Inspector:
         if limit is None or max(len(ids) for ids, _ in whole) < limit:
             return whole
         try:
-            return list(encode_pair_within(self.ahead, row, limit, f"sample {index}", apart=self.reading.apart)[:2])
+            return list(encode_pair_within(self.ahead, row, limit, f"sample {index}", **self.sides)[:2])
         except EqualSidesError:
             self._find("equal after truncation", index)
             raise

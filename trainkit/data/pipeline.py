@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -125,10 +128,10 @@ class PromptEncoder:
     """Encodes prompts as token ids that leave room for the response.
 
     Args:
-        tokenizer: the BOS that it adds is added once; EOS is not added.
+        tokenizer: what it writes before a text, mostly BOS, is written once; what it writes after it is not.
         budget: the maximum number of tokens of a prompt; None: no limit.
-        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt (S-44).
-        ends: also add EOS if the tokenizer does, for prompts that an encoder reads.
+        overlong: how to handle longer prompts; ``"truncate"`` keeps the *end* of a prompt, after its BOS (S-44).
+        ends: also write what the tokenizer writes after a text, mostly EOS, for prompts that an encoder reads.
     """
 
     def __init__(
@@ -170,7 +173,12 @@ class PromptEncoder:
         if self.budget is None or len(ids) <= self.budget:
             return ids
         if self.overlong == "truncate":
-            return ids[-self.budget :]
+            if (first := beginning(self.tokenizer, ids)) < self.budget:
+                return _end_of(ids, first, self.budget)
+            raise DataError(
+                f"{what} begins with special tokens, which truncation keeps ({first}), and may have no more than "
+                f"{self.budget} tokens; lower rollout.max_new_tokens, or raise train.seq_length"
+            )
         ways = "'truncate' or 'drop'" if may_drop else "'truncate'"
         room = "are read" if self.ends else "leave room for the response"
         advice = self.advice or (
@@ -180,16 +188,14 @@ class PromptEncoder:
         raise DataError(f"{what} has {len(ids)} tokens, and at most {self.budget} {room}. {advice}")
 
     def _encode(self, prompt: str, what: str) -> list[int]:
-        """Return the tokenizer's ids, without EOS unless ``ends``; BOS or EOS in the text is not repeated."""
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        """Return the tokenizer's ids; what it writes before and after a text is left out where the text has it."""
         bare = encode_text(self.tokenizer, prompt, what)
         if not bare:
             return []
         ids = _tokenize(self.tokenizer, prompt, what, add_special_tokens=True)
-        ended = ids[-len(bare) - 1 :] == [*bare, eos]
-        ids = ids[:-1] if ended else ids
-        ids = bare if bare[0] == bos and ids == [bos, *bare] else ids
-        return [*ids, eos] if ended and self.ends and bare[-1] != eos else ids
+        before, after = _written_around(self.tokenizer, ids, bare)
+        ids = bare if bare[: len(before)] == before else [*before, *bare]
+        return [*ids, *after] if self.ends and bare[-len(after) :] != after else ids
 
     def fit(self, rows: Sequence[Row]) -> list[Row]:
         """Check all prompts and return the rows that fit; log how many were too long."""
@@ -212,9 +218,78 @@ class PromptEncoder:
         return kept
 
 
+def _written_around(tokenizer: PreTrainedTokenizerBase, ids: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
+    """Return what the tokenizer has written in ``ids`` before and after ``bare``, the tokens of the text itself."""
+    added = len(ids) - len(bare)
+    starts = [at for at in range(added + 1) if ids[at : at + len(bare)] == bare]
+    if not starts:  # the tokens of the text depend on the special ones
+        return ids[:added], []
+    at = added - 1 if added - 1 in starts and ids[-1] == tokenizer.eos_token_id else starts[-1]  # EOS may be BOS too
+    return ids[:at], ids[at + len(bare) :]
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+    """Return how many of the first tokens are BOS, or what else the tokenizer writes before a text."""
+    written: list[int] = tokenizer("")["input_ids"]
+    most = min(len(ids), len(written))
+    same = next((at for at in range(most) if ids[at] != written[at]), most)
+    return same or int(len(ids) > 0 and ids[0] == tokenizer.bos_token_id)
+
+
+def _end_of(ids: list[T], first: int, count: int) -> list[T]:
+    """Return the ``first`` items and the last ones, ``count`` in all; the last ones alone if ``first`` leaves none."""
+    return [*ids[:first], *ids[len(ids) - count + first :]] if first < count else ids[-count:]
+
+
+def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of token ids: the largest one and 1, because there may be gaps, so that it has fewer tokens."""
+    size = len(tokenizer)
+    if _ID_COUNTS.get(tokenizer, (0, 0))[0] != size:  # it reads the whole vocabulary
+        _ID_COUNTS[tokenizer] = size, max(tokenizer.get_vocab().values(), default=-1) + 1
+    return _ID_COUNTS[tokenizer][1]
+
+
+_ID_COUNTS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, int]] = WeakKeyDictionary()
+"""By tokenizer, its number of tokens and of ids."""
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str = "the text") -> list[int]:
-    """Return the token ids of text in the middle of a sequence; no special tokens are added."""
+    """Return the token ids of text; no special tokens are added."""
     return _tokenize(tokenizer, text, what, add_special_tokens=False)
+
+
+SPACES = "▁Ġ"
+"""How tokens write a space."""
+NEIGHBOURS = ("\n", ".", "a", "1")
+"""Texts before which a text can stand that continues another one; at least one does not merge with it."""
+
+
+def encode_continuation(
+    tokenizer: PreTrainedTokenizerBase, text: str, after: int | None = None, what: str = "the text"
+) -> list[int]:
+    """Return the token ids of text that follows other text, without the space that some tokenizers begin a text with.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the text.
+        after: the id of the token before it, because a space may be written after special tokens; None: not special.
+        what: names the text in errors.
+    """
+    ids = encode_text(tokenizer, text, what)
+    given = len(text) - len(text.lstrip(f" {SPACES}"))
+    begins = "".join(tokenizer.convert_ids_to_tokens(ids[: given + 1]))
+    if len(begins) - len(begins.lstrip(SPACES)) <= given:
+        return ids
+    added = tokenizer.added_tokens_decoder
+    for before in [added[after].content] if after in added else NEIGHBOURS:
+        try:
+            alone, whole = (encode_text(tokenizer, part, what) for part in (before, before + text))
+        except DataError:  # the vocabulary lacks it
+            continue
+        rest = whole[len(alone) :]
+        if rest and whole[: len(alone)] == alone and tokenizer.unk_token_id not in {*alone, *rest} - {*ids}:
+            return rest
+    return ids
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_special_tokens: bool) -> list[int]:
@@ -250,27 +325,40 @@ class EqualSidesError(DataError):
 
 
 def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    ends: Collection[int] = (),
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode both sides of a pair row; return them, and whether they were truncated to ``limit`` tokens.
 
-    A pair that is too long loses the beginning of its prompt, the same part on both sides, so that the prompts stay
-    equal. An output that is still too long loses its end and its EOS (S-36), or with the ``truncation_side`` ``"left"``
-    of the tokenizer its beginning; a first token that nothing precedes is not trained.
+    A pair that is too long loses the beginning of its prompt after BOS, the same part on both sides, so that the
+    prompts stay equal. An output that is still too long loses its end and its EOS (S-36), or with the
+    ``truncation_side`` ``"left"`` of the tokenizer its beginning; a first token that nothing precedes is not trained.
+    ``ends`` are as for `encode_joint`.
 
     Raises:
         EqualSidesError: truncation has made both sides the same.
         DataError: a text has no tokens, both sides have the same tokens, or a side loses its whole output.
     """
     if "chosen" in row:
-        chosen, rejected = (encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}") for side in SIDES)
+        chosen, rejected = (
+            encode_joint(tokenizer, row["prompt"], row[side], f"{what}: {side}", ends=ends) for side in SIDES
+        )
     else:
         chosen, rejected = pair_sides(row)
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
-        first = min(room, *(mask.index(True) - 1 for _, mask in (chosen, rejected)))  # at least one prompt token stays
-        whole = chosen != rejected
-        chosen, rejected = (_cut(tokenizer, ids[first:], mask[first:], limit) for ids, mask in (chosen, rejected))
+        whole, sides = chosen != rejected, (chosen, rejected)
+        prompt = min(mask.index(True) for _, mask in sides)
+        kept = min(prompt, *(beginning(tokenizer, ids) for ids, _ in sides))
+        gone = min(room, prompt - max(kept, 1))  # at least one prompt token stays
+        chosen, rejected = (
+            _cut(tokenizer, _end_of(ids, kept, len(ids) - gone), _end_of(mask, kept, len(ids) - gone), limit)
+            for ids, mask in sides
+        )
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):
         error = EqualSidesError if same and room > 0 and whole else DataError
@@ -299,11 +387,18 @@ def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool], l
         return ids, mask
     if tokenizer.truncation_side == "right":
         return ids[:limit], mask[:limit]
-    return ids[-limit:], [False, *mask[1 - limit :]]  # nothing precedes the first token, so it is not trained
+    first = beginning(tokenizer, ids)
+    mask = _end_of(mask, first, limit)
+    return _end_of(ids, first, limit), [False, *mask[1:]]  # nothing precedes the first token, so it is not trained
 
 
 def encode_pair_apart(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    ends: Collection[int] = (),
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Do as `encode_pair` does, for a model that reads prompt and output separately (`encode_apart`).
 
@@ -312,7 +407,9 @@ def encode_pair_apart(
         DataError: a text has no tokens, or both sides have the same tokens.
     """
     _check_text_row(row, "chosen", what)
-    chosen, rejected = (encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}") for side in SIDES)
+    chosen, rejected = (
+        encode_apart(tokenizer, row["prompt"], row[side], limit, f"{what}: {side}", ends=ends) for side in SIDES
+    )
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
         error = EqualSidesError if chosen[2] or rejected[2] else DataError
@@ -320,12 +417,20 @@ def encode_pair_apart(
     return chosen[:2], rejected[:2], chosen[2] or rejected[2]
 
 
-def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, what: str = "the sample") -> EncodedSide:
+def encode_joint(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    output: str,
+    what: str = "the sample",
+    *,
+    ends: Collection[int] = (),
+) -> EncodedSide:
     """Tokenise a prompt and an output as one text; return the token ids and a mask of the output's tokens.
 
     A token that spans the end of the prompt and the beginning of the output belongs to the output. If it is the
     first of all tokens, so that nothing would precede the output, the two are tokenised separately. BOS comes first if
-    the tokenizer adds it and the text does not have it. EOS is appended to the output if it is missing (S-36).
+    the tokenizer adds it and the text does not have it. EOS is appended to the output unless that ends with EOS, or
+    with one of ``ends``, further token ids at which responses end (S-36).
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -334,23 +439,31 @@ def encode_joint(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, w
     ids = encode(prompt + output, what)
     count = _output_tokens(tokenizer, prompt, output, what)
     if count == len(ids):
-        alone = encode_text(tokenizer, output, what)
-        ids, count = [*encode(prompt, what), *alone], len(alone)
+        ids = encode(prompt, what)
+        alone = encode_continuation(tokenizer, output, ids[-1], what)
+        ids, count = [*ids, *alone], len(alone)
     if not count:
         raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
-    if ids[-1] != tokenizer.eos_token_id:
+    if ids[-1] not in (tokenizer.eos_token_id, *ends):
         ids, count = [*ids, tokenizer.eos_token_id], count + 1
     return ids, [False] * (len(ids) - count) + [True] * count
 
 
 def encode_apart(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, output: str, limit: int | None, what: str = "the sample"
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    output: str,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    ends: Collection[int] = (),
 ) -> tuple[list[int], list[bool], bool]:
     """Tokenise a prompt for an encoder and an output for a decoder; return ids, output mask and whether truncated.
 
-    The prompt is encoded as the tokenizer does, special tokens included. EOS is appended to the output if it is
-    missing. Each may have ``limit`` tokens, the decoder's start token included: a longer prompt loses its beginning, a
-    longer output its end, or with the ``truncation_side`` ``"left"`` of the tokenizer its beginning (S-44).
+    The prompt is encoded as the tokenizer does, special tokens included. EOS is appended to the output as in
+    `encode_joint`. Each may have ``limit`` tokens, the decoder's start token included: a longer prompt loses its
+    beginning after BOS, a longer output its end, or with the ``truncation_side`` ``"left"`` of the tokenizer its
+    beginning (S-44).
 
     Raises:
         DataError: the prompt or the output has no tokens.
@@ -359,12 +472,13 @@ def encode_apart(
     response = encode_text(tokenizer, output, what)
     if not response:
         raise DataError(f"{what} has an output without tokens, {describe(output)}; give text that the tokenizer keeps")
-    if response[-1] != tokenizer.eos_token_id:
+    if response[-1] not in (tokenizer.eos_token_id, *ends):
         response = [*response, tokenizer.eos_token_id]
     cut = limit is not None and (len(query) > limit or len(response) >= limit)
     if limit is not None:
         right = tokenizer.truncation_side == "right"
-        query, response = query[-limit:], response[: limit - 1] if right else response[1 - limit :]
+        query = query if len(query) <= limit else _end_of(query, beginning(tokenizer, query), limit)
+        response = response[: limit - 1] if right else response[1 - limit :]
     return [*query, *response], [False] * len(query) + [True] * len(response), cut
 
 
@@ -405,13 +519,18 @@ def _output_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, output: str,
 
 
 def encode_sample(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample"
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    ends: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
     """Encode a sample row; return the token ids and a mask of the response tokens.
 
     Turns are encoded one by one, as in generation, so ids at a turn's boundary are the same in training and in
-    inference. EOS ends the last output and is trained on, unless `cut_sample` cuts it off (S-35). A row that is
-    tokenised already is returned as it is, up to ``limit``.
+    inference. EOS, or one of ``ends`` as in `encode_joint`, ends the last output and is trained on, unless `cut_sample`
+    cuts it off (S-35). A row that is tokenised already is returned as it is, up to ``limit``.
 
     Raises:
         DataError: a turn has no tokens, or no response token is left within ``limit``.
@@ -422,16 +541,18 @@ def encode_sample(
     ids: list[int] = []
     chosen: list[bool] = []
     for text, is_output in zip(row["turns"], row["outputs"], strict=True):
-        turn = encoder(text, what) if not ids and not is_output else encode_text(tokenizer, text, what)
+        turn = encode_continuation(tokenizer, text, ids[-1], what) if ids else encoder._encode(text, what)
         if not turn:
             raise DataError(f"{what} holds {describe(text)}, which has no tokens; give text that the tokenizer keeps")
         if not ids and is_output:  # the first token has no predecessor, so it can only be predicted from BOS
-            missing = tokenizer.bos_token_id not in (None, turn[0])
-            ids, turn = ([tokenizer.bos_token_id], turn) if missing else (turn[:1], turn[1:])
-            chosen = [False]
+            first = beginning(tokenizer, turn)
+            if not first and tokenizer.bos_token_id is not None:
+                turn = [tokenizer.bos_token_id, *turn]
+            ids, turn = turn[: first or 1], turn[first or 1 :]
+            chosen = [False] * len(ids)
         ids += turn
         chosen += [is_output] * len(turn)
-    if ids[-1] != tokenizer.eos_token_id or not chosen[-1]:
+    if ids[-1] not in (tokenizer.eos_token_id, *ends) or not chosen[-1]:
         ids.append(tokenizer.eos_token_id)
         chosen.append(True)
     return cut_sample(tokenizer, ids, chosen, limit, what)
@@ -440,7 +561,7 @@ def encode_sample(
 def cut_sample(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], chosen: list[bool], limit: int | None, what: str = "the sample"
 ) -> EncodedSide:
-    """Return the first ``limit`` tokens of a sample, or the last ones if the tokenizer truncates on the left.
+    """Return the first ``limit`` tokens of a sample, or BOS and the last ones if the tokenizer truncates on the left.
 
     Raises:
         DataError: no response token is left.
@@ -455,24 +576,36 @@ def cut_sample(
 
 
 def encode_within(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample", *, apart: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    apart: bool = False,
+    ends: Collection[int] = (),
 ) -> tuple[list[int], list[bool], bool]:
     """Encode a sample row within ``limit`` tokens, as `encode_apart` does if the model reads prompt and output apart.
 
     Return the token ids, a mask of the response tokens, and whether the sample was truncated.
     """
     if apart:
-        return encode_apart(tokenizer, *one_output(row, what), limit, what)
-    whole, mask = encode_sample(tokenizer, row, None, what)
+        return encode_apart(tokenizer, *one_output(row, what), limit, what, ends=ends)
+    whole, mask = encode_sample(tokenizer, row, None, what, ends=ends)
     ids, chosen = cut_sample(tokenizer, whole, mask, limit, what)
     return ids, chosen, len(ids) < len(whole)
 
 
 def encode_pair_within(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None, what: str = "the sample", *, apart: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    limit: int | None,
+    what: str = "the sample",
+    *,
+    apart: bool = False,
+    ends: Collection[int] = (),
 ) -> tuple[EncodedSide, EncodedSide, bool]:
     """Encode a pair row by `encode_pair`, or `encode_pair_apart` if the model reads prompt and output apart."""
-    return (encode_pair_apart if apart else encode_pair)(tokenizer, row, limit, what)
+    return (encode_pair_apart if apart else encode_pair)(tokenizer, row, limit, what, ends=ends)
 
 
 def lost_by_truncation(tokenizer: PreTrainedTokenizerBase, *, pairs: bool, apart: bool) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.data.batches import Row
 from trainkit.data.columns import is_given
-from trainkit.data.pipeline import IDS, SIDES, as_ids, check_text, encode_sample, encode_text
+from trainkit.data.pipeline import IDS, SIDES, as_ids, check_text, encode_continuation, encode_sample, id_count
 from trainkit.errors import DataError, describe
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def tokenised_row(sample: Mapping[str, Any], what: str, tokenizer: PreTrainedTok
     Args:
         sample: has the column ``input_ids``, and may have ``attention_mask`` and ``labels``.
         what: names the sample in errors.
-        tokenizer: its number of tokens limits the ids.
+        tokenizer: its largest id limits the ids.
 
     Raises:
         DataError: ids are no integers of the vocabulary, mask or labels have another length or other values, or no
@@ -63,7 +63,7 @@ def tokenised_pair(sample: Mapping[str, Any], what: str, tokenizer: PreTrainedTo
     Args:
         sample: has both columns, and may have ``attention_mask_chosen`` and ``attention_mask_rejected``.
         what: names the pair in errors.
-        tokenizer: its number of tokens limits the ids.
+        tokenizer: its largest id limits the ids.
 
     Raises:
         DataError: ids are no integers of the vocabulary, or a mask has another length or other values.
@@ -84,7 +84,7 @@ def _attended(
 ) -> tuple[list[int], list[int]]:
     """Return the ids in a column, and which of them are real, 1 or 0."""
     ids = _integers(sample[name], f"{what}: {name}")
-    most = max(ids, default=0) if tokenizer is None else len(tokenizer) - 1
+    most = max(ids, default=0) if tokenizer is None else id_count(tokenizer) - 1
     if wrong := [token for token in ids if not 0 <= token <= most]:
         raise DataError(f"{what}: {name} has the id {wrong[0]}; ids of this tokenizer are 0 to {most}")
     real = _integers(sample[mask], f"{what}: {mask}", len(ids)) if is_given(sample.get(mask)) else [1] * len(ids)
@@ -217,4 +217,4 @@ class Completions:
             return None if template is None else list(template)
         if self.tokenizer is None:
             raise ValueError("the rows are token ids, and the template is text; give tokenizer=")
-        return encode_text(self.tokenizer, template)
+        return encode_continuation(self.tokenizer, template)

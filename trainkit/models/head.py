@@ -55,6 +55,7 @@ def read_head(
     *,
     temperature: float = 1.0,
     logit_mask: Tensor | None = None,
+    vocabulary: int | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of tokens, and entropies if asked for, otherwise an empty tensor.
@@ -69,30 +70,36 @@ def read_head(
         tokens: [N].
         previous: the tokens before these [N], for a mask with a row per previous token.
         temperature: divides the logits.
-        logit_mask: bool [V] or [V, V], True = allowed.
+        logit_mask: bool [V] or [V, V], True = allowed; of the first ``vocabulary`` tokens.
+        vocabulary: how many tokens have a probability; None: all of the head's. The others are not computed.
         entropy: whether to compute entropies.
 
     Returns:
         Two tensors in float32, or in float64 for states in it: [N], and [N] or [0].
     """
-    if len(states) * len(head.weight) <= at_a_time(BLOCK, states.device):
-        return _read_at_once(head, states, tokens, previous, temperature, logit_mask, entropy)
-    arguments = (states, head.weight, head.bias, tokens, previous, logit_mask, temperature, entropy)
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if vocabulary is not None and vocabulary < len(weight):
+        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+    arguments = (states, weight, bias, tokens, previous, logit_mask, temperature, entropy)
+    if len(states) * len(weight) <= at_a_time(BLOCK, states.device):
+        return _read_at_once(*arguments)
     logprobs, entropies = _Read.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
 def _read_at_once(
-    head: nn.Linear,
     states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     tokens: Tensor,
     previous: Tensor,
-    temperature: float,
     logit_mask: Tensor | None,
+    temperature: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what `read_head` does for logits that are few enough for one block; torch's own kernels are faster."""
-    logits = _logits(states, head.weight, head.bias, previous, logit_mask, temperature, slice(None))
+    logits = _logits(states, weight, bias, previous, logit_mask, temperature, slice(None))
     logs = logits.log_softmax(-1)
     chosen = logs.gather(1, tokens.unsqueeze(1)).squeeze(1)  # has the bits of `token_logprobs`
     if not entropy:

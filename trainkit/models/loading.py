@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -242,6 +243,24 @@ def _load(config: ModelConfig, key: str = "model.model_path") -> PreTrainedModel
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the EOS ids of the tokenizer and of the model's generation config; chat models have several (S-65)."""
     return sorted({tokenizer.eos_token_id, *_named_eos(getattr(model, "generation_config", None))})
+
+
+def coming_eos(config: ModelConfig, model: PreTrainedModel | None, model_config: PreTrainedConfig) -> list[int]:
+    """Return the EOS ids of the generation config that a model will have, before its weights are loaded.
+
+    Args:
+        config: names the model.
+        model: the live model, if one is given.
+        model_config: the transformers config of the model.
+    """
+    if model is not None:
+        return _named_eos(getattr(bare(model), "generation_config", None))
+    generation = None
+    if isinstance(config.model_path, str):
+        base, arguments = find_base(config.model_path, config.kwargs)
+        with suppress(OSError):
+            generation = GenerationConfig.from_pretrained(base or config.model_path, **hub_arguments(arguments))
+    return _named_eos(generation or GenerationConfig.from_model_config(model_config))
 
 
 def name_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -76,8 +76,9 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function ``(logits, other_logits, tokens) -> divergences``: [N, V], [N, V], [N] -> [N].
 
 It is called with the logits of the policy and of the frozen model in which N response tokens were chosen, at the
-temperature and with the logit mask of the policy. It may be called several times for the same tokens, so it should be
-a function of its arguments alone."""
+temperature and with the logit mask of the policy. V are the ids that have a probability: those of the tokenizer, also
+if the model has more. It may be called several times for the same tokens, so it should be a function of its arguments
+alone."""
 
 DIVERGENCES: Mapping[str, Divergence] = {
     "reverse": lambda logits, other_logits, _: kl_exact(logits, other_logits),
@@ -130,6 +131,9 @@ class Policy(nn.Module, ABC):
 
     logit_mask: Tensor | None
     head_alone: bool
+    vocabulary: int | None = None
+    """The number of token ids, from 0 on, that have a probability; None: all of the model's. A trainer sets it to those
+    of the tokenizer, beyond which heads are padded."""
     row_limit: RowLimit | None = None
     """The most rows of a pass without gradient; None: no limit."""
     needs_mask = True
@@ -304,7 +308,7 @@ class Policy(nn.Module, ABC):
         states, tokens, previous, _ = inputs
         head: Any = self.model.get_output_embeddings()
         if against is None and self.head_alone and reads_in_blocks(head, states):
-            scaled = partial(read_head, temperature=self.temperature, logit_mask=self.logit_mask)
+            scaled = partial(read_head, temperature=self.temperature, logit_mask=self._mask, vocabulary=self.vocabulary)
             logprobs, entropies = scaled(head, states, tokens, previous, entropy=entropy)
             return logprobs, entropies, logprobs.new_empty(0)
         read = partial(self._read_chunk, entropy=entropy, against=against)
@@ -330,9 +334,15 @@ class Policy(nn.Module, ABC):
 
     def _logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Return the logits [N, V], in float32, of the distribution that tokens are sampled from."""
-        logits = (self.model.get_output_embeddings()(states) if self.head_alone else states).float()
+        whole = self.model.get_output_embeddings()(states) if self.head_alone else states
+        logits = whole[:, : self.vocabulary].float()
         scaled = logits if self.temperature == 1 else logits / self.temperature  # copies all logits
-        return allow_logits(scaled, previous, self.logit_mask)
+        return allow_logits(scaled, previous, self._mask)
+
+    @property
+    def _mask(self) -> Tensor | None:
+        """The logit mask, for the tokens that have a probability."""
+        return None if self.logit_mask is None else self.logit_mask[..., : self.vocabulary]
 
 
 class CausalPolicy(Policy):
@@ -550,11 +560,12 @@ def needs_mask(model: PreTrainedModel) -> bool:
     return not equal_but_for_rounding(free, masked)
 
 
-def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
+def check_logit_mask(mask: Tensor | None, model: PreTrainedModel, vocabulary: int | None = None) -> Tensor | None:
     """Return the mask on the model's device; None for None.
 
     Raises:
-        ConfigError: the mask is not a boolean tensor [V] or [V, V], or some row of it allows no token.
+        ConfigError: the mask is not a boolean tensor [V] or [V, V], or some row of it allows no token among the first
+            ``vocabulary``.
     """
     if mask is None:
         return None
@@ -565,7 +576,7 @@ def check_logit_mask(mask: Tensor | None, model: PreTrainedModel) -> Tensor | No
             f"logit_mask should be a bool tensor of shape ({vocab},) or ({vocab}, {vocab}); "
             f"given {mask.dtype} {tuple(mask.shape)}"
         )
-    if not mask.any(-1).all():
+    if not mask[..., :vocabulary].any(-1).all():
         raise ConfigError("logit_mask allows no token at all after some token; allow at least EOS there")
     return mask.to(model.device)
 

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from trainkit.config import ModelConfig
 from trainkit.data import PromptEncoder, Sequences
 from trainkit.data.batches import pass_cost
+from trainkit.data.pipeline import beginning
 from trainkit.errors import ConfigError, DataError, describe
 from trainkit.functional import at_last
 from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
@@ -348,7 +349,8 @@ class RewardModel:
         if not self.truncated:
             log.warning("a text of %d tokens is truncated to %d, the reward model's limit", len(ids), self.limit)
         self.truncated += 1
-        first = 0 if self.scorer.reads_last else 1  # the token whose state an encoder scores
+        scored = 0 if self.scorer.reads_last else 1  # the token whose state an encoder scores
+        first = min(max(beginning(self.tokenizer, ids), scored), self.limit - 1)
         return [*ids[:first], *ids[first - self.limit :]]
 
     @torch.no_grad()

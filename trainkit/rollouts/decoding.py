@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -439,40 +443,85 @@ class Seq2SeqDecoder:
 # ------------------------------------------------------------------------------------ checking the steps
 
 
+TRIES = 3
+"""How often a model is probed before its steps are said to differ; with some tokens rounding is larger than usual."""
+
+NOISE = 4.0
+"""How much farther than full passes cached steps may be from what the model computes in float64."""
+
+
 @torch.no_grad()
-def stepping_fault(decoder: Decoder) -> str:
+def stepping_fault(decoder: Decoder, tokens: Sequence[int]) -> str:
     """Return why a model cannot be sampled from step by step; an empty string if it can.
 
     Two prompts of different lengths are run for a few steps, while rows are repeated, reordered and removed. The logits
-    must equal those of full forward passes over each row alone.
+    must equal those of full forward passes over each row alone; or, in the last of three tries with other tokens, be
+    about as near as these to those in float64.
+
+    Args:
+        decoder: runs the model.
+        tokens: the ids of ordinary tokens, of which some are chosen; special ones may be untrained.
     """
-    model, size = decoder.model, vocabulary(decoder.model)
+    model, why = decoder.model, ""
     if moved_by_padding(model):
         return "padding of prompts would move virtual tokens out of its sliding windows"
-    queries = [[token % size for token in query] for query in ([1, 2, 3], [4, 5, 6, 7, 8])]
-    rows: list[tuple[list[int], list[int]]] = [(query, []) for query in queries]
     training = model.training
     model.eval()
     try:
         with torch.autocast(model.device.type, enabled=False):
-            active, logits, _ = decoder.prefill(queries, 4)
-            found = [_difference(decoder, rows, logits)]
-            for keep in ([1, 0, 1], [2, 1], [0]):  # the last row left has no padding
-                active.keep(torch.tensor(keep, device=model.device))
-                rows = [(rows[at][0], [*rows[at][1], (9 + at) % size]) for at in keep]
-                active.last = torch.tensor([response[-1] for _, response in rows], device=model.device)
-                found.append(_difference(decoder, rows, decoder.next(active)[0]))
+            for attempt in range(TRIES):
+                chosen = iter(Random(attempt).choices(tokens, k=16))
+                if not (why := _difference(decoder, chosen, by_noise=attempt == TRIES - 1)):
+                    break
     except UNFIT as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
-    allowed = rounding(model.dtype, model.device) ** 0.5
-    return "" if max(found) <= allowed else f"cached steps differ from full forward passes by {max(found):.1%}"
+    return why
 
 
-def _difference(decoder: Decoder, rows: list[tuple[list[int], list[int]]], logits: Tensor) -> float:
-    """Return the distance of ``logits`` [b, V] from those of full passes over ``rows``, relative to their spread."""
-    return _apart(logits, torch.cat([decoder.whole(query, response) for query, response in rows]))
+@torch.no_grad()
+def _difference(decoder: Decoder, tokens: Iterator[int], *, by_noise: bool) -> str:
+    """Return how cached steps differ from full passes for some tokens; empty if they do not, or by noise at most."""
+    queries, model = [[*islice(tokens, 3)], [*islice(tokens, 5)]], decoder.model
+    rows: list[tuple[list[int], list[int]]] = [(query, []) for query in queries]
+    active, logits, _ = decoder.prefill(queries, 4)
+    steps = [(rows, logits)]
+    for keep in ([1, 0, 1], [2, 1], [0]):  # the last row left has no padding
+        active.keep(torch.tensor(keep, device=model.device))
+        rows = [(rows[at][0], [*rows[at][1], next(tokens)]) for at in keep]
+        active.last = torch.tensor([response[-1] for _, response in rows], device=model.device)
+        steps.append((rows, decoder.next(active)[0]))
+
+    def passes() -> list[Tensor]:
+        return [torch.cat([decoder.whole(*row) for row in rows]) for rows, _ in steps]
+
+    def farthest(found: Iterable[Tensor], expected: list[Tensor]) -> float:
+        return max(map(_apart, found, expected))
+
+    cached, full, allowed = [logits for _, logits in steps], passes(), rounding(model.dtype, model.device) ** 0.5
+    if (off := farthest(cached, full)) <= allowed:
+        return ""
+    if by_noise:
+        with suppress(*UNFIT), _in_float64(model):  # not every model can be run in it, and it needs memory
+            exact = passes()
+            if farthest(cached, exact) <= NOISE * farthest(full, exact):
+                return ""
+    return f"cached steps differ from full forward passes by {off:.1%}"
+
+
+@contextmanager
+def _in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model compute in float64 within the context."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    own = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.double()
+        yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:

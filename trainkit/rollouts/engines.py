@@ -190,7 +190,7 @@ class EngineSampler:
 
     Args:
         engine: the engine.
-        vocabulary: the number of token ids of the model.
+        vocabulary: the number of token ids, from 0 on, that may be sampled.
         device: where the rollouts' tensors are.
         skip_special_tokens: omit special tokens from the text.
     """
@@ -277,7 +277,7 @@ class EngineSampler:
             if reason == "length" and len(ids) < room:
                 return f"ended {which} for its length after {len(ids)} tokens; max_new_tokens is {room}"
             if not all(0 <= token < self.vocabulary for token in ids):
-                return f"returned ids outside the model's vocabulary of {self.vocabulary} in {which}"
+                return f"returned ids outside the vocabulary of {self.vocabulary} in {which}"
         return self._stop_fault(request, answer) or _numbers_fault(answer)
 
     def _stop_fault(self, request: Request, answer: Generated) -> str:

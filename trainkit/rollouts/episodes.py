@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.config import EnvironmentConfig, SamplingConfig
 from trainkit.data import Chat, Rollouts, Row, is_conversation
 from trainkit.data.chat import SETTINGS
-from trainkit.data.pipeline import encode_text
+from trainkit.data.pipeline import encode_continuation
 from trainkit.errors import DataError, EpisodeError, describe, printable
 from trainkit.rollouts.environments import EnvironmentMaker, Episode, Prompt, Turn, make, step
 from trainkit.rollouts.sampler import assemble, decode, placed_at
@@ -264,7 +264,7 @@ class Player:
         """
         try:
             text = self._text_of(episode, script, observation, eos)
-            ids = encode_text(self.tokenizer, text, "its observation")
+            ids = encode_continuation(self.tokenizer, text, script.ids[-1], "its observation")
         except DataError as error:
             raise episode.fault(str(error)) from error
         if not ids:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -21,6 +22,7 @@ from transformers import (
 
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
+from trainkit.data.pipeline import id_count
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
 from trainkit.models.backend import one_library
 from trainkit.models.loading import eos_ids, pad_id
@@ -62,7 +64,8 @@ class Sampler(Protocol):
 
 Steer = Callable[[Tensor, Tensor, SamplingConfig], Tensor]
 """``steer(logits, states, settings)`` returns the logits to sample from instead of ``logits`` [b, V], which are divided
-by the sampling temperature and masked by the logit mask; they are computed from ``states`` [b, D]."""
+by the sampling temperature and masked by the logit mask, as are ids that are no tokens; they are computed from
+``states`` [b, D]."""
 
 
 PARTS = 4
@@ -96,6 +99,8 @@ class TokenSampler:
     A prompt that occurs several times is run once. The cache is allocated once. Rows that have ended are removed from
     the batch. The random numbers of a row follow from its seed alone.
 
+    Ids beyond those of the tokenizer, to which a head may be padded, are not sampled.
+
     The log-probabilities and entropies that it returns are those of the distribution that training uses: at the
     sampling temperature and under the logit mask, before ``min_new_tokens``, ``repetition_penalty``, ``steer``,
     ``top_k``, ``top_p`` and ``min_p`` are applied (F-02).
@@ -127,9 +132,13 @@ class TokenSampler:
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.steer, self.keeps_states = steer, decoder.hidden
         decoder.hidden = decoder.hidden or steer is not None
-        self.logit_mask = check_logit_mask(logit_mask, model)
+        self.vocabulary = min(id_count(tokenizer), vocabulary(model))
+        mask = check_logit_mask(logit_mask, model, self.vocabulary)
+        self.logit_mask = None if mask is None else mask[..., : self.vocabulary]
         self.skip_special_tokens, self.beside_training = skip_special_tokens, beside_training
-        self.fault = stepping_fault(decoder)
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ordinary = [token for token in range(self.vocabulary) if token not in special]
+        self.fault = stepping_fault(decoder, ordinary or range(self.vocabulary))
         if self.fault:
             log.warning(
                 "%s cannot be sampled from with a key-value cache (%s); its own generate() is used, which is slower",
@@ -286,6 +295,7 @@ class _Responses:
         Returns:
             The chosen tokens [b], and which of these responses go on, bool [b].
         """
+        logits = logits[:, : self.sampler.vocabulary]  # a head may be padded beyond the tokens of the tokenizer
         every = len(rows) == len(self.alive)
         at: Any = step if every else (step, rows)  # indexing by ``rows`` is slow
         plain = _Odds(self._scale(logits, previous))
@@ -320,11 +330,14 @@ class _Responses:
         """Return the distribution to sample from: ``plain``, changed and truncated by the settings."""
         scores, settings = plain.scores, self.settings
         if self.seen is not None:
-            penalised = penalise_repetition(logits, self.seen[rows], settings.repetition_penalty)
+            seen = self.seen[rows, : logits.size(-1)]
+            penalised = penalise_repetition(logits, seen, settings.repetition_penalty)
             scores = self._scale(penalised, previous)
         if self.sampler.steer is not None:
             assert hidden is not None, "hidden states are requested if there is something to steer"
-            scores = self.sampler.steer(scores, hidden, settings)
+            padding = vocabulary(self.sampler.model) - scores.size(-1)
+            whole = pad(scores, (0, padding), value=-torch.inf) if padding else scores
+            scores = self.sampler.steer(whole, hidden, settings)[:, : logits.size(-1)]
         if step < settings.min_new_tokens:
             going_on = scores.index_fill(-1, self.eos[self.eos < scores.size(-1)], -torch.inf)
             scores = torch.where(going_on.isfinite().any(-1, keepdim=True), going_on, scores)  # a mask may force EOS

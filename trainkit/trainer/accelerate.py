@@ -148,8 +148,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 path,
                 self.config.method.name,
             )
-        if isinstance(policy, Policy):  # offline, the policy itself has none: it is applied at evaluations alone
-            check_logit_mask(self.logit_mask, policy.model)
+        if isinstance(policy, Policy):
+            policy.vocabulary = self.vocabulary
+            # offline, the policy itself has none: it is applied at evaluations alone
+            check_logit_mask(self.logit_mask, policy.model, self.vocabulary)
         sharing.prepare(self, policy)
         return policy
 
@@ -215,6 +217,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         with torch.autocast(device.type, enabled=False):
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
+                policy.vocabulary = own.vocabulary
             else:  # of a model that scores text
                 policy = make_policy(model)
             policy.row_limit = self.row_limit

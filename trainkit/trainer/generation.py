@@ -86,8 +86,8 @@ def _refuse_padding(input_ids: Tensor, pad: int) -> None:
         )
 
 
-def checked_sampler(made: Any) -> Sampler:
-    """Wrap what a hook's ``make_sampler`` returned in a sampler that checks its rollouts.
+def checked_sampler(made: Any, vocabulary: int) -> Sampler:
+    """Wrap what a hook's ``make_sampler`` returned in a sampler that checks its rollouts: ids are < ``vocabulary``.
 
     Raises:
         PluginError: it cannot be called. The wrapper raises one if the rollouts are not those that were asked for.
@@ -102,7 +102,7 @@ def checked_sampler(made: Any) -> Sampler:
         rows: list[Row], queries: list[list[int]], settings: SamplingConfig, seeds: Sequence[int], purpose: Purpose
     ) -> Rollouts:
         rollouts: Rollouts = made(rows, queries, settings, seeds, purpose)
-        if fault := _fault(rollouts, queries):
+        if fault := _fault(rollouts, queries, vocabulary):
             raise PluginError(
                 f"the sampler {describe(made)} of a make_sampler hook was asked for {len(queries)} responses, and "
                 f"{fault}; trainkit.rollouts.sampler.assemble makes rollouts from token ids"
@@ -112,7 +112,7 @@ def checked_sampler(made: Any) -> Sampler:
     return sampler
 
 
-def _fault(rollouts: Any, queries: list[list[int]]) -> str:
+def _fault(rollouts: Any, queries: list[list[int]], vocabulary: int) -> str:
     """Return what is wrong with rollouts for ``queries``; empty if nothing is."""
     if not isinstance(rollouts, Rollouts):
         return f"returned {describe(rollouts)} instead of Rollouts"
@@ -120,6 +120,9 @@ def _fault(rollouts: Any, queries: list[list[int]]) -> str:
         return f"returned {len(rollouts.sequences)} whose prompts are not those that were asked for, in their order"
     if not bool(rollouts.sequences.response_mask.any(1).all()):
         return "returned a response without tokens"
+    sampled = rollouts.sequences.input_ids[rollouts.sequences.response_mask]
+    if not bool(((sampled >= 0) & (sampled < vocabulary)).all()):
+        return f"returned ids outside the vocabulary of {vocabulary}"
     for name in ("terminated", "prompts", "outputs"):
         if len(column := getattr(rollouts, name)) != len(queries):
             return f"returned {len(column)} in the field {name!r}"
@@ -267,11 +270,11 @@ def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -
 
 def check_ids(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]], responses: list[list[int]]) -> None:
     """Raise a `DataError` unless the model can read every prompt with its response."""
-    vocabulary = trainer.model_config.get_text_config().vocab_size
+    read, chosen = trainer.model_config.get_text_config().vocab_size, trainer.vocabulary
     for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        row = prompt + response
-        if min(row) < 0 or max(row) >= vocabulary:
-            raise DataError(f"query or response {index} holds ids outside the model's vocabulary of {vocabulary}")
+        if min(prompt + response) < 0 or max(prompt) >= read or max(response) >= chosen:
+            whose = "the model's" if chosen == read else f"the tokenizer's {chosen} ids, or the model's"
+            raise DataError(f"query or response {index} holds ids outside {whose} vocabulary of {read}")
         if not trainer.fits(len(prompt), len(response)):
             raise DataError(
                 f"query and response {index} have {len(prompt)} and {len(response)} tokens; {trainer.what_fits}"

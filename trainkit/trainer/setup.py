@@ -742,7 +742,17 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Restore what `loop_state` returned."""
         own = self.sharding.own_part(state["optimizer"], self.optimizer)
         of_user = self.given_scheduler is not None
+        before: list[float] = state["scheduler"]["_last_lr"]
         optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
+        if (now := self.scheduler.get_last_lr()) != before and self.accelerator.is_main_process:
+            rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
+            log.warning(
+                "after step %d the learning rate jumps to %s, from %s in the run so far: it follows from optimizer.lr, "
+                "scheduler and train.total_steps, which have changed. With scheduler.name 'constant' it does not "
+                "depend on the last step",
+                state["progress"]["step"],
+                *rates,
+            )
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.load_state_dict(state["method"])

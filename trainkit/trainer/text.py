@@ -40,6 +40,7 @@ from trainkit.data.pipeline import (
     EqualSidesError,
     encode_pair_within,
     encode_within,
+    id_count,
     lost_by_truncation,
 )
 from trainkit.data.tokenised import PAIR_COLUMNS
@@ -48,6 +49,7 @@ from trainkit.functional import place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
+    coming_eos,
     count_virtual,
     eos_ids,
     length_limit,
@@ -145,6 +147,8 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"a model of type {self.model_config.model_type!r} is an encoder-decoder, and {config.method.name!r} "
                 "trains none; give a model that reads prompt and response as one text"
             )
+        self.ends = coming_eos(config.model, model, self.model_config) if self.generates else []
+        """Token ids at which responses end, besides the tokenizer's EOS; outputs of samples end there too."""
         self._check_engine()
         self.limit = self._length_limit()
         budget = self.limit if self.limit is None or self.apart else self.limit - config.rollout.max_new_tokens
@@ -192,11 +196,13 @@ class TextTrainer(AcceleratedLoop[M]):
         """
         virtual = count_virtual(self.config.model, self.live_model)
         limit = length_limit(self.model_config, self.config.train.seq_length, virtual)
-        vocabulary = self.model_config.get_text_config().vocab_size
-        if len(self.tokenizer) > vocabulary:
+        vocabulary, ids = self.model_config.get_text_config().vocab_size, id_count(self.tokenizer)
+        if ids > vocabulary:
+            known = f"{len(self.tokenizer)} tokens"
+            known += "" if ids == len(self.tokenizer) else f", the largest with the id {ids - 1},"
             raise ConfigError(
-                f"the tokenizer has {len(self.tokenizer)} tokens and the model {vocabulary}; give the tokenizer that "
-                "belongs to the model, or a model with vocab_size to match"
+                f"the tokenizer has {known} and the model {vocabulary}; give the tokenizer that belongs to the model, "
+                "or a model with vocab_size to match"
             )
         room = self.config.rollout.max_new_tokens
         if limit and self.online and room >= limit:
@@ -205,6 +211,15 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"rollout.max_new_tokens is {room}, which leaves no room for {what} within {limit} tokens; lower it"
             )
         return limit
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids, from 0 on, that may be sampled and have a probability: those of the tokenizer.
+
+        They are all of the model's if the engine cannot exclude the others, to which a head may be padded.
+        """
+        own = int(self.model_config.get_text_config().vocab_size)
+        return min(own, id_count(self.tokenizer)) if "logit_mask" in self.engine_class.abilities else own
 
     def fits(self, prompt: int, response: int) -> bool:
         """Return whether the model can read so many tokens: together, or apart with a start token (S-44)."""
@@ -265,11 +280,13 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return samples as rows; each is encoded once to check that it can be."""
         samples = without(samples, self.config.data.ignore_columns)
         if "pairs" in self.inputs:
-            rows = preference_rows(samples, self.tokenizer, first=first, columns=self.columns)
+            rows = preference_rows(samples, self.tokenizer, first=first, columns=self.columns, ends=self.ends)
             cut = self._check_pairs(rows, first)
         else:
             needed = bool({"rewards", "labels"} & {*self.inputs})
-            rows = sample_rows(samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns)
+            rows = sample_rows(
+                samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns, ends=self.ends
+            )
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
         self.check_samples(rows, first=first)
@@ -319,7 +336,7 @@ class TextTrainer(AcceleratedLoop[M]):
         return cut
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
-        return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart)
+        return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart, ends=self.ends)
 
     def encode_samples(self, rows: list[Row]) -> Sequences:
         """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
@@ -331,7 +348,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _encode_sample(self, row: Row, what: str = "the sample") -> tuple[list[int], list[bool], bool]:
         """Return the ids, which of them are outputs, and whether the sample was truncated."""
-        return encode_within(self.tokenizer, row, self.limit, what, apart=self.apart)
+        return encode_within(self.tokenizer, row, self.limit, what, apart=self.apart, ends=self.ends)
 
     def encode_preferences(self, rows: list[Row]) -> Preferences:
         """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
@@ -376,7 +393,7 @@ class TextTrainer(AcceleratedLoop[M]):
         if made is None:
             return EngineSampler(
                 self.engine,
-                vocabulary=self.model_config.get_text_config().vocab_size,
+                vocabulary=self.vocabulary,
                 device=self.accelerator.device,
                 skip_special_tokens=self.config.rollout.skip_special_tokens,
             )
@@ -390,7 +407,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"rollout.engine is {name!r}, and a make_sampler hook provides a sampler, which replaces it; remove "
                 "the hook, or set rollout.engine to 'local'"
             )
-        return generation.checked_sampler(made)
+        return generation.checked_sampler(made, self.vocabulary)
 
     @cached_property
     def engine(self) -> Engine:
