@@ -93,7 +93,7 @@ def refused() -> None:
 
 
 class Division:
-    """Requires that blocks of all models are divided, and that each is again when it has run, unless all are gathered."""
+    """Requires that blocks of all models are divided, and again when they have run, unless all are gathered."""
 
     @trainkit.hookimpl
     def on_train_begin(self, trainer: Any) -> None:

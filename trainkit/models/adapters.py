@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,8 @@ from trainkit.models.virtual import (
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 HEADS = "heads.safetensors"
 """The file of an export with the weights that transformers does not load, such as those of the value head."""
@@ -430,6 +433,8 @@ def load_peft_model(model: PreTrainedModel, path: str, *, trainable: bool, **hub
 def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
     """Return the base ``model`` with the adapter at ``path``, a directory or a hub id, merged into its weights.
 
+    Quantised weights are dequantised before.
+
     Raises:
         ConfigError: the adapter does not fit the model, or is one of virtual tokens.
     """
@@ -442,6 +447,15 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTr
                 "load them with peft.AutoPeftModelForCausalLM, or train them further: give this path as "
                 "model.model_path without peft_config"
             )
+        if getattr(model, "is_quantized", False):
+            log.warning(
+                "the adapter %s is merged into its base model, whose weights are dequantised for it to %s; to train on "
+                "quantised weights, merge it into a directory (trainkit merge) and give that",
+                path,
+                model.dtype,
+            )
+            model = model.dequantize()
+            model._weight_conversions = None  # those of the quantised file
         loaded: Any = PeftModel.from_pretrained(model, str(path), **hub)
         _untie(loaded.get_base_model())
         merged: PreTrainedModel = loaded.merge_and_unload()

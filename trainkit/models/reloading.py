@@ -17,6 +17,9 @@ from trainkit.models.trunk import tiny_input
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+QUANTISED = 0.1
+"""The largest relative difference for a quantised model, whose kernels depend on how its weights are packed."""
+
 
 @torch.no_grad()
 def fault_of(directory: Path, model: PreTrainedModel, score: Any = None, end: int | None = None) -> str:
@@ -43,14 +46,19 @@ def fault_of(directory: Path, model: PreTrainedModel, score: Any = None, end: in
             return f"it cannot be loaded: {type(error).__name__}: {printable(str(error))[:300]}"
         finally:
             model.train(training)
-    return _difference(found[:, -expected.size(1) :] if expected.dim() > 2 else found.view_as(expected), expected)
+    found = found[:, -expected.size(1) :] if expected.dim() > 2 else found.view_as(expected)
+    quantised = getattr(model, "is_quantized", False)
+    return _difference(found, expected, QUANTISED if quantised else rounding(expected.dtype, expected.device) ** 0.5)
 
 
 def has_left_its_path(model: PreTrainedModel) -> bool:
     """Return whether the frozen weights of a model are not those that its path names, or nothing can be loaded there.
 
-    A model that was trained, resized or merged since it was loaded still has its path.
+    A model that was trained, resized or merged since it was loaded still has its path. Quantised weights cannot be
+    trained, and are not compared.
     """
+    if getattr(model, "is_quantized", False):
+        return False
     with without_adapter(model):
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         own = fingerprint({name: tensor for name, tensor in model.state_dict().items() if name in frozen})
@@ -61,9 +69,9 @@ def has_left_its_path(model: PreTrainedModel) -> bool:
     return own != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})
 
 
-def _difference(found: Tensor, expected: Tensor) -> str:
+def _difference(found: Tensor, expected: Tensor, limit: float) -> str:
     off = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
-    if float(off) <= rounding(expected.dtype, expected.device) ** 0.5:
+    if float(off) <= limit:
         return ""
     largest = float((found.double() - expected.double()).abs().max())
     return f"loaded again, its outputs differ by up to {largest:.3g} ({float(off):.2%}) from those of the trained model"

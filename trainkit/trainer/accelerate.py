@@ -46,6 +46,7 @@ from trainkit.models.adapters import BASE, HEADS, has_adapter, has_score_head, s
 from trainkit.models.loading import (
     check_frozen,
     check_tokens,
+    check_trains_weights,
     load_frozen,
     load_frozen_config,
     name_eos,
@@ -152,6 +153,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 path,
                 self.config.method.name,
             )
+        check_trains_weights(self.config.model, policy.model)
         if isinstance(policy, Policy):  # offline, the policy itself has none: it is applied at evaluations alone
             check_logit_mask(self.logit_mask, policy.model)
         sharing.prepare(self, policy)
