@@ -284,6 +284,7 @@ def test_a_model_with_virtual_tokens_is_copied_sent_and_taken_apart(kind: str) -
     for each in copies:
         assert torch.equal(logits(each), expected)
         assert has_adapter(each)
+    expected = logits(model)
     with without_adapter(model):
         assert not has_adapter(model)
         assert torch.equal(logits(model), logits(plain(tiny_gpt2(10))))

@@ -88,6 +88,8 @@ def quiet_peft() -> Iterator[None]:
     """Suppress the warnings of peft that need no action by the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")  # merging unties them
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied after merging")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield
 
@@ -342,7 +344,7 @@ def _save_layers(model: PreTrainedModel, directory: Path, config: Any, saved: di
     state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(  # a file of safetensors has no tensors that share memory, as adapters of tied weights do
-        {f"base_model.model.{name}": tensor.detach().clone().contiguous() for name, tensor in state.items()},
+        {_saved_name(name): tensor.detach().clone().contiguous() for name, tensor in state.items()},
         directory / WEIGHTS,
         metadata={"format": "pt"},
     )
@@ -350,6 +352,12 @@ def _save_layers(model: PreTrainedModel, directory: Path, config: Any, saved: di
         config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
+
+
+def _saved_name(name: str) -> str:
+    """Return the name of an adapter's tensor in a file; peft keeps RandLoRA's bases, which all layers share, once."""
+    shared = name.rpartition(".")[2]
+    return f"base_model.{shared}" if shared in ("randlora_A", "randlora_B") else f"base_model.model.{name}"
 
 
 def _task(model: PreTrainedModel) -> str | None:

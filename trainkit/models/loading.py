@@ -77,6 +77,11 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
     elif config.num_layers_unfrozen >= 0:
         _check_weights_are_trained(config, virtual_tokens(model) is not None)
+        if has_adapter(model):
+            raise ConfigError(
+                f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the live model has an adapter, of which "
+                "a part would be frozen; set it to -1, or merge the adapter first"
+            )
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -357,7 +362,9 @@ def _check_weights_are_trained(config: ModelConfig, virtual: bool) -> None:
 
 def check_trains_weights(config: ModelConfig, model: PreTrainedModel) -> None:
     """Raise a ConfigError if the weights of layers are to be trained and are quantised; of such, none would change."""
-    if getattr(model, "is_quantized", False) and not has_adapter(model) and config.num_layers_unfrozen:
+    quantiser: Any = getattr(model, "hf_quantizer", None)  # some train their weights as if they were quantised
+    fixed = getattr(model, "is_quantized", False) and not (quantiser and quantiser.is_qat_trainable)
+    if fixed and not has_adapter(model) and config.num_layers_unfrozen:
         raise ConfigError(
             f"the weights of {type(model).__name__} are quantised, so they cannot be trained; give model.peft_config, "
             "such as {r: 16, target_modules: all-linear}, or load the model without quantization_config"
