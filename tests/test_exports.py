@@ -166,7 +166,7 @@ def trained(model: Any, run: Path, peft: dict[str, Any] | None = None, **kwargs:
             "method": {"name": "sft"},
             "model": {"peft_config": peft, "kwargs": kwargs.pop("kwargs", {})},
             "optimizer": {"lr": 0.1},
-            "train": {"batch_size": 2, **SHORT, "total_steps": 2, "run_dir": str(run)},
+            "train": {"batch_size": 2, **SHORT, "total_steps": 2, "verify_export": True, "run_dir": str(run)},
         },
         **kwargs,
     )
@@ -289,6 +289,7 @@ def test_a_reward_classifier_whose_padding_is_eos_scores_the_last_token(
         "reward",
         tmp_path / "run",
         arguments={"tokenizer": tokenizer, "samples": PAIRS},
+        train__verify_export=True,
         model__model_path=str(tmp_path / "base"),
         model__peft_config=peft,
         optimizer__lr=0.1,

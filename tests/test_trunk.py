@@ -259,8 +259,7 @@ def test_a_run_with_frozen_layers_resumes_bit_equal_from_checkpoints_without_the
 def trained_offline(name: str, path: Path, **changes: Any) -> tuple[Any, int]:
     """Return a trainer after its run, and how often the lowest block ran after the collection was made."""
     model = tiny_llama(20, num_hidden_layers=L)
-    changes |= {"train__total_steps": 6, "train__verify_export": False}  # which runs all blocks
-    trainer = tiny_trainer(name, path, model=model, model__num_layers_unfrozen=1, **changes)
+    trainer = tiny_trainer(name, path, model=model, model__num_layers_unfrozen=1, train__total_steps=6, **changes)
     trainer.begin()
     if not len(trainer.store):
         trainer.collect()

@@ -462,8 +462,9 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTr
                 path,
                 model.dtype,
             )
-            model = model.dequantize()
-            model._weight_conversions = None  # those of the quantised file
+            whole: Any = model.dequantize()
+            whole._weight_conversions = None  # those of the quantised file
+            model = whole
         loaded: Any = PeftModel.from_pretrained(model, str(path), **hub)
         _untie(loaded.get_base_model())
         merged: PreTrainedModel = loaded.merge_and_unload()

@@ -79,8 +79,8 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         _check_weights_are_trained(config, virtual_tokens(model) is not None)
         if has_adapter(model):
             raise ConfigError(
-                f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the live model has an adapter, of which "
-                "a part would be frozen; set it to -1, or merge the adapter first"
+                f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the live model has an adapter, a part "
+                "of which would be frozen; set it to -1, or merge the adapter first"
             )
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
@@ -319,7 +319,8 @@ def _as_trained(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     if dtype == model.dtype or getattr(model, "is_quantized", False):
         return model
     log.warning("the merged weights are %s, as those of the adapter; the base model's are %s", dtype, model.dtype)
-    return cast("PreTrainedModel", model.to(dtype))
+    whole: nn.Module = model
+    return cast("PreTrainedModel", whole.to(dtype))
 
 
 def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:

@@ -63,7 +63,7 @@ def has_left_its_path(model: PreTrainedModel) -> bool:
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         own = fingerprint({name: tensor for name, tensor in model.state_dict().items() if name in frozen})
     try:
-        saved = _load(model.name_or_path, model, torch.device("cpu")).state_dict()
+        saved = _load(model.name_or_path or "", model, torch.device("cpu")).state_dict()
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError):
         return True
     return own != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})

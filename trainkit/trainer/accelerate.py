@@ -684,7 +684,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
             "tokenizer = AutoTokenizer.from_pretrained(directory)"
         )
-        if virtual_tokens(self.unwrapped.model):
+        if has_adapter(self.unwrapped.model):
             code = code.replace(f"{cls}, ", "").replace(f"{cls}.", f"AutoPeft{cls[4:]}.")
             code = f"from peft import AutoPeft{cls[4:]}\n{code}"
         if getattr(self.unwrapped, "value_head", None) is None:
