@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trainkit
 from tables import table
+from trainkit.config import ModelConfig
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
-from trainkit.models import CausalPolicy, Reference
+from trainkit.models import CausalPolicy, Reference, load_model
 from trainkit.models.trunk import Trunk, freeze_below
 from trainkit.testing import tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
@@ -318,3 +320,32 @@ def test_the_trunk_is_kept_where_it_is_read_again(
     trainer.collect()
     flat = trainer.store.experience.flatten()
     assert any(key.endswith("trunk") for key in flat) is keeps
+
+
+LORA = {"r": 2, "target_modules": ["embed_tokens"]}
+
+
+@table(
+    "peft",
+    [
+        LORA,
+        {**LORA, "target_modules": r".*(embed_tokens|layers\.2\..*q_proj)"},
+        {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [2], "trainable_token_indices": [1, 2]},
+        {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [2], "modules_to_save": ["embed_tokens"]},
+    ],
+)
+def test_adapters_below_frozen_blocks_are_trained(peft: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_llama(10, num_hidden_layers=L)
+    trainer = tiny_trainer("sft", tmp_path, model=model, model__peft_config=peft, train__total_steps=2)
+    before = {name: p.clone() for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
+    trainer.learn()
+    moved = {name for name, p in trainer.unwrapped.named_parameters() if name in before and (p != before[name]).any()}
+    assert any("embed_tokens" in name for name in moved)
+
+
+def test_layers_of_a_live_model_with_an_adapter_are_not_frozen_around_it(tmp_path: Path) -> None:
+    """Below the unfrozen layers the adapter would silently be frozen, too."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(10)))
+    model.add_adapter(LoraConfig(**LORA))
+    with pytest.raises(ConfigError, match="num_layers_unfrozen is 1, and the live model has an adapter"):
+        load_model(ModelConfig(num_layers_unfrozen=1), model)

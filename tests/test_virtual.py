@@ -284,10 +284,12 @@ def test_a_model_with_virtual_tokens_is_copied_sent_and_taken_apart(kind: str) -
     for each in copies:
         assert torch.equal(logits(each), expected)
         assert has_adapter(each)
-    bare = without_adapter(model)
-    assert not has_adapter(bare)
-    assert torch.equal(logits(bare), logits(plain(tiny_gpt2(10))))
+    expected = logits(model)
+    with without_adapter(model):
+        assert not has_adapter(model)
+        assert torch.equal(logits(model), logits(plain(tiny_gpt2(10))))
     assert has_adapter(model)
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_chosen_reference_can_be_the_model_without_virtual_tokens(tmp_path: Path) -> None:

@@ -375,6 +375,10 @@ class TrainConfig(Section):
     save_best: bool | Best = False
     """Export the model to `best/` whenever an evaluation is the best so far: `true` compares mean rewards. Another
     metric is given with its mode: `{metric: eval/loss/total, mode: min}`."""
+    verify_export: bool | None = None
+    """Load each export, and compare its outputs on a short text with those of the trained model. If they differ, the
+    run ends with an error, and its state is saved in a checkpoint. None: if the weights have at most 4 GB. Models that
+    `sharding` divides are not compared."""
     push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
     """The id of a repository on the hub, `owner/name`, where the exported model is published when the run ends, with
     its card, configuration and metrics. A new repository is private. Needs a token: `hf auth login` or `HF_TOKEN`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from safetensors.torch import save_file
 from torch import nn
 
 from trainkit.errors import ConfigError, suggest
 from trainkit.models.virtual import (
+    WEIGHTS,
     attach,
     check_model,
     check_prompt_learning,
@@ -22,13 +25,15 @@ from trainkit.models.virtual import (
     load_virtual,
     save_virtual,
     saved_config,
-    take_out,
+    taken_out,
     virtual_tokens,
 )
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 HEADS = "heads.safetensors"
 """The file of an export with the weights that transformers does not load, such as those of the value head."""
@@ -83,6 +88,8 @@ def quiet_peft() -> Iterator[None]:
     """Suppress the warnings of peft that need no action by the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # GPT-2: peft then sets it
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")  # merging unties them
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied after merging")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield
 
@@ -322,16 +329,44 @@ def save_model(model: PreTrainedModel, directory: Path, target: Path) -> None:
     else:
         _save_layers(model, directory, config, saved, beside=not source)
     if not source:
-        without_adapter(model).save_pretrained(directory / BASE)
+        with without_adapter(model):
+            model.save_pretrained(directory / BASE)
 
 
 def _save_layers(model: PreTrainedModel, directory: Path, config: Any, saved: dict[str, Any], beside: bool) -> None:
-    """Save the adapter in the model's layers, with the values ``saved`` in its configuration."""
+    """Save the adapter in the model's layers as peft does, with the values ``saved`` in its configuration."""
+    from peft import get_peft_model_state_dict
+
     if beside and hasattr(config, "init_lora_weights"):
         saved["init_lora_weights"] = True  # the base weights saved beside it are changed already
-    with warnings.catch_warnings(), _set_to(config, saved):
-        warnings.filterwarnings("ignore", message="Could not find a config file")  # peft looks for it at the base
-        model.save_pretrained(directory)
+    saved |= {"inference_mode": True, "task_type": config.task_type or _task(model)}
+    [active] = model.active_adapters()
+    state = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(  # a file of safetensors has no tensors that share memory, as adapters of tied weights do
+        {_saved_name(name): tensor.detach().clone().contiguous() for name, tensor in state.items()},
+        directory / WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    with _set_to(config, saved):
+        config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def _saved_name(name: str) -> str:
+    """Return the name of an adapter's tensor in a file; peft keeps RandLoRA's bases, which all layers share, once."""
+    shared = name.rpartition(".")[2]
+    return f"base_model.{shared}" if shared in ("randlora_A", "randlora_B") else f"base_model.model.{name}"
+
+
+def _task(model: PreTrainedModel) -> str | None:
+    """Return peft's name for the kind of model, which its ``AutoPeftModelFor...`` classes compare."""
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    if model.get_output_embeddings() is None:
+        return None
+    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
 
 
 @contextmanager
@@ -345,22 +380,28 @@ def _set_to(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
         vars(config).update(before)
 
 
-def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without its adapter; the two share the base weights."""
-    tensors = [*model.parameters(), *model.buffers()]
-    base = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    wrapped = {id(module) for module in adapted(base)}
-    for name, module in list(base.named_modules()):
-        if id(module) in wrapped:
-            parent, _, child = name.rpartition(".")
-            inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
-            setattr(base.get_submodule(parent), child, inner)
-    if virtual_tokens(base) is not None:
-        take_out(base)
-    else:
-        del base.peft_config
-        base._hf_peft_config_loaded = False
-    return base
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """Take the adapter's layers or the virtual tokens out of the model within the context."""
+    if (virtual := virtual_tokens(model)) is not None:
+        with taken_out(model, virtual):
+            yield
+        return
+    wrapped = {id(module) for module in adapted(model)}
+    outer: list[tuple[nn.Module, str, Any]] = []
+    for parent in model.modules():
+        outer += [(parent, child, module) for child, module in parent.named_children() if id(module) in wrapped]
+    configs, model._hf_peft_config_loaded = model.__dict__.pop("peft_config"), False
+    try:
+        for parent, child, module in outer:
+            while id(module) in wrapped:
+                module = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
+            setattr(parent, child, module)
+        yield
+    finally:
+        for parent, child, module in outer:
+            setattr(parent, child, module)
+        model.peft_config, model._hf_peft_config_loaded = configs, True
 
 
 def load_adapter(model: PreTrainedModel, path: str, **hub: Any) -> PreTrainedModel:
@@ -400,6 +441,8 @@ def load_peft_model(model: PreTrainedModel, path: str, *, trainable: bool, **hub
 def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTrainedModel:
     """Return the base ``model`` with the adapter at ``path``, a directory or a hub id, merged into its weights.
 
+    Quantised weights are dequantised before.
+
     Raises:
         ConfigError: the adapter does not fit the model, or is one of virtual tokens.
     """
@@ -412,10 +455,43 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, **hub: Any) -> PreTr
                 "load them with peft.AutoPeftModelForCausalLM, or train them further: give this path as "
                 "model.model_path without peft_config"
             )
-        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(path), **hub).merge_and_unload()
+        if getattr(model, "is_quantized", False):
+            log.warning(
+                "the adapter %s is merged into its base model, whose weights are dequantised for it to %s; to train on "
+                "quantised weights, merge it into a directory (trainkit merge) and give that",
+                path,
+                model.dtype,
+            )
+            whole: Any = model.dequantize()
+            whole._weight_conversions = None  # those of the quantised file
+            model = whole
+        loaded: Any = PeftModel.from_pretrained(model, str(path), **hub)
+        _untie(loaded.get_base_model())
+        merged: PreTrainedModel = loaded.merge_and_unload()
+        _name_tie(merged)
     merged.requires_grad_(True)  # peft has frozen the base weights
     merged.name_or_path = merged.config.name_or_path = ""  # the merged weights have no path yet
     return merged
+
+
+def _untie(model: Any) -> None:
+    """Give the head its own weights if it shares them with the embeddings and one of the two has an adapter.
+
+    An adapter of the one would otherwise be merged into the other, too.
+    """
+    parts = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if None in parts or all(part not in adapted(model) for part in parts):
+        return
+    words, head = (getattr(part, "base_layer", getattr(part, "original_module", part)) for part in parts)
+    if head.weight is words.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _name_tie(model: Any) -> None:
+    """Let the configuration say if head and embeddings no longer share their weights, so that both are saved."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not words.weight:
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def _is_linear(module: nn.Module) -> bool:

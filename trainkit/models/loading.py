@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +34,7 @@ from trainkit.models.adapters import (
     add_adapter,
     bare,
     find_base,
+    has_adapter,
     hub_arguments,
     language_model,
     load_adapter,
@@ -49,6 +52,8 @@ from trainkit.security import TRUST, hidden, is_secret
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 """Files of which a directory or repository with a tokenizer has at least one."""
@@ -73,6 +78,11 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
         add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
     elif config.num_layers_unfrozen >= 0:
         _check_weights_are_trained(config, virtual_tokens(model) is not None)
+        if has_adapter(model):
+            raise ConfigError(
+                f"model.num_layers_unfrozen is {config.num_layers_unfrozen}, and the live model has an adapter, a part "
+                "of which would be frozen; set it to -1, or merge the adapter first"
+            )
         freeze_below(model, config.num_layers_unfrozen)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -288,6 +298,8 @@ def _named_eos(config: Any) -> list[int]:
 def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
     """Merge an exported adapter into its base model, and write the full model to ``out``, with tokenizer and heads.
 
+    It is written in the type of the adapter if that is more precise than the base model's.
+
     Args:
         adapter: the directory of the export.
         out: a new or empty directory.
@@ -305,7 +317,7 @@ def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_rem
     code = {TRUST: trust_remote_code}
     try:
         model = auto_class(AutoConfig.from_pretrained(found, **code)).from_pretrained(found, dtype="auto", **code)
-        merged = merge_adapter(model, adapter)
+        merged = merge_adapter(_as_trained(model, adapter), adapter)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         advice = _code_advice(error) or "Give the path of its base model as --base"
@@ -315,6 +327,19 @@ def merge_export(adapter: Path, out: Path, base: str | None = None, *, trust_rem
     tokenizer.save_pretrained(out)
     if (adapter / HEADS).exists():
         shutil.copy2(adapter / HEADS, out)
+
+
+def _as_trained(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
+    """Return the base model in the type of the adapter, in which it was trained, if that is more precise."""
+    from peft.utils import load_peft_weights
+
+    own = [tensor.dtype for tensor in load_peft_weights(str(adapter), device="cpu").values()]
+    dtype = reduce(torch.promote_types, [each for each in own if each.is_floating_point], model.dtype)
+    if dtype == model.dtype or getattr(model, "is_quantized", False):
+        return model
+    log.warning("the merged weights are %s, as those of the adapter; the base model's are %s", dtype, model.dtype)
+    whole: nn.Module = model
+    return cast("PreTrainedModel", whole.to(dtype))
 
 
 def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: bool) -> None:
@@ -352,6 +377,17 @@ def _check_weights_are_trained(config: ModelConfig, virtual: bool) -> None:
         raise ConfigError(
             f"the model has virtual tokens (prompt or prefix tuning), which are trained further while its weights are "
             f"frozen, and model.{asked} asks for other trained parameters; omit it, or give the base model"
+        )
+
+
+def check_trains_weights(config: ModelConfig, model: PreTrainedModel) -> None:
+    """Raise a ConfigError if the weights of layers are to be trained and are quantised; of such, none would change."""
+    quantiser: Any = getattr(model, "hf_quantizer", None)  # some train their weights as if they were quantised
+    fixed = getattr(model, "is_quantized", False) and not (quantiser and quantiser.is_qat_trainable)
+    if fixed and not has_adapter(model) and config.num_layers_unfrozen:
+        raise ConfigError(
+            f"the weights of {type(model).__name__} are quantised, so they cannot be trained; give model.peft_config, "
+            "such as {r: 16, target_modules: all-linear}, or load the model without quantization_config"
         )
 
 

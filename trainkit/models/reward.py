@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from trainkit.config import ModelConfig
@@ -307,7 +307,9 @@ class RewardModel:
         path = Path(directory)
         if has_adapter(self.scorer.model):
             raise ConfigError("the reward model has an adapter; load the trainer's export of it, and save that")
-        classifier = self.scorer.model if self.scorer.head is None else _as_classifier(self.scorer, self.tokenizer)
+        classifier = self.scorer.model if self.scorer.head is None else _as_classifier(self.scorer)
+        if classifier is not None and self.scorer.reads_last:
+            name_padding(classifier.config, self.tokenizer)
         (classifier or self.scorer.model).save_pretrained(path)
         if classifier is None and self.scorer.head is not None:
             save_file({"head.weight": self.scorer.head.weight.detach().contiguous()}, path / HEADS)
@@ -407,6 +409,19 @@ def load_scorer(config: ModelConfig, model: PreTrainedModel | None = None) -> Sc
     return load_heads(Scorer(load_model(config, model)), config.model_path, config.kwargs)
 
 
+def name_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Write the padding token into the config of a classifier; none if it is EOS, which ends every text.
+
+    transformers takes the last token that is not padding for the end of a text. Return whether that would have been the
+    token before EOS.
+    """
+    text, pad, eos = config.get_text_config(), tokenizer.pad_token_id, tokenizer.eos_token_id
+    before = text.pad_token_id
+    pad = before if pad is None or pad >= text.vocab_size else pad
+    text.pad_token_id = config.pad_token_id = None if pad == eos else pad
+    return before is not None and before == eos
+
+
 def _trained_here(model: Any) -> bool:
     """Return whether trainkit has trained or saved the model to read texts without a chat template."""
     if isinstance(model, Scorer):
@@ -415,12 +430,10 @@ def _trained_here(model: Any) -> bool:
     return mark is not None and not json.loads(Path(mark).read_text("utf-8")).get("chat", False)
 
 
-def _as_classifier(scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+def _as_classifier(scorer: Scorer) -> PreTrainedModel | None:
     """Return the scorer as a transformers classifier with shared weights; None if its architecture has none."""
     config = copy.deepcopy(scorer.model.config)
     config.num_labels = 1
-    if tokenizer.pad_token_id != tokenizer.eos_token_id:
-        config.pad_token_id = tokenizer.pad_token_id
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if scorer.head is None or kind is None or scorer.model.base_model is scorer.model:
         return None

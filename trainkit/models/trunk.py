@@ -191,7 +191,7 @@ def stand_in(blocks: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator
 
 
 def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
-    """Return the first ``depth`` blocks, and the modules without children that run before or between them.
+    """Return the first ``depth`` blocks, and the modules that run before or between them.
 
     A forward pass on a small input shows which modules these are. The whole encoder of an encoder-decoder is included.
     """
@@ -203,15 +203,16 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
 
 @torch.no_grad()
 def _called_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
-    """Return the modules without children that run before the block ``depth``, and are not in a block."""
+    """Return the modules that run before the block ``depth``, and neither are in a block nor contain the blocks."""
     outside = {id(inner) for block in blocks for inner in block.modules()}
+    outside |= {id(module) for module in model.modules() if any(inner is blocks for inner in module.modules())}
     called: list[nn.Module] = []
     reached = False
 
     def enter(module: nn.Module, _: Any) -> None:
         nonlocal reached
         reached = reached or (depth < len(blocks) and module is blocks[depth])
-        if not reached and id(module) not in outside and not list(module.children()):
+        if not reached and id(module) not in outside:  # also a layer with an adapter, which is a module in it
             called.append(module)
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:

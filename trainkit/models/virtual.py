@@ -235,9 +235,18 @@ def _put(body: nn.Module, virtual: VirtualTokens) -> None:
     body.register_forward_pre_hook(_read_behind, with_kwargs=True)
 
 
-def take_out(model: PreTrainedModel) -> None:
-    """Remove the virtual tokens from the model."""
+@contextmanager
+def taken_out(model: PreTrainedModel, virtual: VirtualTokens) -> Iterator[None]:
+    """Remove the virtual tokens from the model within the context."""
     body = _body(model)
+    _take_out(body)
+    try:
+        yield
+    finally:
+        _put(body, virtual)
+
+
+def _take_out(body: nn.Module) -> None:
     delattr(body, PLACE)
     for key in [key for key, hook in body._forward_pre_hooks.items() if hook is _read_behind]:
         del body._forward_pre_hooks[key]
@@ -277,7 +286,7 @@ def _fault(peft_model: Any, model: Any, virtual: VirtualTokens) -> str:
         try:
             found = _results(lambda: model(**probe).logits, virtual)
         finally:
-            take_out(model)
+            _take_out(_body(model))
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

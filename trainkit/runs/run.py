@@ -87,6 +87,9 @@ CANNOT_CHANGE = ("method.name", "optimizer.name")
 LENGTH = ("train.total_steps", "train.epochs", "train.health", "plugins")
 """Settings that decide how long a run is. If one is changed, a run that `trainer.stop` ended continues."""
 
+VERIFIED = 4e9
+"""The most bytes of weights with which exports are verified by default."""
+
 T = TypeVar("T")
 
 
@@ -523,28 +526,47 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
     The export is built in a temporary directory and then moved into place. Other files in the directory are kept.
 
     Raises:
-        CheckpointError: writing failed; names the directory. An older export there is unchanged.
+        CheckpointError: writing failed, or what was written is not the trained model (`train.verify_export`); names the
+            directory. An older export there is unchanged. The state after the last step is in a checkpoint then.
         NonFiniteError: a weight is not finite; nothing is written.
     """
     begin(trainer)
     assert trainer.run_dir is not None
     target = (Path(directory) if directory else trainer.run_dir / "model").resolve()
 
-    def build() -> None:
+    def build() -> str:
         saving.refuse_non_finite(trainer)
         building = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
         try:
             _write_export(trainer, building, target)
+            if fault := trainer.export_fault(building) if _verifies(trainer) else "":
+                shutil.rmtree(building)
+                return fault
             checkpoint.move_in(building, target, last=MARK)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(building, ignore_errors=True)
             needed = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters())
             told = f"cannot export the model to {target}: {error} ({saving.room(target, needed)})"
             raise CheckpointError(told) from error
+        return ""
 
     with trainer.sharding.collected():
-        on_main(trainer, build)
+        fault = on_main(trainer, build)
+    if fault:
+        kept = saving.save_once(trainer)
+        raise CheckpointError(
+            f"the model was not exported to {target}: {fault}. The state after step {trainer.progress.step} is in "
+            f"{kept}; to export it in any case, resume from there with train.verify_export=false"
+        )
     return target
+
+
+def _verifies(trainer: Trainer) -> bool:
+    """Return whether exports are loaded again and compared: not if the model is divided among processes."""
+    wanted = trainer.config.train.verify_export
+    if wanted is None:
+        wanted = sum(parameter.nbytes for parameter in trainer.unwrapped.parameters()) <= VERIFIED
+    return wanted and not trainer.sharding.stays_divided
 
 
 def _write_export(trainer: Trainer, building: Path, target: Path) -> None:

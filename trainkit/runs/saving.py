@@ -172,15 +172,21 @@ def save_after_error(trainer: Trainer, error: BaseException) -> None:
         return
     if isinstance(error, CheckpointError) or not trainer.back_to_last_step() or not trainer.progress.step:
         return
-    assert trainer.run_dir is not None
-    target = checkpoint.path_of(trainer.run_dir / "checkpoints", trainer.progress.step)
     try:
-        finish(trainer)
-        if not on_main(trainer, target.exists):
-            save(trainer)
-            log.warning("the run ends with an error after step %d; saved %s", trainer.progress.step, target)
+        save_once(trainer)
     except Exception as other:  # whatever it is, the error that ends the run is raised, and not this one
         log.error("the run ends with an error after step %d, which cannot be saved: %s", trainer.progress.step, other)
+
+
+def save_once(trainer: Trainer) -> Path:
+    """Save the state after the last step, which an error follows, unless there is a checkpoint; return its path."""
+    assert trainer.run_dir is not None
+    finish(trainer)
+    target = checkpoint.path_of(trainer.run_dir / "checkpoints", trainer.progress.step)
+    if not on_main(trainer, target.exists):
+        save(trainer)
+        log.warning("the run ends with an error after step %d; saved %s", trainer.progress.step, target)
+    return target
 
 
 def finish_after_error(trainer: Trainer) -> None:

@@ -34,8 +34,15 @@ PAIRS = tuple(
 )
 """Pairs whose rejected side is shorter than the chosen one, as long, or longer."""
 
-SHORT: dict[str, Any] = {"total_steps": 6, "epochs": None, "eval_interval": 0, "save_interval": 0, "trackers": []}
-"""A run of six steps without evaluations and checkpoints in between."""
+SHORT: dict[str, Any] = {
+    "total_steps": 6,
+    "epochs": None,
+    "eval_interval": 0,
+    "save_interval": 0,
+    "verify_export": False,
+    "trackers": [],
+}
+"""A run of six steps without evaluations and checkpoints in between, whose export is not loaded again."""
 
 
 def count_first_letters(outputs: list[str], **_: Any) -> list[float]:

@@ -20,6 +20,7 @@ from trainkit.data import (
     Batch,
     Rollouts,
     Row,
+    Sequences,
 )
 from trainkit.errors import ConfigError, RegistryError
 from trainkit.functional import (
@@ -36,19 +37,23 @@ from trainkit.models import (
     Frozen,
     Policy,
     Reference,
+    Scorer,
     TokenOutputs,
     load_model,
     make_policy,
 )
-from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
+from trainkit.models.adapters import BASE, HEADS, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
     check_frozen,
     check_tokens,
+    check_trains_weights,
     load_frozen,
     load_frozen_config,
     name_eos,
 )
 from trainkit.models.policy import check_logit_mask
+from trainkit.models.reloading import fault_of, has_left_its_path
+from trainkit.models.reward import name_padding
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
@@ -148,6 +153,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 path,
                 self.config.method.name,
             )
+        check_trains_weights(self.config.model, policy.model)
         if isinstance(policy, Policy):
             policy.vocabulary = self.vocabulary
             # offline, the policy itself has none: it is applied at evaluations alone
@@ -623,8 +629,18 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def write_model(self, building: Path, target: Path) -> None:
         """Write model, tokenizer and heads so that transformers loads the model; with an adapter, only the adapter."""
-        lacking = name_eos(self.unwrapped.model, self.tokenizer)
-        save_model(self.unwrapped.model, building, target)
+        model = self.unwrapped.model
+        lacking = name_eos(model, self.tokenizer)
+        other = self._before_its_end(model)
+        if has_adapter(model) and model.name_or_path and (other or self._has_left_its_path(model)):
+            log.warning(
+                "the model below the adapter is not the one at %s%s; it is saved beside the adapter, in %s",
+                model.name_or_path,
+                ", whose padding token is EOS, so that transformers would score the token before it" if other else "",
+                target / BASE,
+            )
+            model.name_or_path = ""
+        save_model(model, building, target)
         if lacking and not any(building.rglob("config.json")):  # an adapter, whose base is elsewhere
             log.warning(
                 "%s holds an adapter, and the configuration of its base does not name the tokenizer's EOS: %scall "
@@ -637,6 +653,25 @@ class AccelerateRLTrainer(TextTrainer[M]):
         state = self.unwrapped.state_dict()
         if heads := {k: v.contiguous() for k, v in state.items() if not k.startswith("model.")}:
             save_file(heads, building / HEADS)
+
+    def _before_its_end(self, model: Any) -> bool:
+        """Name the padding token of a classifier; return whether it was one by which texts end before their EOS."""
+        own = self.unwrapped
+        classifies = isinstance(own, Scorer) and own.head is None and own.reads_last
+        return classifies and name_padding(model.config, self.tokenizer)
+
+    def _has_left_its_path(self, model: Any) -> bool:
+        return self.live_model is not None and has_left_its_path(model)
+
+    def export_fault(self, directory: Path) -> str:
+        """Load the export that `write_model` wrote, and return how it differs from the trained model; empty if not.
+
+        Of a classifier, the scores are compared with those that training computes.
+        """
+        own, classifier = self.unwrapped, None
+        if isinstance(own, Scorer) and own.head is None:
+            classifier = partial(_scores, own)
+        return fault_of(directory, own.model, classifier, self.tokenizer.eos_token_id)
 
     def model_card(self) -> dict[str, str]:
         """Return the model card's entries: transformers loads language models and adapters, trainkit the heads."""
@@ -652,7 +687,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
             "tokenizer = AutoTokenizer.from_pretrained(directory)"
         )
-        if virtual_tokens(self.unwrapped.model):
+        if has_adapter(self.unwrapped.model):
             code = code.replace(f"{cls}, ", "").replace(f"{cls}.", f"AutoPeft{cls[4:]}.")
             code = f"from peft import AutoPeft{cls[4:]}\n{code}"
         if getattr(self.unwrapped, "value_head", None) is None:
@@ -662,6 +697,13 @@ class AccelerateRLTrainer(TextTrainer[M]):
             f"{code}\n\n# with its value head\nfrom trainkit.models import {headed}\n\n"
             f"critic = {headed}.from_pretrained(directory)"
         )
+
+
+def _scores(scorer: Scorer, ids: Tensor) -> Tensor:
+    """Return the scores of texts as training computes them. [B, T] -> [B]."""
+    sequences = Sequences.from_lists(ids.tolist(), [[]] * len(ids), 0)
+    scores: Tensor = scorer(sequences.to(ids.device))
+    return scores
 
 
 def _as_sampled(rollouts: Rollouts, policy: Any) -> TokenOutputs | None:

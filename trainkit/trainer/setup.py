@@ -695,6 +695,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def write_model(self, building: Path, target: Path) -> None:
         """Write an export into the directory ``building``, which then becomes ``target``."""
 
+    def export_fault(self, directory: Path) -> str:
+        """Load the export that `write_model` wrote, and return how it differs from the trained model; empty if not."""
+        return ""
+
     def model_card(self) -> dict[str, str]:
         """Return what the model card of an export says about this kind of model.
 

@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,12 @@ def adapter_of(model: Any) -> tuple[str, Any]:
 
 def write_model(served: Any, directory: Path) -> None:
     """Write the model without its adapter, and the tokenizer."""
-    base = without_adapter(served.model) if has_adapter(served.model) else served.model
+    base = served.model
     config = copy.deepcopy(base.config)
     config.architectures, config.dtype = [type(base).__name__], base.dtype
     config.save_pretrained(directory)
-    write_weights(base, base.state_dict(), directory)
+    with without_adapter(base) if has_adapter(base) else nullcontext():
+        write_weights(base, base.state_dict(), directory)
     served.tokenizer.save_pretrained(directory)
 
 

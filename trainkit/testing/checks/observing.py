@@ -66,7 +66,8 @@ def evaluation_is_free(bench: Bench) -> None:
     """
     changes = {**into_next_collection(bench), "train__eval_interval": 1, "train__save_interval": 1}
     with _compared(bench, "evaluating and saving") as runs:
-        trainer = bench.trainer(**changes, train__save_best=bench.subject.rewarded)
+        changes |= {"train__save_best": bench.subject.rewarded, "train__verify_export": True}
+        trainer = bench.trainer(**changes)
         if not bench.subject.online:
             trainer.eval_samples = list(trainer.pipeline.rows)
         trainer.learn()

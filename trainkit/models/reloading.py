@@ -1,0 +1,97 @@
+"""An export, loaded as a user would load it, and compared with the model that it was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import printable
+from trainkit.models.adapters import ADAPTER_CONFIG, adapter_base, quiet_peft, without_adapter
+from trainkit.models.backend import rounding
+from trainkit.models.reference import fingerprint
+from trainkit.models.trunk import tiny_input
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUANTISED = 0.1
+"""The largest relative difference for a quantised model, whose kernels depend on how its weights are packed."""
+
+
+@torch.no_grad()
+def fault_of(directory: Path, model: PreTrainedModel, score: Any = None, end: int | None = None) -> str:
+    """Load the export in ``directory``, and return how its output differs from the model's; empty if it does not.
+
+    Transformers loads a whole model, and peft an adapter. Both models read a short text in evaluation mode.
+
+    Args:
+        directory: the export.
+        model: the model that was exported, with its adapter.
+        score: what gives the output of the trained model to the text's ids [1, T] instead of ``model``.
+        end: the id of the token that ends the text; None: any.
+    """
+    probe, training = tiny_input(model), model.training
+    if end is not None and end < model.config.get_text_config().vocab_size:
+        probe["input_ids"][:, -1] = end
+    cuda = [model.device.index or 0] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), torch.autocast(model.device.type, enabled=False), quiet_peft():
+        try:
+            model.eval()
+            expected = model(**probe).logits if score is None else score(probe["input_ids"])
+            found = _reload(directory, model)(**probe).logits
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            return f"it cannot be loaded: {type(error).__name__}: {printable(str(error))[:300]}"
+        finally:
+            model.train(training)
+    found = found[:, -expected.size(1) :] if expected.dim() > 2 else found.view_as(expected)
+    quantised = getattr(model, "is_quantized", False)
+    return _difference(found, expected, QUANTISED if quantised else rounding(expected.dtype, expected.device) ** 0.5)
+
+
+def has_left_its_path(model: PreTrainedModel) -> bool:
+    """Return whether the frozen weights of a model are not those that its path names, or nothing can be loaded there.
+
+    A model that was trained, resized or merged since it was loaded still has its path. Quantised weights cannot be
+    trained, and are not compared.
+    """
+    if getattr(model, "is_quantized", False):
+        return False
+    with without_adapter(model):
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        own = fingerprint({name: tensor for name, tensor in model.state_dict().items() if name in frozen})
+    try:
+        saved = _load(model.name_or_path or "", model, torch.device("cpu")).state_dict()
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError):
+        return True
+    return own != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})
+
+
+def _difference(found: Tensor, expected: Tensor, limit: float) -> str:
+    off = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
+    if float(off) <= limit:
+        return ""
+    largest = float((found.double() - expected.double()).abs().max())
+    return f"loaded again, its outputs differ by up to {largest:.3g} ({float(off):.2%}) from those of the trained model"
+
+
+def _reload(directory: Path, model: PreTrainedModel) -> Any:
+    """Return the model at ``directory`` in evaluation mode, on the device of ``model`` and in its type."""
+    if not (directory / ADAPTER_CONFIG).is_file():
+        return _load(str(directory), model, model.device).eval()
+    from peft import PeftModel
+
+    base = _load(adapter_base(directory) or "", model, model.device)
+    return PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False).eval()
+
+
+def _load(path: str, model: PreTrainedModel, device: torch.device) -> Any:
+    """Return the model at ``path`` on a device, quantised as ``model`` is and in its type."""
+    arguments: dict[str, Any] = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+    if quantised := getattr(model, "is_quantized", False):
+        arguments |= {"device_map": {"": device}, "quantization_config": model.config.quantization_config}
+    with torch.random.fork_rng([]):
+        loaded: Any = type(model).from_pretrained(path, **arguments)
+    return loaded if quantised else loaded.to(device)
