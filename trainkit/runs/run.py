@@ -226,6 +226,7 @@ def begin(trainer: Trainer) -> None:
         return
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    trainer.began  # noqa: B018  (all processes read it together)
     run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -286,6 +287,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
     device = trainer.accelerator.device
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "began": trainer.began.isoformat(timespec="seconds"),
         "step": trainer.progress.step,
         "versions": provenance.library_versions(),
         "makers": trainer.makers,
