@@ -362,9 +362,9 @@ class Chat:
             return whole, marks
         if len(marks) != len(wanted):
             raise DataError(
-                f"{self.what}: {' or '.join(TRAINED)} excludes messages, and the chat template marks {len(marks)} parts "
-                f"of {len(wanted)} messages of the assistant, so which to exclude is not known. Use a template that "
-                "marks each message of the assistant once"
+                f"{self.what}: {' or '.join(TRAINED)} excludes messages, and the chat template marks {len(marks)} "
+                f"parts of {len(wanted)} messages of the assistant, so which to exclude is not known. Use a template "
+                "that marks each message of the assistant once"
             )
         return whole, [mark for mark, keep in zip(marks, wanted, strict=True) if keep]
 
