@@ -170,7 +170,10 @@ BAD_TALK: dict[str, tuple[Any, str | None, str]] = {
         [{"from": "observation", "value": "x"}], CHATML,
         r"message 0 is from 'observation' \(str\); known are human, gpt, user, assistant, system, tool",
     ),
-    "a template that does not grow": (DIALOGUE, FORGETFUL, r"renders the beginning .* differently.*tokenizer.chat_template to .*qwen3.*\{% generation %\}"),
+    "a template that does not grow": (
+        DIALOGUE, FORGETFUL,
+        r"renders the beginning .* differently.*tokenizer.chat_template to .*qwen3.*\{% generation %\}",
+    ),
     "a template that fails": ([*ASK, *ANSWER], "{{ raise_exception('never') }}", "cannot render it: never"),
     "text beside messages": ({"prompt": "a", "completion": ANSWER}, CHATML, "mixes text and messages"),
 }  # fmt: skip

@@ -119,6 +119,15 @@ class Record:
             last.append(sample)
         return first, last
 
+    def collected(self) -> list[dict[str, Any]]:
+        """Return the rollouts of the last collection that is recorded."""
+        last: list[dict[str, Any]] = []
+        for line in lines_of(self.path / "samples.jsonl"):
+            if line.get("kind") == "rollout":
+                last = last if last and last[-1].get("step") == line.get("step") else []
+                last.append(line)
+        return last
+
     @cached_property
     def findings(self) -> list[dict[str, Any]]:
         """What the health monitor has found: ``step``, ``check`` and ``message``."""

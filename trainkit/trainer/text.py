@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections import Counter
@@ -45,7 +46,7 @@ from trainkit.data.pipeline import (
 )
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError, PluginError, printable
-from trainkit.functional import place_scores
+from trainkit.functional import per_response, place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
@@ -539,6 +540,21 @@ class TextTrainer(AcceleratedLoop[M]):
         Some are infinite or NaN if the function returned them and `reward.on_nonfinite` deals with them.
         An algorithm that learns from prompts alone gets scores of 0.
         """
+        scores = self._score(rollouts)
+        for at, kept in enumerate(self._rollouts):  # what the hooks get
+            if kept.rows is rollouts.rows:
+                self._rollouts[at] = replace(kept, judged=self._judge(rollouts, scores))
+        return scores
+
+    def _judge(self, rollouts: Rollouts, scores: Tensor) -> list[dict[str, Any]] | None:
+        """Return what the last call of the reward function said about each response, and its score [B] or [B, T]."""
+        if not self.scores_samples:
+            return None
+        finite = [score if math.isfinite(score) else None for score in per_response(scores).tolist()]
+        known = {"reward": finite, **(self._sampling.told if self.reward_fn is not None else {})}
+        return [dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True)]
+
+    def _score(self, rollouts: Rollouts) -> Tensor:
         device = self.accelerator.device
         if self.reward_fn is None and rollouts.rewards is not None:
             return rollouts.rewards.to(device)
