@@ -347,7 +347,7 @@ class Chat:
         render = partial(
             render_jinja_template, chat_template=self._template, return_assistant_tokens_mask=True, **settings
         )
-        marks: list[tuple[int, int]] = self._tried(lambda given: render([given]), messages)[1][0]
+        marks: list[tuple[int, int]] = self._tried(lambda given: render(conversations=[given]), messages)[1][0]
         return [(start, end) for start, end in marks if end > start]
 
     def _marked(self, messages: list[Message], trained: list[bool], first: int) -> tuple[str, list[tuple[int, int]]]:

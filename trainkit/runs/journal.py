@@ -25,7 +25,7 @@ Sample = dict[str, Any]
 
 def is_recorded(number: int) -> bool:
     """Return whether the rollouts of a collection are written: of the first ten, every tenth to 100, and so on."""
-    return (number + 1) % 10 ** (len(str(number + 1)) - 1) == 0
+    return (number + 1) % int(10 ** (len(str(number + 1)) - 1)) == 0
 
 
 class JsonLines:

@@ -6,7 +6,7 @@
               starts.jsonl          one line per start: the time, its step, versions and device
               run.lock              the process that uses the directory, while one does
               metrics.jsonl         one line per step or evaluation
-              samples.jsonl         evaluation samples, and the first few of every collection
+              samples.jsonl         evaluation samples, and the rollouts of some collections
               trackers.json         what identifies the run to wandb, trackio or mlflow, if one is on
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
