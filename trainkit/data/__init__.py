@@ -1,7 +1,7 @@
 """Rows, batches and sequences; the formats of datasets; the pipelines of rows and the rollout store."""
 
 from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
-from trainkit.data.chat import PLAIN_TEMPLATE, TEMPLATES, Chat, is_conversation
+from trainkit.data.chat import PLAIN_TEMPLATE, TEMPLATES, Chat, is_conversation, plain_messages
 from trainkit.data.formats import (
     Prompts,
     are_rated,
@@ -47,6 +47,7 @@ __all__ = [
     "labelled",
     "mismatched",
     "output_spans",
+    "plain_messages",
     "preference_rows",
     "prompt_rows",
     "recognise",

@@ -403,6 +403,8 @@ class Chat:
         except DataError:  # e.g. an answer of a tool without a call of it
             return None
         closing, rest = (text[len(before) :].partition(TRIAL)[2] for text in (last, among))
+        if not rest.startswith(closing):  # EOS may be written once, at the end of all
+            closing = closing.removesuffix(self._eos)
         known = among.startswith(before) and closing and rest.startswith(closing) and whole.endswith(rest)
         return len(whole) - len(rest) + len(closing) if known else None
 
