@@ -92,7 +92,7 @@ MISTAKES: list[tuple[str, str]] = [
         "method: ppo\ntokenizer: {tokenizer_path: ../gone}",
         "tokenizer.tokenizer_path@2): there is no directory '../gone'",
     ),
-    (M + "tokenizer: {path: x}", "tokenizer.path@2): unknown field~known: tokenizer_path, kwargs"),
+    (M + "tokenizer: {path: x}", "tokenizer.path@2): unknown field~known: tokenizer_path, chat_template, kwargs"),
     (M + "data: {ignore_columns: id}", "data.ignore_columns@2): should be a list; write [id]"),
     (M + "optimizer: {lr: 0}", "optimizer.lr@2): should be greater than 0 (given 0 (int))"),
     (M + "optimizer: {lr: small}", "optimizer.lr@2): should be a valid number"),

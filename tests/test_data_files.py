@@ -118,6 +118,26 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
 
 
 @table(
+    "name, content",
+    [
+        ("rows.jsonl", '"a"\n\n"b"\n'),
+        ("rows.json", '["a", "b"]'),
+        ("rows.txt", "a\nb\n"),
+        ("rows.csv", "prompt\na\nb\n"),
+        ("split/train-00000-of-00001.jsonl", '"a"\n"b"\n'),
+    ],
+)
+def test_compressed_text_is_read_as_what_it_holds(name: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.GZ"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(content.encode()))
+    rows = [row["prompt"] if isinstance(row, dict) else row for row in read_data(str(path))]
+    assert rows == ["a", "b"]
+    assert len(read_data(str(path.parent if "/" in name else path))) == 2
+    assert row_lines(path) == {"rows.jsonl": [1, 3], "rows.json": [], "rows.csv": []}.get(name, [1, 2])
+
+
+@table(
     "name, content, message",
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON .*every line should be an object or a string"),
@@ -132,7 +152,12 @@ def test_a_directory_is_one_file_in_parts_or_a_saved_dataset(tmp_path: Path) -> 
         ("a.csv", b"prompt\ncaf\xe9\n", "a.csv, line 2: not UTF-8"),
         ("a.csv", "prompt\nx\n".encode("utf-16"), "a.csv: it is UTF-16; save it as UTF-8"),
         ("a.jsonl", gzip.compress(b"{}", mtime=0), "a.jsonl: it is compressed; decompress it"),
-        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "given .*a.jsonl.gz'; decompress it"),
+        ("a.jsonl.gz", gzip.compress(b"{", mtime=0), r"a\.jsonl\.gz, line 1: not JSON"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20], r"cannot read .*a\.jsonl\.gz: Compressed file ended"),
+        ("a.jsonl.gz", b"{}", r"cannot read .*a\.jsonl\.gz: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"caf\xe9", mtime=0), "a.txt.gz, line 1: not UTF-8"),
+        ("a.parquet.gz", gzip.compress(b"", mtime=0), "given .*a.parquet.gz'; decompress it"),
+        ("a.jsonl.zst", b"", "given .*a.jsonl.zst'; decompress it"),
         ("a.csv", b"prompt,prompt\na,b\n", "a.csv has several columns 'prompt'; give each a name of its own"),
         ("a.csv", b"", "cannot read .*a.csv"),
         ("a.csv", b"a,b\n1,2\n1\n", "cannot read .*a.csv: .*Row #3: Expected 2 columns, got 1"),

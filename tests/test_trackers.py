@@ -23,9 +23,11 @@ from transformers.utils import logging as transformers_logging
 from tables import table
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, HookError
+from trainkit.runs import Record, default_trackers
 from trainkit.runs import console as console_module
-from trainkit.runs import default_trackers
 from trainkit.runs.console import Console, clock, count, excerpt, number
+from trainkit.runs.journal import is_recorded
+from trainkit.runs.report import report
 from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
 
@@ -76,20 +78,70 @@ class FailsAt:
 # --------------------------------------------------------------------------------------------------------- files
 
 
-def test_samples_hold_every_evaluated_one_and_the_first_few_of_each_collection(tmp_path: Path) -> None:
+def test_samples_hold_every_evaluated_one_and_the_rollouts_of_collections(tmp_path: Path) -> None:
     # 16 rollouts a collection, 4 epochs of 2 minibatches = 8 steps; 10 steps are two collections
     trainer = tiny_trainer("ppo", tmp_path / "run", train__total_steps=10, train__eval_interval=5)
     trainer.learn()
     samples = read(tmp_path / "run" / "samples.jsonl")
     places = [(s["kind"], s["step"]) for s in samples]
-    assert [p for p in places if p[0] == "rollout"] == [("rollout", 0)] * 4 + [("rollout", 8)] * 4
+    assert [p for p in places if p[0] == "rollout"] == [("rollout", 0)] * 16 + [("rollout", 8)] * 16
     assert [p for p in places if p[0] == "evaluation"] == [
         ("evaluation", step) for step in (0, 5, 10) for _ in range(8)
     ]
     assert all(isinstance(s["prompt"], str) and isinstance(s["output"], str) for s in samples)
-    assert all("reward" in s for s in samples if s["kind"] == "evaluation")
+    assert all("reward" in s for s in samples)
     steps = [m["step"] for m in read(tmp_path / "run" / "metrics.jsonl")]
     assert steps == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
+
+
+def judged(outputs: list[str], level: list[int], **_: Any) -> dict[str, list[Any]]:
+    length = [float(len(output)) for output in outputs]
+    scores = [a * b for a, b in zip(length, level, strict=True)]
+    return {"score": scores, "words": length, "why": ["long"] * len(length)}
+
+
+@table(
+    "method, changes",
+    [
+        ("grpo", {}),
+        ("ppo", {}),  # advantages per token
+        ("grpo", {"rollout__staleness": 1}),
+        ("grpo", {"reward__on_nonfinite": "drop_row"}),  # groups are put together anew
+        ("rft", {}),  # experience of other rows than the rollouts
+    ],
+)
+def test_recorded_rollouts_have_rewards_by_part_columns_and_advantages(
+    method: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    prompts = [{"prompt": letter, "level": at, "tags": {letter}} for at, letter in enumerate("abcd", 1)]
+    usual = {"train__total_steps": 2, "train__eval_interval": 2, "rollout__num_rollouts": 8}
+    given = {"reward_fn": judged, "prompts": prompts}
+    trainer = tiny_trainer(method, tmp_path / "run", arguments=given, **{**usual, **changes})
+    trainer.add_eval_pipeline(prompts)
+    trainer.learn()
+    lines = read(tmp_path / "run" / "samples.jsonl")
+    rollouts = [line for line in lines if line["kind"] == "rollout" and line["step"] == 0]
+    assert len(rollouts) >= 8 or method == "rft"
+    for line in rollouts if method != "rft" else [line for line in rollouts if line.get("reward")]:
+        level = line["columns"]["level"]
+        assert line["reward"] == level * line["words"] == level * len(line["output"])
+        assert (line["why"], line["columns"]["tags"]) == ("long", str({line["prompt"]}))
+        assert isinstance(line.get("advantage", 0.0), float)
+    if method == "grpo":
+        groups = [rollouts[at : at + trainer.samples_per_prompt] for at in range(0, 8, trainer.samples_per_prompt)]
+        assert all(len({line["prompt"] for line in group}) == 1 for group in groups)
+        assert all(abs(sum(line["advantage"] for line in group)) < 1e-5 for group in groups)
+    evaluated = [line for line in lines if line["kind"] == "evaluation"]
+    levels = {(line["prompt"], line["columns"]["level"]) for line in evaluated}
+    assert levels == {(row["prompt"], row["level"]) for row in prompts}
+    assert "eval/level" not in read(tmp_path / "run" / "metrics.jsonl")[0]  # a column is no measure
+    page = report([Record(tmp_path / "run")])
+    assert "rollouts that were trained on after step" in page
+
+
+def test_ever_fewer_collections_are_recorded() -> None:
+    recorded = [number + 1 for number in range(1000) if is_recorded(number)]
+    assert recorded == [*range(1, 10), *range(10, 100, 10), *range(100, 1001, 100)]
 
 
 # ------------------------------------------------------------------------------------------------ accelerate's

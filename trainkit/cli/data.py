@@ -285,6 +285,12 @@ def _warnings(found: Inspection) -> list[str]:
             some = found.findings[name]
             lost = f", which removes {found.tokens_lost} tokens: {found.lost}" if name == "truncated" else ""
             warnings.append(f"{_rows(some.count)} {meaning}{lost} ({_indices(some)})")
+    for name, some in found.findings.items():
+        kind, _, part = name.partition(" ")
+        if kind == "unrendered":
+            warnings.append(
+                f"{_rows(some.count)} with {part} that the chat template does not render ({_indices(some)})"
+            )
     unread = [name for name, uses in found.columns.items() if "not read" in uses]
     if unread:
         warnings.append(f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +19,7 @@ TEXT = ("prompt", "completion", "output", "text", "chosen", "rejected", "instruc
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]:%+-]+))?")
 """``owner/name``, with the name of a configuration after ``@`` and of a split after ``:``."""
 OTHERS = {
-    b"\x1f\x8b": "compressed; decompress it",
+    b"\x1f\x8b": "compressed; decompress it, or end its name with .gz",
     b"\x28\xb5\x2f\xfd": "compressed; decompress it",
     b"PK\x03\x04": "an archive; take the data out of it",
     b"\xff\xfe": "UTF-16; save it as UTF-8",
@@ -27,6 +30,12 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 """Suffixes of compressed files."""
 
 
+def _kind(path: Path) -> str:
+    """Return the suffix of a data file; of a compressed text, such as ``.jsonl.gz``, that of the text."""
+    inner = Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else ""
+    return inner if inner in READERS and inner != ".parquet" else path.suffix.lower()
+
+
 def read_data(source: str) -> Sequence[Any]:
     """Read the rows of a data file, of a directory, or of a dataset of the hub.
 
@@ -35,13 +44,13 @@ def read_data(source: str) -> Sequence[Any]:
             a ``.csv`` file (columns separated by commas, or by the tabs or semicolons of a first line without commas),
             a ``.parquet`` file, a directory that `datasets` has saved or that holds one such file, whole or
             in parts (``train-00000-of-00002.parquet``), or a hub id. ``owner/name@config:split`` names a configuration
-            and a split, which is ``train`` by default.
+            and a split, which is ``train`` by default. Files of text may be compressed by gzip (``.jsonl.gz``).
 
     Raises:
         DataError: it is not there, cannot be read, or has another suffix; names the line if one is wrong.
     """
     path = Path(source)
-    if read := READERS.get(path.suffix.lower()):
+    if read := READERS.get(_kind(path)):
         try:
             path.open("rb").close()  # libraries say in other words what is wrong
         except (OSError, ValueError) as error:
@@ -60,11 +69,15 @@ def read_data(source: str) -> Sequence[Any]:
 
 
 def _text(path: Path) -> str:
+    content = b""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+        if path.suffix.lower() == ".gz":
+            content = gzip.decompress(content)
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
-        raise _not_text(path, path.read_bytes()) from None
-    except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
+        raise _not_text(path, content) from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # a ValueError: a NUL in the path
         raise _unread(path, error) from error
 
 
@@ -100,7 +113,7 @@ def _json_lines(path: Path) -> list[Any]:
 
 def row_lines(path: Path) -> list[int]:
     """Return the number of each row's line; none of a file that has not a row per line."""
-    by_line = path.suffix.lower() if path.is_file() else ""
+    by_line = _kind(path) if path.is_file() else ""
     if by_line not in (".jsonl", ".txt"):
         return []
     return [at for at, line in enumerate(_lines(path), start=1) if by_line == ".txt" or line.strip()]
@@ -109,7 +122,7 @@ def row_lines(path: Path) -> list[int]:
 def wrong_lines(path: Path) -> list[int]:
     """Return the numbers of the lines of a ``.jsonl`` file that are not JSON; none of another file."""
     wrong = []
-    for at, line in enumerate(_lines(path) if path.suffix.lower() == ".jsonl" and path.is_file() else [], start=1):
+    for at, line in enumerate(_lines(path) if _kind(path) == ".jsonl" and path.is_file() else [], start=1):
         try:
             json.loads(line.strip() or "null")
         except (ValueError, RecursionError):
@@ -145,14 +158,15 @@ def _json(text: str, path: Path, line: int | None = None) -> Any:
 def _csv(path: Path) -> list[Any]:
     from pyarrow import ArrowException, csv, string
 
-    header = _text(path).partition("\n")[0]  # it also says which line is not UTF-8
+    text = _text(path)  # it also says which line is not UTF-8
+    header = text.partition("\n")[0]
     separators = [each for each in "\t;" if each in header and "," not in header]
     types = dict.fromkeys(TEXT, string())
     options = csv.ConvertOptions(column_types=types, strings_can_be_null=False)
     parse = csv.ParseOptions(delimiter=next(iter(separators), ","), newlines_in_values=True)
     reading = csv.ReadOptions(use_threads=False)  # with several threads, errors do not name the row
     try:
-        return _rows(csv.read_csv(path, reading, parse, options), path)
+        return _rows(csv.read_csv(io.BytesIO(text.encode()), reading, parse, options), path)
     except (OSError, ArrowException) as error:
         raise _unread(path, error) from error
 
@@ -179,17 +193,17 @@ def _directory(path: Path) -> Sequence[Any]:
         from datasets import load_from_disk
 
         return _split(_tried(lambda: load_from_disk(str(path)), str(path)), str(path), "train")
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
-    names = {re.sub(r"(-\d+-of-\d+)?\.\w+$", "", file.name) for file in files}
+    files = sorted(file for file in path.iterdir() if _kind(file) in READERS)
+    names = {re.sub(r"(-\d+-of-\d+)?\.\w+(\.gz)?$", "", file.name) for file in files}
     if not files:
-        below = sorted({str(file.parent) for file in path.glob("*/*") if file.suffix.lower() in READERS})[:20]
+        below = sorted({str(file.parent) for file in path.glob("*/*") if _kind(file) in READERS})[:20]
         told = f"; name a directory below: {', '.join(below)}" if below else ""
         raise DataError(
             f"the directory {str(path)!r} has no data: no saved dataset, and no {', '.join(READERS)} file{told}"
         )
     if len(names) > 1:  # such as splits
         raise DataError(f"{str(path)!r} has several data files; name one: {', '.join(map(str, files[:20]))}")
-    return [row for file in files for row in READERS[file.suffix.lower()](file)]
+    return [row for file in files for row in READERS[_kind(file)](file)]
 
 
 def _of_hub(source: str, id: re.Match[str]) -> Sequence[Any]:

@@ -120,8 +120,19 @@ class TokenizerConfig(Section):
 
     tokenizer_path: PathText | None = None
     """A hub id or local directory. None: the model's own, or the tokenizer object passed to `train`."""
+    chat_template: PathText | None = None
+    """The chat template of conversations: the name of one that trainkit has, which marks what is trained on (`chatml`,
+    `llama3`, `qwen3`, ...), or a file with a Jinja template. None: the tokenizer's own."""
     kwargs: Kwargs = {}
-    """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`, `chat_template`."""
+    """Passed to `AutoTokenizer.from_pretrained`, e.g. `eos_token`."""
+
+    @model_validator(mode="after")
+    def _one_template(self) -> Self:
+        if self.chat_template is not None and "chat_template" in self.kwargs:
+            raise ValueError(
+                "tokenizer.chat_template and tokenizer.kwargs.chat_template are given; give one of the two"
+            )
+        return self
 
 
 class DataConfig(Section):

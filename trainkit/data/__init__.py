@@ -1,7 +1,7 @@
 """Rows, batches and sequences; the formats of datasets; the pipelines of rows and the rollout store."""
 
 from trainkit.data.batches import Batch, Preferences, Rollouts, Row, Sequences, TokenBatch
-from trainkit.data.chat import PLAIN_TEMPLATE, Chat, is_conversation
+from trainkit.data.chat import PLAIN_TEMPLATE, TEMPLATES, Chat, is_conversation, plain_messages
 from trainkit.data.formats import (
     Prompts,
     are_rated,
@@ -13,6 +13,7 @@ from trainkit.data.formats import (
     prompt_rows,
     recognise,
     sample_rows,
+    unrendered,
     written_prompts,
 )
 from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
@@ -22,6 +23,7 @@ from trainkit.data.unpaired import check_labels, mismatched
 
 __all__ = [
     "PLAIN_TEMPLATE",
+    "TEMPLATES",
     "Batch",
     "Chat",
     "Completions",
@@ -45,10 +47,12 @@ __all__ = [
     "labelled",
     "mismatched",
     "output_spans",
+    "plain_messages",
     "preference_rows",
     "prompt_rows",
     "recognise",
     "sample_rows",
     "shuffled",
+    "unrendered",
     "written_prompts",
 ]

@@ -514,6 +514,9 @@ class Rollouts:
     unknown, with responses that were not sampled by trainkit."""
     failed: Tensor | None = None
     """bool [B]: the environment failed, and the episode ended with that turn. None without an environment."""
+    judged: list[dict[str, Any]] | None = None
+    """For every response its ``reward``, and what else the reward function returned, by name. None before they are
+    scored."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 from trainkit.data.pipeline import id_count
-from trainkit.errors import DataError, describe
+from trainkit.errors import ConfigError, DataError, describe, suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +30,29 @@ PLAIN_TEMPLATE = (
 )
 """A chat template of plain text and EOS, for tokenizers that have none: it needs no new tokens."""
 
+TEMPLATES = {"plain": PLAIN_TEMPLATE} | {
+    path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+}
+"""Chat templates by name, which mark the outputs of the assistant; each renders what the templates of its family do."""
+
+
+def read_template(given: str) -> str:
+    """Return the chat template of a name in `TEMPLATES`, or of a file.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if given in TEMPLATES:
+        return TEMPLATES[given]
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"tokenizer.chat_template is {given!r}, which is no file that can be read; give a file with a Jinja "
+            f"template, or one of {', '.join(TEMPLATES)}{suggest(given, TEMPLATES)}"
+        ) from error
+
+
 SETTINGS = ("tools", "chat_template_kwargs")
 """Columns of a row that are passed to the template with its messages."""
 
@@ -38,25 +66,118 @@ SENDERS = {"human": "user", "gpt": "assistant", **{role: role for role in ("user
 """Roles by the senders of ShareGPT's messages."""
 
 
-def with_roles(messages: Sequence[Mapping[str, Any]], what: str) -> list[Message]:
-    """Return messages with ``role`` and ``content`` in the place of ShareGPT's ``from`` and ``value``; copies.
+SAID = {"reasoning_content", "reasoning", "thinking", "tool_calls"}
+"""Keys of messages, besides their content, with what the model has written."""
+TRIAL = "\ue000"
+"""Takes the place of a message to find where it is rendered."""
+STARTS: WeakKeyDictionary[Any, datetime] = WeakKeyDictionary()
+"""When the run of a tokenizer began, which is the present in its chat template: text does not change overnight."""
+NOW = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>[^"']*)(?P=quote)\s*\)""")
+"""The present, in a template."""
+TRAINED = ("weight", "train")
+"""Keys of a message of the assistant that say whether it is an output: 0 or 1, false or true."""
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[Message]:
+    """Return messages with ``role``, and ``content`` of text; copies.
+
+    ShareGPT's ``from`` and ``value`` are replaced. Content in parts, ``{"type": "text", "text": ...}``, is joined. In
+    calls of tools, arguments of JSON text are read, and keys whose value is None are removed at any depth, because
+    datasets use them to fill tables.
 
     Raises:
-        DataError: a sender is not known; ``what`` names the row.
+        DataError: a sender is not known, content or a part of it is not text, or a call of a tool has no name or
+            arguments that are no JSON object; ``what`` names the row.
     """
     found = []
     for index, message in enumerate(messages):
-        copied = dict(message)
+        copied, where = dict(message), f"{what}: message {index}"
         if "from" in copied and "value" in copied and "role" not in copied:
             sender = copied.pop("from")
             if sender not in SENDERS:
                 raise DataError(
-                    f"{what}: message {index} is from {describe(sender)}; known are {', '.join(SENDERS)}. Give it the "
+                    f"{where} is from {describe(sender)}; known are {', '.join(SENDERS)}. Give it the "
                     "'role' and 'content' that the chat template expects"
                 )
             copied = {"role": SENDERS[sender], "content": copied.pop("value"), **copied}
+        if copied.get("content") is not None:
+            copied["content"] = _text_of(copied["content"], where)
+        if copied.get("tool_calls") is not None:
+            copied["tool_calls"] = _calls(copied["tool_calls"], where)
         found.append(copied)
     return found
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Return the content of a message as text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        todo = "; convert it by json.dumps" if isinstance(content, Mapping) else ""
+        raise DataError(
+            f"{where}: its content should be text, or a list of parts of text; given {describe(content)}{todo}"
+        )
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where}: part {index} of its content is {describe(part)}; a part should be "
+                "{'type': 'text', 'text': ...}, because training is on text alone. Remove the part or the row"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls of tools of a message, each with its arguments as a dict."""
+    found = _plain(calls)
+    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+        raise DataError(f"{where}: tool_calls should be a list of dicts; given {describe(calls)}")
+    for call in found:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where}: a call of a tool should be {{'function': {{'name': ..., 'arguments': {{...}}}}}}; "
+                f"given {describe(call)}"
+            )
+        given = function.get("arguments", {})
+        function["arguments"] = {} if given == "" else _plain(given)
+        if not isinstance(function["arguments"], dict):
+            raise DataError(
+                f"{where}: the arguments of a call of {function['name']!r} should be a dict, or JSON text of one; "
+                f"given {describe(given)}"
+            )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of JSON text; of dicts and lists a copy without the keys whose value is None, at any depth."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return _without_none(value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _is_trained(message: Message, where: str) -> bool:
+    """Remove from a message what says whether it is trained on; return whether it is."""
+    given = {key: message.pop(key) for key in TRAINED if key in message}
+    spoken = message["role"] == "assistant"
+    for key, value in given.items():
+        if value not in (0, 1):
+            raise DataError(f"{where}: {key} should be 0 or 1, false or true; given {describe(value)}")
+        if value and not spoken:
+            raise DataError(
+                f"{where}: {key} is {value!r}, and its role is {message['role']!r}; only messages of the assistant are "
+                "trained on. Remove it"
+            )
+    return spoken and all(given.values())
 
 
 class Chat:
@@ -81,12 +202,18 @@ class Chat:
         ends: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.what, self.ends = tokenizer, what, ends
-        tools = {} if row.get("tools") is None else {"tools": row["tools"]}
-        self.settings = {**tools, **(row.get("chat_template_kwargs") or {})}
+        given = {name: _plain(row.get(name)) for name in SETTINGS}
+        for name, kind in zip(SETTINGS, (list, dict), strict=True):
+            if given[name] is not None and not isinstance(given[name], kind):
+                raise DataError(
+                    f"{what}: {name} should be a {kind.__name__}, or JSON text of one; given {describe(row[name])}"
+                )
+        tools, settings = given.values()
+        self.settings: dict[str, Any] = {**({"tools": tools} if tools else {}), **(settings or {})}
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a prompt, ending with the assistant's header, or in the last message if that is the assistant's."""
-        checked = self._check(messages)
+        checked, _ = self._read(messages)
         goes_on = checked[-1]["role"] == "assistant"
         return self._write(checked, add_generation_prompt=not goes_on, continue_final_message=goes_on)
 
@@ -96,11 +223,18 @@ class Chat:
         """Return the prompt's text, and the text of each completion to it, up to the EOS that ends it.
 
         Raises:
-            DataError: the template renders the prompt differently when a completion follows.
+            DataError: the template renders the prompt differently when a completion follows, or a message of a
+                completion is not to be trained on.
         """
         asked, texts = self.prompt(prompt), []
         for completion in completions:
-            whole = self._write([*self._check(prompt), *self._check(completion)])
+            read, trained = self._read(completion)
+            if any(message["role"] == "assistant" and not keep for message, keep in zip(read, trained, strict=True)):
+                raise DataError(
+                    f"{self.what}: {' or '.join(TRAINED)} excludes a message of an output, and pairs compare whole "
+                    "outputs; move what is before the compared answer to the prompt, or remove the key"
+                )
+            whole = self._write([*self._read(prompt)[0], *read])
             if not whole.startswith(asked):
                 raise self._no_prefix(asked, whole)
             text = whole[len(asked) :]
@@ -113,15 +247,14 @@ class Chat:
         An output is the text between ``{% generation %}`` and ``{% endgeneration %}`` in the template. If the template
         has no such marks, it is the text that an assistant's message adds to the rendering of the messages before it.
         EOS, or another of ``ends``, ends an output, whatever the template writes after it. Text after the last output
-        is dropped.
+        is dropped, and messages with ``weight`` 0 or ``train`` false are no outputs.
 
         Raises:
-            DataError: no message is the assistant's; or the template has no marks, and a prefix of the conversation is
-                not rendered as a prefix of its text.
+            DataError: no message is the assistant's; or the template has no marks, and a message cannot be located.
         """
-        checked = self._check(messages)
+        checked, trained = self._read(messages)
         marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
-        whole, outputs = (self._marked if marked else self._by_prefixes)(checked, first)
+        whole, outputs = (self._marked if marked else self._by_prefixes)(checked, trained, first)
         spans, at = [], 0
         for start, end in outputs:
             spans += [(whole[at:start], False), (whole[start:end], True)]
@@ -129,10 +262,35 @@ class Chat:
         closed = _closed([*spans, (whole[at:], False)], self._closing)
         if not closed:
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in checked))
+            told = f", and not excluded by {' or '.join(TRAINED)}" if "'assistant'" in roles else ""
             raise DataError(
-                f"{self.what} has no message of the assistant to learn from; its role is 'assistant', given {roles}"
+                f"{self.what} has no message of the assistant to learn from; its role is 'assistant'{told}, "
+                f"given {roles}"
             )
         return closed
+
+    def unrendered(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return which parts of a conversation the template leaves out of the text: ``tools``, or keys of messages.
+
+        A key of `SAID` is left out if the text is the same without it; content, if it is not in the text, whatever
+        its blanks.
+        """
+        checked, _ = self._read(messages)
+        whole, found = self._write(checked), []
+        if "tools" in self.settings:
+            bare = Chat(self.tokenizer, {}, self.what)
+            bare.settings = {key: value for key, value in self.settings.items() if key != "tools"}
+            found += ["tools"] * (bare._write(checked) == whole)
+        for at, message in enumerate(checked):
+            if (text := message.get("content", "")) and not _is_in(text, whole):
+                found.append("content")
+            for key in sorted(SAID & message.keys()):
+                other = {"content": "", **{name: value for name, value in message.items() if name != key}}
+                try:
+                    found += [key] * (self._write([*checked[:at], other, *checked[at + 1 :]]) == whole)
+                except DataError:  # the template needs it
+                    continue
+        return [*dict.fromkeys(found)]
 
     # ---------------------------------------------------------------------------------------------------- internals
 
@@ -140,13 +298,13 @@ class Chat:
     def _template(self) -> str:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise DataError(
-                f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Set the "
-                "template that your model was trained with, or a plain one:\n"
-                "    from trainkit.data import PLAIN_TEMPLATE\n"
-                "    tokenizer.chat_template = PLAIN_TEMPLATE  # then trainkit.train(..., tokenizer=tokenizer)"
+                f"{self.what} is a conversation, and the tokenizer has no chat template to write it with. Set "
+                "tokenizer.chat_template to that of the model's family "
+                f"({', '.join(TEMPLATES)}), to a file, or to 'plain', which needs no special tokens but EOS"
             )
         template: str = self.tokenizer.get_chat_template(tools=self.settings.get("tools"))
-        return template
+        began = STARTS.get(self.tokenizer)
+        return template if began is None else NOW.sub(lambda call: repr(began.strftime(call["format"])), template)
 
     @property
     def _closing(self) -> re.Pattern[str]:
@@ -156,48 +314,78 @@ class Chat:
         texts = {str(self.tokenizer.eos_token), *self.tokenizer.convert_ids_to_tokens(known)}
         return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))))
 
-    def _check(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages as dicts, without keys whose value is None, which datasets use to fill tables."""
-        checked = []
-        for index, message in enumerate(with_roles(messages, self.what)):
+    def _read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bool]]:
+        """Return the messages as the template gets them, and which of them are trained on.
+
+        Keys whose value is None, which datasets use to fill tables, are removed.
+        """
+        read, trained = [], []
+        for index, message in enumerate(plain_messages(messages, self.what)):
             given = {key: value for key, value in message.items() if value is not None}
-            empty = given.keys() <= {"role", "name"}  # with content of None, or with tool calls of None
+            empty = given.keys() <= {"role", "name", *TRAINED}  # with content of None, or with tool calls of None
             if not isinstance(message.get("role"), str) or empty or not ({"content", "tool_calls"} & message.keys()):
                 raise DataError(
                     f"{self.what}: message {index} should be a dict with 'role' and 'content'; "
                     f"given {describe(message)}"
                 )
-            checked.append(given)
-        return checked
+            trained.append(_is_trained(given, f"{self.what}: message {index}"))
+            read.append(given)
+        return read, trained
 
     def _write(self, messages: list[Message], **flags: Any) -> str:
-        assert self._template
+        settings: dict[str, Any] = {"chat_template": self._template, **flags, **self.settings}
         assert self.tokenizer is not None
-        settings: dict[str, Any] = {**flags, **self.settings}
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-        except Exception as error:  # a template may raise any exception
-            raise DataError(f"{self.what}: the chat template cannot render it: {error}") from error
-        return str(text)
+        return str(self._tried(partial(self.tokenizer.apply_chat_template, tokenize=False, **settings), messages))
 
-    def _marked(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+    def _tried(self, render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
+        """Call ``render``; where it fails, again with the arguments of calls as text, which some templates need."""
+        try:
+            return render(messages)
+        except Exception as error:  # a template may raise any exception
+            fault = DataError(f"{self.what}: the chat template cannot render it: {error}")
+            if not any("tool_calls" in message for message in messages):
+                raise fault from error
+            try:
+                return render(_with_text_arguments(messages))
+            except Exception:
+                raise fault from error
+
+    def _marks(self, messages: list[Message]) -> list[tuple[int, int]]:
+        """Return where the marked parts of the rendered conversation begin and end."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        assert self.tokenizer is not None
+        settings: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings}
+        render = partial(
+            render_jinja_template, chat_template=self._template, return_assistant_tokens_mask=True, **settings
+        )
+        marks: list[tuple[int, int]] = self._tried(lambda given: render(conversations=[given]), messages)[1][0]
+        return [(start, end) for start, end in marks if end > start]
+
+    def _marked(self, messages: list[Message], trained: list[bool], first: int) -> tuple[str, list[tuple[int, int]]]:
         whole, asked = self._write(messages), self.prompt(messages[:first]) if first else ""
         if not whole.startswith(asked):
             raise self._no_prefix(asked, whole)
-        assert self.tokenizer is not None
-        settings: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.settings}
-        rendered: Any = render_jinja_template(
-            [messages], chat_template=self._template, return_assistant_tokens_mask=True, **settings
-        )
-        marks: list[tuple[int, int]] = rendered[1][0]
-        return whole, [(start, end) for start, end in marks if start >= len(asked) and end > start]
+        spoken = [message["role"] == "assistant" for message in messages]
+        before = len(self._marks(messages[:first])) if any(spoken[:first]) else 0
+        marks = [(max(start, len(asked)), end) for start, end in self._marks(messages)[before:]]
+        wanted = [keep for said, keep in zip(spoken[first:], trained[first:], strict=True) if said]
+        if all(wanted):
+            return whole, marks
+        if len(marks) != len(wanted):
+            raise DataError(
+                f"{self.what}: {' or '.join(TRAINED)} excludes messages, and the chat template marks {len(marks)} "
+                f"parts of {len(wanted)} messages of the assistant, so which to exclude is not known. Use a template "
+                "that marks each message of the assistant once"
+            )
+        return whole, [mark for mark, keep in zip(marks, wanted, strict=True) if keep]
 
-    def _by_prefixes(self, messages: list[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+    def _by_prefixes(
+        self, messages: list[Message], trained: list[bool], first: int
+    ) -> tuple[str, list[tuple[int, int]]]:
         whole, found = self._write(messages), []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < first:
+        for index in range(first, len(messages)):
+            if not trained[index]:
                 continue
             if index == 0:
                 raise DataError(
@@ -208,19 +396,53 @@ class Chat:
                 self._write(messages[:index], add_generation_prompt=True),
                 self._write(messages[: index + 1]),
             )
-            if not after.startswith(before) or not whole.startswith(after):
-                raise self._no_prefix(before if not after.startswith(before) else after, whole)
-            found.append((len(before), len(after)))
+            end = len(after) if whole.startswith(after) else self._end_of_trial(messages, index, before, whole)
+            if not whole.startswith(before) or end is None or end < len(before):
+                raise self._no_prefix(after if whole.startswith(before) else before, whole)
+            found.append((len(before), end))
         return whole, found
+
+    def _end_of_trial(self, messages: list[Message], index: int, before: str, whole: str) -> int | None:
+        """Return where a message ends that the template renders differently when others follow; None if unknown.
+
+        Another text takes the place of the message: what then follows it is the rest of the conversation, and what
+        follows it where it is the last message is what closes a message.
+        """
+        trial: Message = {"role": "assistant", "content": TRIAL}
+        try:
+            last = self._write([*messages[:index], trial])
+            among = self._write([*messages[:index], trial, *messages[index + 1 :]])
+        except DataError:  # e.g. an answer of a tool without a call of it
+            return None
+        closing, rest = (text[len(before) :].partition(TRIAL)[2] for text in (last, among))
+        if not rest.startswith(closing) and self.tokenizer is not None:  # EOS may be written once, at the end of all
+            closing = closing.removesuffix(str(self.tokenizer.eos_token))
+        known = among.startswith(before) and closing and rest.startswith(closing) and whole.endswith(rest)
+        return len(whole) - len(rest) + len(closing) if known else None
 
     def _no_prefix(self, part: str, whole: str) -> DataError:
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
         return DataError(
             f"{self.what}: the chat template renders the beginning of the conversation differently from the whole "
             f"({describe(part[at:][:30])} becomes {describe(whole[at:][:30])}), so the assistant's part cannot be "
-            "located. Mark it in the template with {% generation %} and {% endgeneration %}, or train on the last "
-            'answers only:\n    samples = [{"prompt": m[:-1], "completion": m[-1:]} for m in conversations]'
+            "located. Use a template that marks it: set tokenizer.chat_template to that of the model's family "
+            f"({', '.join(TEMPLATES)}), or to a file of your own with {{% generation %}} and {{% endgeneration %}}"
         )
+
+
+def _with_text_arguments(messages: list[Message]) -> list[Message]:
+    """Return the messages with the arguments of calls of tools as JSON text."""
+    found = json.loads(json.dumps(messages))
+    for call in (call for message in found for call in message.get("tool_calls", ())):
+        function = call.get("function", call)
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return cast("list[Message]", found)
+
+
+def _is_in(text: str, whole: str) -> bool:
+    """Return whether a text has another one in it, as it is or as JSON, whatever the blanks."""
+    given = "".join(whole.split())
+    return any("".join(form.split()) in given for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def _end(text: str, closing: re.Pattern[str]) -> int:

@@ -11,8 +11,12 @@ from typing import Any
 from trainkit.data.chat import is_conversation
 from trainkit.errors import DataError, edits
 
-MEDIA = ("images", "videos", "audios")
-"""Columns with what only models of other inputs than text read."""
+MEDIA = (
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw"),
+    *("input_features", "input_values"),
+)
+"""Columns with what only models of other inputs than text read: as they are, and as processors prepare them."""
 STEPWISE = {"completions", "labels"}
 """The columns of stepwise supervision, besides the prompt: the steps of an output, and which of them are right."""
 KNOWN = {
@@ -76,7 +80,7 @@ def check_prompt_columns(row: Mapping[str, Any], what: str) -> None:
     """
     for name, value in row.items():
         if near(str(name), MEDIA) and is_given(value):
-            raise _unread(str(name), "the model does not see", KNOWN["images"], what)
+            raise _unread(str(name), "the model does not see", KNOWN["image"], what)
         typo = "prompt" not in row and near(str(name), ("prompt",))
         if typo and value and (isinstance(value, str) or is_conversation(value)):
             raise _unread(str(name), "is no prompt", "did you mean 'prompt'?", what)

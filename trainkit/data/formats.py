@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.batches import GIVEN, Row
-from trainkit.data.chat import SETTINGS, Chat, is_conversation, with_roles
+from trainkit.data.chat import SETTINGS, Chat, is_conversation, plain_messages
 from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, listed, row_without
 from trainkit.data.pipeline import IDS, SIDES, check_text, is_stream
 from trainkit.data.tokenised import COLUMNS as TOKENISED
@@ -157,7 +157,7 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
             raise _wrong(row, "prompt", f"prompt {index}")
         check_prompt_columns(row, f"prompt {index}")
         if is_conversation(row.get("prompt")):
-            row["prompt"] = with_roles(row["prompt"], f"prompt {index}")
+            row["prompt"] = plain_messages(row["prompt"], f"prompt {index}")
         elif needed or row.get("prompt") is not None:
             check_text(row["prompt"], f"prompt {index}", "a string, or a dict with the key 'prompt'")
         if taken := [name for name in row if name in GIVEN and not (replayed and name == "episode_seed")]:
@@ -360,6 +360,25 @@ def _turns(columns: Row, turns: list[Any], what: str) -> Row:
 
 def _spans(columns: Row, spans: list[tuple[str, bool]]) -> Row:
     return {**columns, "turns": [text for text, _ in spans], "outputs": [is_output for _, is_output in spans]}
+
+
+# ------------------------------------------------------------------------------------------- what is not rendered
+
+
+def unrendered(row: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> list[str]:
+    """Return which parts of a row's conversations the tokenizer's chat template leaves out of their text.
+
+    They are ``tools``, or keys of messages; see `Chat.unrendered`. The row is one that has been read without an error.
+    """
+    if is_conversation(row):
+        return Chat(tokenizer, {}, what).unrendered(row)
+    if not isinstance(row, Mapping):
+        return []
+    sides = ("chosen", "rejected") if "chosen" in row else columns_read(row)[-1:]
+    talks = [row[name] for name in sides or ("prompt",) if is_conversation(row.get(name))]
+    asked = row.get("prompt") if sides and is_conversation(row.get("prompt")) else ()
+    chat = Chat(tokenizer, row, what)
+    return [*dict.fromkeys(name for talk in talks for name in chat.unrendered([*(asked or ()), *talk]))]
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs

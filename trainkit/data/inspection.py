@@ -29,6 +29,7 @@ from trainkit.data.formats import (
     prompt_rows,
     recognise,
     sample_rows,
+    unrendered,
     written_prompts,
 )
 from trainkit.data.pipeline import (
@@ -287,10 +288,17 @@ class _Inspector:
         talk = is_conversation(row) or (isinstance(row, Mapping) and any(map(is_conversation, row.values())))
         self._note_columns(raw, row, talk)
         try:
-            return self._rows([row], index, talk)
+            rows = self._rows([row], index, talk)
+            if talk and self.reading.tokenizer is not None:
+                self._note_unrendered(index, unrendered(row, self.reading.tokenizer, f"row {index}"))
+            return rows
         except DataError as error:
             self._refuse(index, error)
             return []
+
+    def _note_unrendered(self, index: int, names: list[str]) -> None:
+        for name in names:
+            self._find(f"unrendered {name}", index)
 
     def _rows(self, rows: list[Any], first: int, talk: bool) -> list[Row]:
         """Do what the trainer does to read rows: see `trainkit.trainer.text.TextTrainer.read_samples`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from trainkit.config import ModelConfig, TRLConfig, absent
+from trainkit.data.chat import read_template
 from trainkit.errors import ConfigError, DataError, describe, suggest
 from trainkit.models.adapters import (
     ADAPTER_CONFIG,
@@ -466,12 +468,13 @@ def _fuse_activation(config: PreTrainedConfig) -> list[str]:
 
 
 def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:
-    """Return the live ``tokenizer``, or load the one that ``config`` names.
+    """Return the live ``tokenizer``, or load the one that ``config`` names; with the chat template that it names.
 
     Raises:
-        ConfigError: no tokenizer is given, or it cannot be loaded.
+        ConfigError: no tokenizer is given, or it or the chat template cannot be loaded.
         DataError: the tokenizer has no EOS token, so the model cannot learn to end a response.
     """
+    live = tokenizer is not None
     if tokenizer is None:
         path = config.tokenizer.tokenizer_path or config.model.model_path
         if not isinstance(path, str):
@@ -492,6 +495,9 @@ def load_tokenizer(config: TRLConfig[Any], tokenizer: PreTrainedTokenizerBase | 
             f"the tokenizer {type(tokenizer).__name__} has no EOS token, so no response can end; "
             "set tokenizer.kwargs.eos_token, or tokenizer.eos_token = ... on a live one"
         )
+    if config.tokenizer.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer) if live else tokenizer
+        tokenizer.chat_template = read_template(config.tokenizer.chat_template)
     return tokenizer
 
 

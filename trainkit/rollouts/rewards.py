@@ -243,8 +243,11 @@ def metrics(metric_fn: MetricFn, rollouts: Scored) -> dict[str, float | list[flo
     return checked
 
 
-RESERVED = ("prompt", "output", "image", "reward", "length", "time", "turns", "failed", "episode")
-"""Names that evaluations use in records and metrics themselves."""
+RESERVED = (
+    *("prompt", "output", "image", "reward", "length", "time", "turns", "failed", "episode"),
+    *("columns", "advantage", "step", "kind", "setting"),
+)
+"""Names that evaluations, and the lines of samples, use in records and metrics themselves."""
 
 FURTHER = "reward_fn/"
 """What the names of metrics begin with that are means of what a reward function returns besides scores."""

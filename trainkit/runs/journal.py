@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,14 @@ log = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
 
-FEW = 4
-"""The number of rollouts of a collection that are written."""
+
+def is_recorded(number: int) -> bool:
+    """Return whether the rollouts of a collection are written: of the first ten, every tenth to 100, and so on."""
+    return (number + 1) % int(10 ** (len(str(number + 1)) - 1)) == 0
 
 
 class JsonLines:
-    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the first rollouts of collections."""
+    """``metrics.jsonl``, and ``samples.jsonl`` with every evaluated sample and the rollouts of some collections."""
 
     @hookimpl
     def on_train_begin(self, trainer: Trainer) -> None:
@@ -52,16 +53,15 @@ class JsonLines:
         append(trainer.run_dir, "samples.jsonl", records)
 
     @hookimpl
-    def on_experience(self, trainer: Trainer, rollouts: list[Rollouts]) -> None:
-        """Append a line for each of the first few rollouts of a collection."""
-        step = trainer.progress.step
-        records = [
-            {"step": step, "kind": "rollout", "prompt": prompt, "output": output}
-            for prompt, output in islice(_texts(rollouts), FEW)
-        ]
-        episodes = chain.from_iterable(getattr(part, "turns", None) or [] for part in rollouts)
-        for record, turns in zip(records, episodes, strict=False):
-            record["episode"] = turns
+    def on_experience(self, trainer: Trainer, rollouts: list[Rollouts], experience: Any) -> None:
+        """Append a line for each rollout of a collection that `is_recorded`, on this process."""
+        if not is_recorded(trainer._collection.number):
+            return
+        at = {"step": trainer.progress.step, "kind": "rollout"}
+        records = [{**at, **record} for part in rollouts for record in _records(part)]
+        advantages = _advantages(experience)
+        if len(advantages) == len(records):  # an algorithm may make other rows than one for each response
+            records = [{**record, "advantage": value} for record, value in zip(records, advantages, strict=True)]
         append(trainer.run_dir, "samples.jsonl", records)
 
 
@@ -70,7 +70,12 @@ def append(run_dir: Path | None, name: str, records: list[dict[str, Any]]) -> No
     if run_dir is None:
         return
     with (run_dir / name).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record, default=_plain) + "\n" for record in records)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has no form for, as a list, a number, or text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -99,5 +104,29 @@ def _keep_lines(run_dir: Path | None, name: str, wanted: Callable[[dict[str, Any
         (run_dir / f".{name}").replace(run_dir / name)
 
 
-def _texts(rollouts: Iterable[Rollouts]) -> Iterator[tuple[str, str]]:
-    return chain.from_iterable(zip(part.prompts, part.outputs, strict=True) for part in rollouts)
+def _records(part: Rollouts) -> Iterator[dict[str, Any]]:
+    """Yield what is known about each rollout; a plugin's own rollouts may have texts alone."""
+    columns, judged, turns = (getattr(part, name, None) for name in ("columns", "judged", "turns"))
+    for index, (prompt, output) in enumerate(zip(part.prompts, part.outputs, strict=True)):
+        yield {
+            "prompt": prompt,
+            "output": output,
+            **(judged[index] if judged else {}),
+            **({"columns": {name: values[index] for name, values in columns.items()}} if columns else {}),
+            **({"episode": turns[index]} if turns else {}),
+        }
+
+
+def _advantages(experience: Any) -> list[float]:
+    """Return the advantage of each row: of advantages per token, the mean over those of the response."""
+    found, sequences = (getattr(experience, name, None) for name in ("advantages", "sequences"))
+    if not isinstance(found, Tensor):
+        return []
+    if found.dim() == 1:
+        return [float(value) for value in found]
+    mask = getattr(sequences, "response_mask", None)
+    return (
+        []
+        if mask is None
+        else [float(value) for value in found.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)]
+    )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,20 @@ RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
 STARTS = "starts.jsonl"
 DEEPEST = 4
 """Levels of directories in which runs are looked for."""
+
+
+def first_start(run_dir: str | None, resume: str | None) -> datetime:
+    """Return when a run began: the present, or the first start of the run that it resumes.
+
+    Args:
+        run_dir: the directory of the run.
+        resume: None; ``auto``, for the run in ``run_dir``; or a checkpoint.
+    """
+    resumed = run_dir if resume == "auto" else resume and Path(resume).absolute().parents[1]
+    with suppress(DataError, LookupError, TypeError, ValueError):  # without it, today is as good as any day
+        first = Record(Path(resumed or "")).starts[0] if resumed else {}
+        return datetime.fromisoformat(first.get("began") or first["time"])
+    return datetime.now().astimezone()
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,15 @@ class Record:
                 first, last = first or last, []
             last.append(sample)
         return first, last
+
+    def collected(self) -> list[dict[str, Any]]:
+        """Return the rollouts of the last collection that is recorded."""
+        last: list[dict[str, Any]] = []
+        for line in lines_of(self.path / "samples.jsonl"):
+            if line.get("kind") == "rollout":
+                last = last if last and last[-1].get("step") == line.get("step") else []
+                last.append(line)
+        return last
 
     @cached_property
     def findings(self) -> list[dict[str, Any]]:

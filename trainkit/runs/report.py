@@ -276,7 +276,7 @@ def config_lines(run: Record) -> list[tuple[str, str]]:
 
 
 def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
-    """Return samples of the last evaluation of a group's first run, beside those of the first one."""
+    """Return samples of a group's first run: of the last evaluation beside the first one, and of a collection."""
     first, last = group.runs[0].evaluated()
     before = dict(_numbered(first))
     rows = [
@@ -292,6 +292,15 @@ def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
         for key, sample in chosen(list(_numbered(last)), most)
         for was in [before.get(key)]
     ]
+    collected = group.runs[0].collected()
+    rollouts = [
+        {
+            "prompt": shown(each.get("prompt", ""), characters),
+            "output": _text(each, characters),
+            "measures": measures(each),
+        }
+        for _, each in chosen(list(_numbered(collected)), most)
+    ]
     steps = [part[0].get("step") if part else None for part in (first, last)]
     seed = group.seeds[0] if len(group.runs) > 1 else None
     ranked = len(last) > most and all(map(_is_rewarded, last))
@@ -303,6 +312,9 @@ def _samples(group: Group, most: int, characters: int) -> dict[str, Any]:
         "last": steps[1],
         "ranked": ranked,
         "seed": seed,
+        "rollouts": rollouts,
+        "collected": len(collected),
+        "collected_at": collected[0].get("step") if collected else None,
     }
 
 

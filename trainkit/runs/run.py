@@ -6,7 +6,7 @@
               starts.jsonl          one line per start: the time, its step, versions and device
               run.lock              the process that uses the directory, while one does
               metrics.jsonl         one line per step or evaluation
-              samples.jsonl         evaluation samples, and the first few of every collection
+              samples.jsonl         evaluation samples, and the rollouts of some collections
               trackers.json         what identifies the run to wandb, trackio or mlflow, if one is on
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
@@ -229,6 +229,7 @@ def begin(trainer: Trainer) -> None:
         return
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    trainer.began  # noqa: B018  (all processes read it together)
     run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
@@ -289,6 +290,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
     device = trainer.accelerator.device
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "began": trainer.began.isoformat(timespec="seconds"),
         "step": trainer.progress.step,
         "versions": provenance.library_versions(),
         "makers": trainer.makers,

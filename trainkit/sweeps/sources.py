@@ -27,7 +27,7 @@ OWN = {
     "train.resume": "a sweep resumes its own runs",
 }
 """Settings that a sweep sets itself, and what to do instead."""
-FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".py")
+FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".gz", ".py")
 """Suffixes of files that a run may name; without one of them, it names a directory, a hub id or a module."""
 
 

@@ -246,7 +246,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         rollouts = self.sample(rows)
         scores = self.score(rollouts)
         self._record_scored(rollouts, scores)
-        return rollouts, scores
+        return replace(rollouts, judged=self._judge(rollouts, scores)), scores
 
     def keep(self, rollouts: Rollouts, scores: Tensor) -> Tensor:
         """Return which responses to train on, bool [B]; a group is kept whole or not at all.

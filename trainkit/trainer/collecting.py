@@ -265,7 +265,8 @@ def _plain(rollouts: Rollouts) -> dict[str, Any]:
                     "rollout.staleness > 0 checkpoints hold what is sampled ahead; give plain data, or set "
                     "train.save_interval to 0"
                 )
-    return {each.name: getattr(rollouts, each.name) for each in fields(Rollouts)}
+    judged = rollouts.judged and [{k: v for k, v in each.items() if is_plain(v)} for each in rollouts.judged]
+    return {**{each.name: getattr(rollouts, each.name) for each in fields(Rollouts)}, "judged": judged}
 
 
 def _rollouts(fields: Mapping[str, Any]) -> Rollouts:

@@ -136,6 +136,8 @@ def _measure(trainer: Trainer, rollouts: Rollouts, asked: list[Row]) -> tuple[di
     given = columns_of(asked)
     known: dict[str, list[Any]] = {name: column for name, column in rollouts.columns.items() if name not in given}
     known |= {"prompt": rollouts.prompts, "output": rollouts.outputs}
+    if given:
+        known["columns"] = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
     known["length"] = [float(len(response)) for response in rollouts.responses]
     if trainer.scores_samples:
         known["reward"] = per_response(trainer.score(rollouts)).tolist()

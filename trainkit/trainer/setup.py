@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +44,7 @@ from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
 from trainkit.runs.processes import on_main
+from trainkit.runs.record import first_start
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
 from trainkit.trainer import optim, parking
@@ -298,6 +300,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _own_plugin(self) -> list[str]:
         name = self.config.method.name
         return [name] if get_trainer(name) is type(self) and is_installed(name, type(self).__module__) else []
+
+    @cached_property
+    def began(self) -> datetime:
+        """When the run began; if it is resumed, when its first process did. All processes read it together."""
+        config = self.config.train
+        return on_main(self, lambda: first_start(config.run_dir, config.resume))
 
     @cached_property
     def makers(self) -> list[provenance.Maker]:

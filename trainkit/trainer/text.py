@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections import Counter
@@ -30,9 +31,10 @@ from trainkit.data import (
     preference_rows,
     prompt_rows,
     sample_rows,
+    unrendered,
     written_prompts,
 )
-from trainkit.data.chat import SETTINGS
+from trainkit.data.chat import SETTINGS, STARTS
 from trainkit.data.columns import is_given, without
 from trainkit.data.pipeline import (
     IDS,
@@ -45,7 +47,7 @@ from trainkit.data.pipeline import (
 )
 from trainkit.data.tokenised import PAIR_COLUMNS
 from trainkit.errors import ConfigError, DataError, PluginError, printable
-from trainkit.functional import place_scores
+from trainkit.functional import per_response, place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
     check_trainable,
@@ -138,6 +140,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 "give one of the two"
             )
         self.tokenizer = load_tokenizer(config, tokenizer)
+        STARTS[self.tokenizer] = self.began
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
         self.apart = bool(self.model_config.is_encoder_decoder)
@@ -243,7 +246,9 @@ class TextTrainer(AcceleratedLoop[M]):
         rows = prompt_rows(prompts, needed=self.environment is None)
         if not self.scores_samples and self.metric_fn is None:  # otherwise they get the columns
             self._tell_unread(rows, {"prompt", *SEEDED}, "prompts")
-        return self.fit_prompts(rows)
+        fitting = self.fit_prompts(rows)
+        self._tell_unrendered(rows, "prompt")
+        return fitting
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
@@ -295,9 +300,26 @@ class TextTrainer(AcceleratedLoop[M]):
             own |= {IDS, *PAIR_COLUMNS}
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
         self._tell_unread(rows, {*own, *rated}, "samples")
+        self._tell_unrendered(samples, "sample")
         if cut and self.accelerator.is_main_process:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
+
+    def _tell_unrendered(self, given: Iterable[Any], what: str) -> None:
+        """Log what the chat template leaves out of the text of conversations; each part once."""
+        found: Counter[str] = Counter()
+        for index, row in enumerate(given):
+            found.update(unrendered(row, self.tokenizer, f"{what} {index}"))
+        new = {name: count for name, count in found.items() if f"unrendered {name}" not in self._unread}
+        self._unread |= {f"unrendered {name}" for name in new}
+        if new and self.accelerator.is_main_process:
+            named = ", ".join(f"{name} of {count}" for name, count in new.items())
+            log.warning(
+                "the chat template does not render everything that the %ss say (%s), so the model does not see it; "
+                "use a template that does (tokenizer.chat_template), or remove it",
+                what,
+                named,
+            )
 
     def _tell_unread(self, rows: Iterable[Row], read: set[str], what: str) -> None:
         """Log which columns of the rows are neither ``read`` nor read by the algorithm; each once."""
@@ -535,6 +557,21 @@ class TextTrainer(AcceleratedLoop[M]):
         Some are infinite or NaN if the function returned them and `reward.on_nonfinite` deals with them.
         An algorithm that learns from prompts alone gets scores of 0.
         """
+        scores = self._score(rollouts)
+        for at, kept in enumerate(self._rollouts):  # what the hooks get
+            if kept.rows is rollouts.rows:
+                self._rollouts[at] = replace(kept, judged=self._judge(rollouts, scores))
+        return scores
+
+    def _judge(self, rollouts: Rollouts, scores: Tensor) -> list[dict[str, Any]] | None:
+        """Return what the last call of the reward function said about each response, and its score [B] or [B, T]."""
+        if not self.scores_samples:
+            return None
+        finite = [score if math.isfinite(score) else None for score in per_response(scores).tolist()]
+        known = {"reward": finite, **(self._sampling.told if self.reward_fn is not None else {})}
+        return [dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True)]
+
+    def _score(self, rollouts: Rollouts) -> Tensor:
         device = self.accelerator.device
         if self.reward_fn is None and rollouts.rewards is not None:
             return rollouts.rewards.to(device)

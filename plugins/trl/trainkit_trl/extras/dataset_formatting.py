@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from trainkit.data import plain_messages
+
 INSTRUCTION = {"prompt", "completion"}
 MESSAGE = {"role", "content"}
 
@@ -14,11 +16,14 @@ def conversations_formatting_function(
 ) -> Callable[[Mapping[str, Any]], Any]:
     """Return a function that makes the text of a row, or the texts of a batch of rows, of its conversations."""
 
+    def text(messages: Any) -> str:
+        return str(tokenizer.apply_chat_template(plain_messages(messages, "the conversation"), tokenize=False))
+
     def formatted(rows: Mapping[str, Any]) -> Any:
         found = rows[messages_field]
         if isinstance(found[0], Mapping):
-            return tokenizer.apply_chat_template(found, tokenize=False)
-        return [tokenizer.apply_chat_template(each, tokenize=False) for each in found]
+            return text(found)
+        return [text(each) for each in found]
 
     return formatted
 
