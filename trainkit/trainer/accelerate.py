@@ -295,11 +295,6 @@ class AccelerateRLTrainer(TextTrainer[M]):
         pairs = "pairs" in self.inputs and bool(rows)
         sharing.decide(self, self.encode_preferences(rows[: sharing.SEEN]).both if pairs else None)
 
-    def made_experience(self, rows: list[Row]) -> Batch:
-        """Return what `make_experience` makes of rows of a collection; offline with the output of frozen layers."""
-        made = super().made_experience(rows)
-        return made if self.online else self.through_trunk(made)
-
     def through_trunk(self, batch: B) -> B:
         """Return a batch of an offline collection whose sequences have the output of the frozen lower layers.
 
