@@ -48,7 +48,7 @@ from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
-from trainkit.runs.saving import PARTS, identity, trained
+from trainkit.runs.saving import METHOD, PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
 from trainkit.runs.symptoms import Verdict
 from trainkit.runs.trackers import default_trackers
@@ -369,6 +369,7 @@ def load(trainer: Trainer, path: Path) -> None:
     saving.finish(trainer)
     path = on_main(trainer, lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
+    state |= _own_method(trainer, path, state["processes"])
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer._recorded_frozen = state["frozen"]
     trainer.store.clear()
@@ -392,6 +393,24 @@ def load(trainer: Trainer, path: Path) -> None:
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:
         trainer.resumed.append(_stopped(trainer, state["config"]))
+
+
+def _own_method(trainer: Trainer, path: Path, there: int) -> dict[str, Any]:
+    """Return the state of the algorithm in this process, if it is not the same on the ``there`` processes.
+
+    Raises:
+        CheckpointError: the run has another number of processes.
+    """
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    if not (path / f"{METHOD}-00000.json").exists():
+        return {}
+    if there != world:
+        raise CheckpointError(
+            f"{path} has a state of {trainer.config.method.name!r} for each of {there} processes, which {world} cannot "
+            f"share; resume with {there}. A state that trainer.reduce or trainer.gather makes equal on all processes "
+            "fits any number"
+        )
+    return checkpoint.read_state(path, f"{METHOD}-{rank:05d}")
 
 
 def _position(trainer: Trainer, state: Mapping[str, Any]) -> int:
