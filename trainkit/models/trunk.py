@@ -204,14 +204,16 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
 @torch.no_grad()
 def _called_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
     """Return the modules without children that run before the block ``depth``, and are not in a block."""
-    outside = {id(inner) for block in blocks for inner in block.modules()}
+    within = {id(inner) for block in blocks for inner in block.modules()}
+    own = {id(module) for module in model.modules() if not list(module.children())}  # others are made in the pass
+    outside = own - within
     called: list[nn.Module] = []
     reached = False
 
     def enter(module: nn.Module, _: Any) -> None:
         nonlocal reached
         reached = reached or (depth < len(blocks) and module is blocks[depth])
-        if not reached and id(module) not in outside and not list(module.children()):
+        if not reached and id(module) in outside:
             called.append(module)
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:

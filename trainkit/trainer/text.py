@@ -27,13 +27,13 @@ from trainkit.data import (
     Sequences,
     is_conversation,
     labelled,
-    preference_rows,
     prompt_rows,
     sample_rows,
     written_prompts,
 )
 from trainkit.data.chat import SETTINGS
 from trainkit.data.columns import is_given, without
+from trainkit.data.formats import check_list, preference_row
 from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
@@ -265,14 +265,13 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return samples as rows; each is encoded once to check that it can be."""
         samples = without(samples, self.config.data.ignore_columns)
         if "pairs" in self.inputs:
-            rows = preference_rows(samples, self.tokenizer, first=first, columns=self.columns)
-            cut = self._check_pairs(rows, first)
+            rows, cut = self._read_pairs(samples, first)
         else:
             needed = bool({"rewards", "labels"} & {*self.inputs})
             rows = sample_rows(samples, rewards, self.tokenizer, rated=needed, first=first, columns=self.columns)
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
-        self.check_samples(rows, first=first)
+            self.check_samples(rows, first=first)
         own = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
         if not any("turns" in row or "chosen" in row for row in rows):
             own |= {IDS, *PAIR_COLUMNS}
@@ -297,26 +296,52 @@ class TextTrainer(AcceleratedLoop[M]):
         """What truncated samples lose, in words."""
         return lost_by_truncation(self.tokenizer, pairs="pairs" in self.inputs, apart=self.apart)
 
-    def _check_pairs(self, rows: list[Row], first: int) -> int:
-        """Encode all pairs, and return how many are truncated.
+    def _read_pairs(self, samples: Iterable[Any], first: int) -> tuple[list[Row], int]:
+        """Return pairs as rows, and how many are truncated; skip those whose sides are equal, and log which.
 
         Raises:
-            DataError: a pair cannot be used, or truncation has made the sides of pairs equal; gives their number.
+            EqualSidesError: no other pair is left.
+            DataError: a pair cannot be used.
         """
-        cut, equal = 0, []
-        for index, row in enumerate(rows, first):
+        check_list(samples, "sample")
+        rows, cut, equal, index = dict[int, Row](), 0, list[int](), first - 1
+        for index, sample in enumerate(samples, first):
             try:
+                row = preference_row(sample, f"sample {index}", self.tokenizer, columns=self.columns)
                 cut += self._encode_pair(row, f"sample {index}")[2]
+                rows[index] = row
             except EqualSidesError:
                 equal.append(index)
+        if index < first:
+            raise DataError("samples is empty; give at least one pair")
         if equal:
-            named = ", ".join(map(str, equal[:20])) + (", ..." if len(equal) > 20 else "")
-            raise DataError(
-                f"{len(equal)} of {len(rows)} pairs became equal when they were truncated to {self.limit} tokens, and "
-                f"teach nothing: sample{'s' if len(equal) > 1 else ''} {named}. In truncation {self._lost}. "
-                "Raise train.seq_length, set truncation_side to the other side, or remove them"
+            self._tell_equal(equal, index + 1 - first)
+        if not rows:
+            raise EqualSidesError(
+                f"all {len(equal)} pairs have the same chosen and rejected output{self._within_limit}; give pairs that "
+                "differ"
             )
-        return cut
+        for index, row in rows.items() if equal else ():
+            self.check_samples([row], first=index)
+        if not equal:
+            self.check_samples([*rows.values()], first=first)
+        return [*rows.values()], cut
+
+    @property
+    def _within_limit(self) -> str:
+        return "" if self.limit is None else f" within {self.limit} tokens"
+
+    def _tell_equal(self, equal: list[int], count: int) -> None:
+        """Log which pairs are skipped, of ``count``."""
+        if self.accelerator.is_main_process:
+            log.warning(
+                "%d of %d pairs are skipped, because chosen and rejected are the same%s: sample%s %s",
+                len(equal),
+                count,
+                self._within_limit,
+                "s" if len(equal) > 1 else "",
+                ", ".join(map(str, equal[:20])) + (", ..." if len(equal) > 20 else ""),
+            )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
         return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart)
