@@ -408,9 +408,7 @@ def preference_row(
     check_columns(sample, ("prompt", "chosen", "rejected", *(SETTINGS if talk else ()), *columns), what)
     _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
     if sides[0] == sides[1]:
-        raise EqualSidesError(
-            f"{what} has the same text as chosen and as rejected, so it shows no preference; remove it"
-        )
+        raise EqualSidesError(f"{what} has the same text as chosen and as rejected, which is no preference; remove it")
     if form == "implicit preference":
         at = _common_messages(*sides) if talk else _common_text(what, *sides)
         if not at:
@@ -509,6 +507,7 @@ def _first(samples: Any, ignored: Collection[str]) -> Mapping[str, Any]:
 
 
 def check_list(given: Any, kind: str) -> None:
+    """Raise a DataError if ``given`` is a single sample or prompt, by ``kind``, or several splits."""
     if isinstance(given, Mapping) and given and all(hasattr(part, "column_names") for part in given.values()):
         raise DataError(
             f"{kind}s is a dataset with the splits {', '.join(map(str, given))}; give one of them: "

@@ -351,9 +351,7 @@ class _Inspector:
                 check_both(self.labels["true"], self.labels["false"])
             equal, dropped = self.found.findings.get("equal", Found()), self.found.findings.get("dropped")
             if len(rows) and equal.count == len(rows):
-                raise DataError(
-                    f"all {len(rows)} pairs have the same chosen and rejected output; give pairs that differ"
-                )
+                raise DataError(f"all {len(rows)} pairs have the same chosen and rejected output; give others")
             if dropped is not None and dropped.count == len(rows):
                 raise DataError(f"all {len(rows)} prompts are longer than {self.reading.limit} tokens and are dropped")
             if self.reading.check is not None and not self.found.refused:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LENGTHS = (5, 3, 4)
 """The lengths of the samples that the check packs, in tokens."""
 MASKED = ("sdpa", "eager")
-"""The implementations of attention with the masks that transformers makes; where one does not pack, the other does not."""
+"""The implementations of attention with the masks of transformers: where one does not pack, the other does not."""
 
 
 @torch.no_grad()
