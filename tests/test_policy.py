@@ -254,6 +254,39 @@ def test_a_bucket_more_is_made_where_it_saves_more_than_it_costs() -> None:
     assert len(left.buckets(0)) == 1, "padding on the left cannot be cut off"
 
 
+SMALL = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+LONG = {"rope_type": "longrope", "long_factor": [9.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4,
+        "original_max_position_embeddings": 16}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+LAYERS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONG}
+ROPES: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", "rope_parameters": LONG},
+    "llama": {"model_type": "llama", "rope_parameters": DYNAMIC},
+    "gemma3": {"model_type": "gemma3_text", "rope_parameters": LAYERS, "head_dim": 8, "sliding_window": 64,
+               "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+
+@table("name, limit", [("phi3", 12), ("phi3", 40), ("llama", 40), ("gemma3", 40)])
+def test_rotary_positions_do_not_follow_the_longest_row(
+    name: str, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a length limit beyond the original context the long factors are used for all rows, and it is told."""
+    trainer = tiny_trainer("ppo", tmp_path, model={**SMALL, **ROPES[name]}, train__seq_length=limit)
+    policy, ids = trainer.unwrapped, [3, 4, 5, 6, 7, 8, 9, 3]
+    alone = Sequences.from_lists([ids[:4]], [ids[4:]])
+    both = Sequences.from_lists([ids[:4], ids], [ids[4:], (ids * 5)[: limit - len(ids)]])
+    for model in (policy, trainer.reference.policy):
+        with torch.no_grad():
+            together, single = model(both).logprobs[0, :8], model(alone).logprobs[0]
+            torch.testing.assert_close(together, single, rtol=0, atol=1e-5)
+            again = model(alone).logprobs[0]
+        assert torch.equal(again, single)
+    assert ("are those of a row of 40 tokens" in caplog.text) == (limit == 40 and name != "llama")
+    assert "rope_type" in str(policy.model.config.to_dict())
+
+
 def test_a_model_that_caps_its_logits_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert not make(GEMMA2).head_alone

@@ -44,11 +44,13 @@ from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_mo
 from trainkit.models.loading import (
     check_frozen,
     check_tokens,
+    count_virtual,
     load_frozen,
     load_frozen_config,
     name_eos,
 )
 from trainkit.models.policy import check_logit_mask
+from trainkit.models.rope import fix_rope
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
@@ -150,8 +152,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
             )
         if isinstance(policy, Policy):  # offline, the policy itself has none: it is applied at evaluations alone
             check_logit_mask(self.logit_mask, policy.model)
+        self._fix_rope(policy)
         sharing.prepare(self, policy)
         return policy
+
+    def _fix_rope(self, policy: Any) -> None:
+        """Let the numbers of a row not depend on its neighbours' lengths."""
+        if self.limit is not None:
+            fix_rope(policy, self.limit + count_virtual(self.config.model, self.live_model))
 
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
         """Return the language model: online with the sampling temperature and the logit mask, offline without them.
@@ -218,6 +226,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             else:  # of a model that scores text
                 policy = make_policy(model)
             policy.row_limit = self.row_limit
+        self._fix_rope(policy)
         run.check_frozen(self, policy)
         sharing.prepare(self, policy)
         return policy
