@@ -262,7 +262,7 @@ LONG = {"rope_type": "longrope", "long_factor": [9.0] * 4, "short_factor": [1.0]
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
 LAYERS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONG}
 ROPES: dict[str, dict[str, Any]] = {
-    "phi3": {"model_type": "phi3", "rope_parameters": LONG},
+    "phi3": {"model_type": "phi3", "rope_parameters": LONG, "original_max_position_embeddings": 16},
     "llama": {"model_type": "llama", "rope_parameters": DYNAMIC},
     "gemma3": {"model_type": "gemma3_text", "rope_parameters": LAYERS, "head_dim": 8, "sliding_window": 64,
                "layer_types": ["sliding_attention", "full_attention"]},
