@@ -111,7 +111,6 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
     commands = {
         "config ppo": 0,
         f"config show {config}": 0,
-        f"config check {config}": 0,
         f"config check {bad}": 2,
         f"config diff ppo {config}": 0,
         "config schema": 0,

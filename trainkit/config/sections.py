@@ -94,6 +94,8 @@ class ModelConfig(Section):
     def _known_adapter(cls, value: Plain | None) -> Plain | None:
         if value is not None:
             check_adapter(value)
+            if isinstance(rank := value.get("r"), int) and rank < 1:
+                raise ValueError(f"r is {rank}, the rank of the adapter; give 1 or more")
         return value
 
     @model_validator(mode="after")

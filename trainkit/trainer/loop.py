@@ -105,6 +105,12 @@ class AcceleratedLoop(TrainerInputs[M]):
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
+        if (
+            self.config.train.save_best
+            and not (self.eval_rows or self.eval_samples)
+            and self.accelerator.is_main_process
+        ):
+            log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
         with run.running(self):
             try:
                 self._learn()

@@ -50,7 +50,6 @@ from trainkit.models.loading import (
     check_trainable,
     count_virtual,
     eos_ids,
-    length_limit,
     load_model_config,
     pad_id,
 )
@@ -77,6 +76,7 @@ from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, respons
 from trainkit.trainer import generation
 from trainkit.trainer.best import check_best, choose_best
 from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.settings import check_distribution, check_length
 from trainkit.trainer.sharding import whole_tensor
 
 if TYPE_CHECKING:
@@ -123,13 +123,8 @@ class TextTrainer(AcceleratedLoop[M]):
         self._unread: set[str] = set()  # columns that a warning has named
         self.environment = None if environment is None else check_maker(environment)
         self._check_environment()
-        if self.online and (config.rollout.temperature == 0 or config.rollout.top_k == 1):
-            field, given = ("temperature", "0") if config.rollout.temperature == 0 else ("top_k", "1")
-            raise ConfigError(
-                f"rollout.{field} is {given}: greedy responses have no distribution to learn on, and all responses to "
-                "a prompt are the same. Give a temperature > 0, and a top_k of 0, for all tokens, or more than 1; for "
-                "greedy evaluation set rollout.eval_kwargs.temperature to 0"
-            )
+        if self.online:
+            check_distribution(config)
         if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
             raise ConfigError(
                 f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
@@ -191,20 +186,13 @@ class TextTrainer(AcceleratedLoop[M]):
         It is the smaller of train.seq_length and the model's context.
         """
         virtual = count_virtual(self.config.model, self.live_model)
-        limit = length_limit(self.model_config, self.config.train.seq_length, virtual)
         vocabulary = self.model_config.get_text_config().vocab_size
         if len(self.tokenizer) > vocabulary:
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the model {vocabulary}; give the tokenizer that "
                 "belongs to the model, or a model with vocab_size to match"
             )
-        room = self.config.rollout.max_new_tokens
-        if limit and self.online and room >= limit:
-            what = "the decoder's start token" if self.apart else "a prompt"
-            raise ConfigError(
-                f"rollout.max_new_tokens is {room}, which leaves no room for {what} within {limit} tokens; lower it"
-            )
-        return limit
+        return check_length(self.config, self.model_config, virtual, online=self.online)
 
     def fits(self, prompt: int, response: int) -> bool:
         """Return whether the model can read so many tokens: together, or apart with a start token (S-44)."""
