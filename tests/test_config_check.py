@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from tables import table
 from trainkit.cli import app
+from trainkit.config import ModelConfig
 from trainkit.errors import ConfigError
+from trainkit.models import load_model
 from trainkit.testing import tiny_gpt2
 from trainkit.testing.trainers import tiny_trainer
 
@@ -62,3 +64,77 @@ def test_several_reasons_are_told_together(tmp_path: Path, monkeypatch: pytest.M
     assert all(part in told for part in ("rollout.temperature is 0", "give a multiple of 8", "seq_length is 1000"))
     assert checked(tiny_gpt2(11), {}).exit_code == 0
     assert checked("some/model-of-the-hub", {}).exit_code == 0, "nothing is loaded from the hub"
+
+
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
+           "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+
+
+@table(
+    "fields, settings, said",
+    [
+        ({"router_aux_loss_coef": 10.0}, {}, "model.model_path.router_aux_loss_coef is 10.0"),
+        ({"output_router_logits": True}, {}, "model.model_path.output_router_logits is True"),
+        ({}, {"model.kwargs": {"router_aux_loss_coef": 0.1}}, "model.kwargs.router_aux_loss_coef is 0.1"),
+        ({}, {"model.kwargs": {"output_router_logits": True}}, "model.kwargs.output_router_logits is True"),
+        ({}, {}, ""),
+        ({"router_aux_loss_coef": 0.0}, {}, ""),
+        ({"router_aux_loss_coef": 0}, {}, "expected float, got int"),
+    ],
+)
+def test_a_loss_of_experts_that_is_not_added_is_refused_or_told(
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = checked({**MIXTRAL, **fields}, settings)
+    assert found.exit_code == (2 if said else 0)
+    changes = {key.replace(".", "__"): value for key, value in settings.items()}
+    if said:
+        assert said in found.output + str(found.exception)
+        with pytest.raises(ConfigError, match=said):
+            tiny_trainer("sft", tmp_path, model={**MIXTRAL, **fields}, **changes)
+        return
+    tiny_trainer("sft", tmp_path, model={**MIXTRAL, **fields})
+    told = "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of sft"
+    assert (told in caplog.text) == (fields == {})
+
+
+KINDS = {
+    "llava": "reads more than text and cannot be trained; give a language model, such as its text model (llama) alone",
+    "qwen2_vl": "reads more than text",
+    "idefics3": "reads more than text",
+    "whisper": "is no language model and cannot be trained; give a language model",
+    "vit": "is no language model",
+}
+
+
+@table("kind", KINDS)
+def test_models_of_other_kinds_are_refused_in_a_sentence(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+    for model in ({"model_type": kind}, str(tmp_path / "model")):
+        told = " ".join(checked(model, {}).output.split())
+        assert KINDS[kind] in told
+        assert len(told) < 400
+        with pytest.raises(ConfigError, match=f"of the kind '{kind}'"):
+            load_model(ModelConfig(model_path=model))
+
+
+def test_it_is_told_if_the_text_of_a_model_that_reads_more_is_trained_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [],
+            "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    trainer = tiny_trainer("sft", tmp_path, model={"model_type": "mllama", "text_config": text})
+    trainer.policy  # noqa: B018
+    assert "of the mllama, which reads more than text, the language model alone is loaded and trained" in caplog.text

@@ -15,7 +15,7 @@ from trainkit.data.formats import (
     sample_rows,
     written_prompts,
 )
-from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
+from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, encode_sample, is_stream
 from trainkit.data.store import RolloutStore, shuffled
 from trainkit.data.tokenised import Completions, output_spans
 from trainkit.data.unpaired import check_labels, mismatched
@@ -37,6 +37,7 @@ __all__ = [
     "TokenBatch",
     "are_rated",
     "check_labels",
+    "encode_sample",
     "finite",
     "first_format",
     "formatted",

@@ -40,7 +40,7 @@ from trainkit.models import (
     load_model,
     make_policy,
 )
-from trainkit.models.adapters import HEADS, has_adapter, has_score_head, save_model
+from trainkit.models.adapters import HEADS, bare, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
     check_frozen,
     check_tokens,
@@ -48,6 +48,7 @@ from trainkit.models.loading import (
     load_frozen,
     load_frozen_config,
     name_eos,
+    reads_more,
 )
 from trainkit.models.policy import check_logit_mask
 from trainkit.models.rope import fix_rope
@@ -153,6 +154,13 @@ class AccelerateRLTrainer(TextTrainer[M]):
         if isinstance(policy, Policy):  # offline, the policy itself has none: it is applied at evaluations alone
             check_logit_mask(self.logit_mask, policy.model)
         self._fix_rope(policy)
+        if isinstance(policy, Policy) and reads_more(self.model_config) and not reads_more(policy.model.config):
+            log.warning(
+                "of the %s, which reads more than text, the language model alone is loaded and trained (%s), and "
+                "exports hold it alone",
+                self.model_config.model_type,
+                type(bare(policy.model)).__name__,
+            )
         sharing.prepare(self, policy)
         return policy
 

@@ -47,6 +47,7 @@ from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
+    balances_experts,
     check_trainable,
     count_virtual,
     eos_ids,
@@ -133,6 +134,11 @@ class TextTrainer(AcceleratedLoop[M]):
         self.tokenizer = load_tokenizer(config, tokenizer)
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
+        if balances_experts(self.model_config) and self.accelerator.is_main_process:
+            log.warning(
+                "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s",
+                config.method.name,
+            )
         self.apart = bool(self.model_config.is_encoder_decoder)
         """Whether the model reads prompt and response separately, each with its own length limit."""
         if self.apart and not self.encoder_decoders:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
 
-from trainkit.data import Completions, formatted, is_stream, sample_rows
-from trainkit.data.pipeline import encode_sample
+from trainkit.data import Completions, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import DataError
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
 from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, single, tokenizer_of
