@@ -208,13 +208,15 @@ class AcceleratedLoop(TrainerInputs[M]):
         if rows >= size or self._short_step_told or not self.accelerator.is_main_process:
             return
         self._short_step_told = True
+        some = self.rows_vary or self._collection.dropped or total < self.experience_rows
+        collection = "a collection, as many as can be trained on" if some else "a collection (rollout.num_rollouts)"
         log.warning(
             "step %d is made with %d rows: train.batch_size, %d, does not divide the %d rows of %s",
             self.progress.step + 1,
             rows,
             size,
             total,
-            "the dataset" if self.collects_once else "a collection (rollout.num_rollouts)",
+            "the dataset" if self.collects_once else collection,
         )
 
     def _tell_repeated(self) -> None:

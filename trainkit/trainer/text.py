@@ -70,7 +70,7 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
-from trainkit.rollouts.rewards import FURTHER, numbers_of
+from trainkit.rollouts.rewards import FURTHER, check_keywords, numbers_of
 from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
@@ -220,9 +220,21 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return checked rows of ``prompts``; with an environment, they need not have prompts."""
         prompts = without(prompts, self.config.data.ignore_columns)
         rows = prompt_rows(prompts, needed=self.environment is None)
+        self._check_functions(rows)
         if not self.scores_samples and self.metric_fn is None:  # otherwise they get the columns
             self._tell_unread(rows, {"prompt", *SEEDED}, "prompts")
         return self.fit_prompts(rows)
+
+    def _check_functions(self, rows: list[Row]) -> None:
+        """Raise a `ConfigError` if reward or metric function do not take the keywords that they will be called with."""
+        if self.environment is not None or getattr(self.score, "__func__", None) is not TextTrainer.score:
+            return
+        columns = dict.fromkeys(str(name) for row in rows for name in row if name not in ("prompt", PLACE))
+        usual = ("samples", "prompts", "outputs")
+        if self.reward_fn is not None:
+            check_keywords(self.reward_fn, "reward function", (*usual, "tokenizer"), columns)
+        if self.metric_fn is not None:
+            check_keywords(self.metric_fn, "metric function", usual, columns)
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
