@@ -111,7 +111,6 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
     commands = {
         "config ppo": 0,
         f"config show {config}": 0,
-        f"config check {config}": 0,
         f"config check {bad}": 2,
         f"config diff ppo {config}": 0,
         "config schema": 0,
@@ -564,6 +563,18 @@ def test_a_name_that_a_file_lacks_is_answered_by_its_own_functions_and_classes(w
         load_function("maze_for_cli.py:Mase")
     assert load_function("maze_for_cli.py:Maze").__name__ == "Maze"
     assert load_function("maze_for_cli.py:dumps") is json.dumps, "an imported one can be named"
+
+
+def test_a_module_that_is_not_there_is_told_from_one_that_it_needs(work: Path) -> None:
+    (work / "gsm_for_cli.py").write_text("def score(): ...", encoding="utf-8")
+    (work / "needs_for_cli.py").write_text("import not_there_for_cli", encoding="utf-8")
+    for name, said in (
+        ("gsm_for_cli.pyy:score", "no module .gsm_for_cli.pyy.; did you mean .gsm_for_cli.py.. Write FILE.py:NAME"),
+        ("absent_for_cli.rewards:score", "no module .absent_for_cli.rewards.. Write FILE.py:NAME, or module:NAME of a"),
+        ("needs_for_cli:score", "needs_for_cli needs the module .not_there_for_cli., which is not found; install it"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_function(name)
 
 
 def test_a_file_can_import_its_neighbours(work: Path) -> None:

@@ -16,6 +16,7 @@ from pydantic import Field
 from tables import table
 from trainkit.config import (
     MethodConfig,
+    ModelConfig,
     OptimizerConfig,
     PluginConfig,
     RolloutConfig,
@@ -615,3 +616,23 @@ def test_algorithms_that_do_not_compare_responses_may_sample_one():
     grouped = {name for name in ALGORITHMS if get_trainer(name).group}
     assert grouped == {*COMPARED, "rft"}
     assert default_config("rft").update({"method.rft_k": 1}).method.rft_k == 1
+
+
+@table("name", ["dtype", "torch_dtype"])
+@table("value", ["bfloat16", "object"])
+def test_a_dtype_among_the_arguments_of_the_model_is_its_dtype(name: str, value: str) -> None:
+    import torch
+
+    given: Any = {"kwargs": {name: torch.bfloat16 if value == "object" else value, "revision": "x"}}
+    written = default_config("sft").evolve(model={"dtype": "float32"})
+    for made in (
+        default_config("sft").evolve(model=given),
+        TRLConfig.from_dict({"method": {"name": "sft"}, "model": given}),
+        written.evolve(model=given),
+        written.update({f"model.kwargs.{name}": given["kwargs"][name], "model.kwargs.revision": "x"}),
+        written.evolve(model=ModelConfig(**given)),
+    ):
+        assert (made.model.dtype, made.model.kwargs) == ("bfloat16", {"revision": "x"})
+    assert written.evolve(model={"kwargs": {name: None}}).model.dtype == "float32"
+    with pytest.raises(ConfigError, match=r"bfloat16 and float32 are given as dtype and in kwargs; give model.dtype"):
+        TRLConfig.from_dict({"method": {"name": "sft"}, "model": {**given, "dtype": "float32"}})

@@ -81,7 +81,9 @@ MISTAKES: list[tuple[str, str]] = [
         "model.dtype@2): should be 'float32', 'bfloat16' or 'float16'; did",
     ),
     (M + "model: {num_layers_unfrozen: -2}", "model.num_layers_unfrozen@2): should be greater than"),
-    (M + "model: {kwargs: {dtype: x}}", "model.kwargs@2): dtype has a field of its own"),
+    (M + "model: {kwargs: {dtype: x}}", "model.dtype"),
+    (M + "model: {kwargs: {torch_dtype: auto}}", "model.dtype"),
+    (M + "model: {dtype: float16, kwargs: {torch_dtype: bfloat16}}", "model@2): bfloat16 and float16 are given"),
     (
         "method: ppo\nmodel: {peft_config: {lora_alhpa: 1}}",
         "model.peft_config.lora_alhpa@2): no field of~alpha'",

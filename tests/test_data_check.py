@@ -123,8 +123,6 @@ FAULTY: dict[str, tuple[str, list[Any]]] = {
     "labels": ("kto", [{**ANSWER, "label": label} for label in (True, float("nan"), 2, None, "yes", 0)]),
     "one label": ("kto", [{**ANSWER, "label": True}]),
     "prompts": ("dpo", [{"prompt": "2+2?"}]),
-    "equal pairs": ("dpo", [PAIR, {**PAIR, "rejected": " 4"}]),
-    "truncated pairs": ("dpo", [PAIR, {**PAIR, "chosen": f"{'a' * 99}b", "rejected": f"{'a' * 99}c"}]),
     "no room": ("sft", [ANSWER, {**ANSWER, "prompt": "a" * 99}]),
     "columns": ("sft", [{"promt": "2+2?", "completion": " 4"}, {**ANSWER, "system": "x"}, {**ANSWER, "id": 4}]),
     "empty": (
@@ -155,8 +153,22 @@ def test_rows_are_refused_that_the_trainer_refuses_and_no_others(name: str, tmp_
     alone = {index: error for index, row in enumerate(rows) if (error := refusal(trainer, row, index))}
     assert refused == {*alone}
     for fault in found.faults:
-        if fault.rows and name != "truncated pairs":  # of these the trainer tells the number
+        if fault.rows:
             assert fault.message == alone[fault.rows[0]]
+
+
+TIED = [{**PAIR, "rejected": " 4"}, {**PAIR, "chosen": f"{'a' * 99}b", "rejected": f"{'a' * 99}c"}]
+
+
+def test_equal_pairs_are_found_as_the_trainer_skips_them(tmp_path: Path) -> None:
+    tokenizer = talking_tokenizer()
+    trainer = trainer_of("dpo", tokenizer, tmp_path, **{"train.seq_length": 64})
+    reading = Reading("pairs", tokenizer=tokenizer, limit=64)
+    found = inspect([TIED[0], PAIR, TIED[1]], reading)
+    assert (found.findings["equal"].rows, found.refused, found.faults) == ([0, 2], 0, [])
+    assert len(trainer.read_samples([TIED[0], PAIR, TIED[1]])) == 1
+    (fault,) = inspect(TIED, reading).faults
+    assert fault.message.startswith("all 2 pairs have the same")
 
 
 def refusal(trainer: Any, row: Any, index: int) -> str:
@@ -467,7 +479,7 @@ def test_encoder_decoders_have_a_limit_for_each_side(tmp_path: Path) -> None:
         {"prompt": "a", "chosen": "b" * 12, "rejected": "b" * 13},
     ]
     found = inspect(pairs, Reading("pairs", tokenizer=tokenizer, limit=12, apart=True))
-    assert (found.findings["equal after truncation"].rows, found.tokens_lost) == ([1], 16)
+    assert (found.findings["equal"].rows, found.refused, found.tokens_lost) == ([1], 0, 16)
 
 
 def test_progress_counts_every_row() -> None:

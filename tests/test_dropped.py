@@ -278,8 +278,18 @@ def test_a_sample_loses_the_side_that_the_tokenizer_truncates_and_it_is_told(
     assert trained == ("def" if side == "right" else "fghh<eos>"), "nothing precedes the first token"
 
 
+class Endless:
+    """A stream of rows."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
 @table("side, first", [("right", "end"), ("left", "beginning")])
-def test_pairs_that_truncation_makes_equal_are_counted(
+def test_pairs_that_truncation_makes_equal_are_skipped_counted_and_named(
     side: str, first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"tokenizer": tokenizer(side), "samples": [PAIR], "prompts": ["a"]}
@@ -287,14 +297,17 @@ def test_pairs_that_truncation_makes_equal_are_counted(
     alike = {"right": ("bbbbc", "bbbbd"), "left": ("cbbbbb", "dbbbbb")}[side]
     other = {"right": ("cbbbb", "dbbbb"), "left": ("bbbbbc", "bbbbbd")}[side]
     equal, differ = ({"prompt": "a", "chosen": pair[0], "rejected": pair[1]} for pair in (alike, other))
-    with pytest.raises(
-        DataError, match=r"^2 of 4 pairs became equal when they were truncated to 4 tokens.*1, 3"
-    ) as said:
-        trainer.add_samples([PAIR, equal, differ, equal])
-    assert f"outputs that are still too long their {first} (the tokenizer's truncation_side is '{side}')" in str(
-        said.value
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    as_tokens = {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}
+    tied = [equal, same, as_tokens]
+    for given in (tied, Endless(tied)):
+        with pytest.raises(DataError, match=r"all 3 pairs have the same chosen and|no sample of the stream"):
+            trainer.add_samples(given)
+    trainer.add_samples([PAIR, equal, same, as_tokens, differ])
+    assert "3 of 5 pairs are skipped, because chosen and rejected are the same within 4 tokens: samples 1, 2, 3" in (
+        caplog.text
     )
-    trainer.add_samples([PAIR, differ])
+    assert f"outputs that are still too long their {first} (the tokenizer's truncation_side is '{side}')" in caplog.text
     assert "1 of 2 samples were truncated to 4 tokens: prompts lose their beginning, and outputs" in caplog.text
     pairs = trainer.encode_preferences(trainer.pipeline.rows[1:])
     assert trainer.tokenizer.decode(pairs.chosen.input_ids[0]) == {"right": "acbb", "left": "bbc<eos>"}[side]

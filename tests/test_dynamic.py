@@ -68,15 +68,15 @@ def test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line(
     trainer = trainer_at(tmp_path, rollout__max_refills=0, train__total_steps=2, method__k=8, rollout__num_rollouts=32)
     with caplog.at_level(logging.WARNING):
         trainer.learn()
-    lines = [record.getMessage() for record in caplog.records if "keep() kept" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "prompts sampled within" in record.getMessage()]
     assert lines
-    assert "of 4 prompts within rollout.max_refills 0, and 4 were wanted; training goes on with" in lines[0]
+    assert "of 4 prompts sampled within rollout.max_refills 0, and 4 were wanted; training goes on with" in lines[0]
     assert trainer.progress.step == 2
 
 
 def test_nothing_kept_is_an_error(tmp_path: Path) -> None:
     trainer = trainer_at(tmp_path, reward_fn=lambda outputs, **_: [1.0] * len(outputs), rollout__max_refills=2)
-    with pytest.raises(DataError, match=r"keep\(\) kept 0 of 12 prompts in 3 rounds, which leaves nothing to train on"):
+    with pytest.raises(DataError, match=r"trains on 0 of 12 prompts sampled in 3 rounds, which leaves nothing"):
         trainer.learn()
 
 

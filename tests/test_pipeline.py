@@ -541,7 +541,7 @@ def test_a_pair_keeps_its_columns_and_is_a_copy() -> None:
     "sample, said",
     [
         ({"prompt": "a", "chosen": "b"}, "has the columns prompt, chosen, .*expected here: prompt, chosen, rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "no preference"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "is no preference"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt should be text"),
         ("text", "is 'text'.*expected here: prompt, chosen, rejected"),

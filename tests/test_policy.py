@@ -23,6 +23,7 @@ from trainkit.config import ModelConfig, SamplingConfig
 from trainkit.data import Sequences, batches
 from trainkit.functional import entropy_from_logits, token_logprobs
 from trainkit.models import CausalPolicy, Policy, Reference, load_model, make_policy
+from trainkit.models.rope import fix_rope
 from trainkit.rollouts.sampler import make_sampler
 from trainkit.testing import character_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.checks.tools import gradient as gradient_of
@@ -106,6 +107,7 @@ def ragged() -> Sequences:
 LAYOUTS: dict[str, Callable[[Sequences], list[Sequences]]] = {
     "more padding": lambda rows: [widened(rows, 5)],
     "padding on the left": lambda rows: [left_padded(rows)],
+    "padding on both sides": lambda rows: [widened(left_padded(rows), 2)],
     "garbage under the mask": lambda rows: [with_garbage(widened(rows, 2))],
     "every row alone": lambda rows: [rows.take(torch.tensor([row])) for row in range(len(rows))],
     "micro-batches": lambda rows: [rows.take(torch.tensor(part)) for part in ([0, 1, 2], [3], [4, 5])],
@@ -136,8 +138,6 @@ def test_numbers_and_gradients_of_a_row_follow_from_its_tokens_alone(name: str, 
     numbers, whole = said(policy, [rows], shares)
     assert numbers.std(1).min() > 0.01
     for layout, change in LAYOUTS.items():
-        if layout == "padding on the left" and name in ("t5", "bart"):
-            continue  # the encoder reads prompts from the first column
         found, own = said(policy, change(rows), shares)
         assert (found - numbers).abs().max() < 2e-5 * numbers.abs().max(), layout
         assert (own - whole).abs().max() < 2e-5 * whole.abs().max(), layout
@@ -252,6 +252,42 @@ def test_a_bucket_more_is_made_where_it_saves_more_than_it_costs() -> None:
     assert [rows.tolist() for rows in sequences.buckets(3)] == [[0, 2], [5], [1, 3, 4]]
     left = sequences.map(lambda x: x.flip(1))
     assert len(left.buckets(0)) == 1, "padding on the left cannot be cut off"
+
+
+SMALL = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+LONG = {"rope_type": "longrope", "long_factor": [9.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4,
+        "original_max_position_embeddings": 16}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+LAYERS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONG}
+ROPES: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", "rope_parameters": LONG, "original_max_position_embeddings": 16},
+    "llama": {"model_type": "llama", "rope_parameters": DYNAMIC},
+    "gemma3": {"model_type": "gemma3_text", "rope_parameters": LAYERS, "head_dim": 8, "sliding_window": 64,
+               "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+
+@table("name, limit", [("phi3", 12), ("phi3", 40), ("llama", 40), ("gemma3", 40)])
+def test_rotary_positions_do_not_follow_the_longest_row(name: str, limit: int, tmp_path: Path) -> None:
+    """Of a length limit beyond the original context the long factors are used for all rows."""
+    trainer = tiny_trainer("ppo", tmp_path, model={**SMALL, **ROPES[name]}, train__seq_length=limit)
+    policy, ids = trainer.unwrapped, [3, 4, 5, 6, 7, 8, 9, 3]
+    alone = Sequences.from_lists([ids[:4]], [ids[4:]])
+    both = Sequences.from_lists([ids[:4], ids], [ids[4:], (ids * 5)[: limit - len(ids)]])
+    for model in (policy, trainer.reference.policy):
+        with torch.no_grad():
+            together, single = model(both).logprobs[0, :8], model(alone).logprobs[0]
+            torch.testing.assert_close(together, single, rtol=0, atol=1e-5)
+            again = model(alone).logprobs[0]
+        assert torch.equal(again, single)
+    assert "rope_type" in str(policy.model.config.to_dict())
+
+
+def test_it_is_told_if_rotary_positions_are_not_those_of_short_rows(caplog: pytest.LogCaptureFixture) -> None:
+    for limit, told in ((12, False), (40, True)):
+        fix_rope(load_model(ModelConfig(model_path={**SMALL, **ROPES["phi3"]})), limit)
+        assert ("are those of a row of 40 tokens" in caplog.text) == told
 
 
 def test_a_model_that_caps_its_logits_is_noticed(caplog: pytest.LogCaptureFixture) -> None:

@@ -623,3 +623,51 @@ def test_two_processes_share_a_stream_of_packed_rows_and_resume_it(resumed: list
     first, second = resumed
     assert first["packed straight"] == second["packed straight"] == first["packed resumed"] == second["packed resumed"]
     assert [first["rows"][i // 2] if i % 2 == 0 else second["rows"][i // 2] for i in range(6)] == first["all"]
+
+
+OWN_STATE = """
+import json
+import sys
+from pathlib import Path
+import torch
+from trainkit.plugins import get_trainer
+from trainkit.testing.trainers import tiny_trainer
+
+torch.set_num_threads(1)
+cls = get_trainer(sys.argv[2])
+cls.remembers = {**cls.remembers, "count": float, "seen": lambda: torch.zeros(2)}
+make = cls.prepare_experience
+
+def prepare(self, experience):
+    self.count += 1 + self.accelerator.process_index
+    self.seen = self.seen + self.accelerator.process_index
+    return make(self, experience)
+
+cls.prepare_experience = prepare
+for changes in json.loads(sys.argv[3]):
+    trainer = tiny_trainer(sys.argv[2], Path(sys.argv[1]) / "run", train__save_interval=1, **changes)
+    try:
+        trainer.begin()
+        begun = [trainer.count, trainer.seen.tolist()]
+        trainer.learn()
+        said = [begun, [trainer.count, trainer.seen.tolist()]]
+    except Exception as error:
+        said = str(error)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+(Path(sys.argv[1]) / f"said-{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize(("name", "later"), [("rloo", False), ("rft", True)])
+def test_each_process_resumes_with_its_own_state(name: str, later: bool, tmp_path: Path) -> None:
+    longer = {"train__total_steps": 8, "train__resume": "auto"}
+    runs = [{"train__total_steps": 4, "train__save_async": later}, longer]
+    succeed(OWN_STATE, 2, str(tmp_path), name, json.dumps(runs))
+    one, other = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    (count, _), (last, _) = one
+    assert last > count > 0
+    assert other == [[2 * count, [count, count]], [2 * last, [last, last]]]
+    succeed(OWN_STATE, 1, str(tmp_path), name, json.dumps([{**longer, "train__total_steps": 9}]))
+    said = json.loads((tmp_path / "said-0.json").read_text())
+    assert "for each of 2 processes, which 1 cannot share; resume with 2" in said

@@ -387,3 +387,35 @@ def test_a_function_that_changes_the_default_dtype_is_refused_and_it_is_set_back
     with pytest.raises(RewardError, match="default dtype"):
         metrics(judge, rollouts())
     assert torch.get_default_dtype() == torch.float32
+
+
+def bare(outputs: Any) -> Any:
+    return [1.0] * len(outputs)
+
+
+def no_columns(samples: Any, prompts: Any, outputs: Any, tokenizer: Any) -> Any:
+    return [1.0] * len(outputs)
+
+
+@table(
+    "name, function, said",
+    [
+        ("reward_fn", bare, r"not take samples, prompts, tokenizer, answer, .*write def bare\(outputs, \*\*kwargs\)"),
+        (
+            "reward_fn",
+            no_columns,
+            r"does not take answer, .*write def no_columns\(samples, prompts, outputs, tokenizer",
+        ),
+        ("reward_fn", lambda o, /, **_: [1.0] * len(o), ""),
+        ("metric_fn", bare, r"metric function .* does not take samples, prompts, answer"),
+    ],
+)
+def test_a_function_that_does_not_take_its_keywords_is_refused_before_the_model_is_loaded(
+    name: str, function: Any, said: str, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": "a", "answer": "b"}] * 16
+    if not said:
+        tiny_trainer("ppo", tmp_path, arguments={name: function, "prompts": prompts})
+        return
+    with pytest.raises(ConfigError, match=said):
+        tiny_trainer("ppo", tmp_path, arguments={name: function, "prompts": prompts})

@@ -201,7 +201,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "no name": {"plugins": [{"password": CANARY}]},
     "twice": {"train": {"trackers": [{"name": "my-keyed", "api_key": CANARY}, {"name": "my-keyed", "api_key": "x"}]}},
     "two names": {"model": {"kwargs": {"token": CANARY, "hf_token": CANARY}}},
-    "dtype": {"model": {"kwargs": {"token": CANARY, "dtype": "float32"}}},
+    "dtype": {"model": {"kwargs": {"token": CANARY, "dtype": "int8"}}},
     "wrong place": {"model": {"token": CANARY}},
     "wrong section": {"model": [{"kwargs": {"token": CANARY}}]},
     "engine": {"rollout": {"engine": {"name": "vllm", "arguments": {"api_key": CANARY}, "mode": 1}}},

@@ -77,7 +77,7 @@ def test_outputs_of_a_tokenised_pair_follow_their_common_beginning(tmp_path: Pat
     pairs = trainer.encode_preferences(list(trainer.pipeline.rows))
     assert pairs.chosen.response_mask.tolist() == [[False, False, True, True]]
     assert pairs.rejected.responses[0].tolist() == [5]
-    with pytest.raises(DataError, match="has the same tokens as chosen and as rejected"):
+    with pytest.raises(DataError, match="the same chosen and rejected output"):
         trainer.add_samples([{"input_ids_chosen": [1, 2], "input_ids_rejected": [1, 2]}])
 
 

@@ -193,6 +193,14 @@ def test_a_trunk_frozen_by_hand_is_used_and_one_below_a_trained_embedding_is_not
     assert policy.through_trunk(some_sequences()).trunk is None
 
 
+def test_modules_that_a_pass_makes_are_left_out(tmp_path: Path) -> None:
+    """CodeGen makes its softmax in every pass; it has no name in the model."""
+    model = {"model_type": "codegen", "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "rotary_dim": 4}
+    trainer = tiny_trainer("ppo", tmp_path, model={**model, "vocab_size": 10}, model__num_layers_unfrozen=1)
+    trainer.learn()
+    assert trainer.progress.step == 6
+
+
 def test_a_trunk_with_dropout_is_found_in_training_mode() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FROZEN_DROPOUT)).train()
     freeze_below(model, 1)

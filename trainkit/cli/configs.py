@@ -80,8 +80,14 @@ def check_config(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The configuration file.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Check a configuration without loading anything: all faults at once, each with its line and what is allowed."""
+    """Check a configuration without loading weights: all faults at once, each with its line and what is allowed.
+
+    Of a model in a local directory the config is read, which says how long texts may be and what can be trained.
+    """
     config = _read(str(file), overrides)
+    from trainkit.trainer.door import check_config
+
+    check_config(config)
     typer.echo(f"{printable(str(file))} is valid: {config.method.name}")
 
 

@@ -40,6 +40,7 @@ MEANINGS = {
     "truncated": "truncated",
     "dropped": "too long and dropped (rollout.overlong_prompts is 'drop')",
     "empty": "with an output of nothing but blanks and EOS",
+    "equal": "with the same chosen and rejected output, which are skipped",
     "duplicate": "the same as a row before",
     "contradictory": "the same as a row before but for the label, or for chosen and rejected, which are swapped",
 }
@@ -51,7 +52,7 @@ NOTES = {
 """What is said of rows that are as common as not, and no fault even if checks are strict."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Bars of a histogram within a line."""
-LOST = {"no room": "no room for an output", "equal after truncation": "equal sides after truncation"}
+LOST = {"no room": "no room for an output"}
 """What is said of rows that are refused because of truncation."""
 
 

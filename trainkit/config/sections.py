@@ -50,6 +50,24 @@ PathText = Annotated[str, AfterValidator(_path)]
 """A path, or the id of a repository on the hub."""
 
 
+def with_own_dtype(section: Any) -> Any:
+    """Return a section ``model`` with the dtype among its ``kwargs``, by its old name or the new one, in its own field.
+
+    Raises:
+        ValueError: the section has another one.
+    """
+    if not isinstance(section, Mapping) or not isinstance(section.get("kwargs"), Mapping):
+        return section
+    rest = {name: value for name, value in section["kwargs"].items() if name not in ("dtype", "torch_dtype")}
+    moved = [value for name, value in section["kwargs"].items() if name not in rest and value is not None]
+    names = {
+        str(value).removeprefix("torch.") for value in [*moved, *([section["dtype"]] if "dtype" in section else [])]
+    }
+    if moved and len(names) > 1:
+        raise ValueError(f"{' and '.join(sorted(names))} are given as dtype and in kwargs; give model.dtype alone")
+    return {**section, "kwargs": rest, **({"dtype": names.pop()} if moved else {})}
+
+
 class ModelConfig(Section):
     """Which model is trained, its dtype, and which part of it is trained."""
 
@@ -75,14 +93,13 @@ class ModelConfig(Section):
     """Disable dropout in the policy, so that old and new log-probabilities come from the same function. The reference
     never has dropout."""
     kwargs: Kwargs = {}
-    """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`."""
+    """Passed to `from_pretrained` or `from_config`, e.g. `attn_implementation`, `revision`. A `dtype` or `torch_dtype`
+    among them is that of the section."""
 
-    @field_validator("kwargs")
+    @model_validator(mode="before")
     @classmethod
-    def _no_second_place(cls, value: Plain) -> Plain:
-        if "dtype" in value:
-            raise ValueError("dtype has a field of its own in this section; set model.dtype")
-        return value
+    def _one_dtype(cls, data: Any) -> Any:
+        return with_own_dtype(data)
 
     @field_validator("peft_config", mode="before")
     @classmethod
@@ -94,6 +111,8 @@ class ModelConfig(Section):
     def _known_adapter(cls, value: Plain | None) -> Plain | None:
         if value is not None:
             check_adapter(value)
+            if isinstance(rank := value.get("r"), int) and rank < 1:
+                raise ValueError(f"r is {rank}, the rank of the adapter; give 1 or more")
         return value
 
     @model_validator(mode="after")

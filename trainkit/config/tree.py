@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -36,6 +37,7 @@ from trainkit.config.sections import (
     TokenizerConfig,
     TrainConfig,
     sweep,
+    with_own_dtype,
 )
 from trainkit.errors import ConfigError, RegistryError, describe
 from trainkit.plain import DEPTH, read_yaml_lines, to_yaml
@@ -317,7 +319,9 @@ def _renamed(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _named(sections: Plain) -> Plain:
-    """Return ``sections``, with a method given as a name replaced by ``{"name": name}``."""
+    """Return ``sections`` as they are merged: a method that is a name as ``{"name": name}``, the dtype in its field."""
+    with suppress(ValueError):  # reported when the sections are validated
+        sections = {**sections, "model": with_own_dtype(sections["model"])} if "model" in sections else sections
     name = sections.get("method")
     return {**sections, "method": {"name": name}} if isinstance(name, str) else sections
 

@@ -16,7 +16,7 @@ from trainkit.data.formats import (
     unrendered,
     written_prompts,
 )
-from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, is_stream
+from trainkit.data.pipeline import Pipeline, PromptEncoder, Stream, encode_sample, is_stream
 from trainkit.data.store import RolloutStore, shuffled
 from trainkit.data.tokenised import Completions, output_spans
 from trainkit.data.unpaired import check_labels, mismatched
@@ -39,6 +39,7 @@ __all__ = [
     "TokenBatch",
     "are_rated",
     "check_labels",
+    "encode_sample",
     "finite",
     "first_format",
     "formatted",

@@ -37,7 +37,7 @@ from torch import Tensor
 from trainkit.data.batches import GIVEN, Row
 from trainkit.data.chat import SETTINGS, Chat, is_conversation, plain_messages
 from trainkit.data.columns import KNOWN, STEPWISE, check_columns, check_prompt_columns, is_given, listed, row_without
-from trainkit.data.pipeline import IDS, SIDES, check_text, is_stream
+from trainkit.data.pipeline import IDS, SIDES, EqualSidesError, check_text, is_stream
 from trainkit.data.tokenised import COLUMNS as TOKENISED
 from trainkit.data.tokenised import PAIR_COLUMNS as TOKENISED_PAIR
 from trainkit.data.tokenised import tokenised_pair, tokenised_row
@@ -149,7 +149,7 @@ def prompt_rows(prompts: Prompts, *, needed: bool = True, replayed: bool = False
             "[prompt_function() for _ in range(1000)], or where it returns pairs "
             '[{"prompt": prompt, **columns} for prompt, columns in (prompt_function() for _ in range(1000))]'
         )
-    _check_list(prompts, "prompt")
+    check_list(prompts, "prompt")
     rows = []
     for index, prompt in enumerate(prompts, first):
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
@@ -219,7 +219,7 @@ def sample_rows(
         DataError: there are no samples, one has another form or a column of another form that nothing reads, or the
             number of rewards differs; names its index.
     """
-    _check_list(samples, "sample")
+    check_list(samples, "sample")
     rows = [
         sample_row(sample, f"sample {index}", tokenizer, rated=rated, columns=columns, ends=ends)
         for index, sample in enumerate(samples, first)
@@ -401,7 +401,7 @@ def preference_rows(
         DataError: there are no pairs, one has another form or a column of another form that nothing reads, or its sides
             are the same; names its index.
     """
-    _check_list(samples, "sample")
+    check_list(samples, "sample")
     rows = [
         preference_row(sample, f"sample {index}", tokenizer, columns=columns, ends=ends)
         for index, sample in enumerate(samples, first)
@@ -419,7 +419,12 @@ def preference_row(
     columns: Collection[str] = (),
     ends: Collection[int] = (),
 ) -> Row:
-    """Return one pair as a row of `preference_rows`."""
+    """Return one pair as a row of `preference_rows`.
+
+    Raises:
+        EqualSidesError: its sides are the same.
+        DataError: as `preference_rows`.
+    """
     form = recognise(sample) if isinstance(sample, Mapping) else None
     if form == "tokenised preference":
         check_columns(sample, (*TOKENISED_PAIR, *columns), what)
@@ -431,7 +436,7 @@ def preference_row(
     check_columns(sample, ("prompt", "chosen", "rejected", *(SETTINGS if talk else ()), *columns), what)
     _check_alike(what, *([] if form == "implicit preference" else [prompt]), *sides)
     if sides[0] == sides[1]:
-        raise DataError(f"{what} has the same text as chosen and as rejected, so it shows no preference; remove it")
+        raise EqualSidesError(f"{what} has the same text as chosen and as rejected, which is no preference; remove it")
     if form == "implicit preference":
         at = _common_messages(*sides) if talk else _common_text(what, *sides)
         if not at:
@@ -505,7 +510,7 @@ def formatted(rows: Any, formatting_func: Callable[[Any], Any] | None) -> Any:
     rows = listed(rows)
     if formatting_func is None:
         return list(rows) if isinstance(rows, Iterator) else rows
-    _check_list(rows, "sample")
+    check_list(rows, "sample")
     made = Formatted(rows, formatting_func)
     return made if is_stream(rows) else list(made)
 
@@ -529,7 +534,8 @@ def _first(samples: Any, ignored: Collection[str]) -> Mapping[str, Any]:
     return first if isinstance(first, Mapping) else {}
 
 
-def _check_list(given: Any, kind: str) -> None:
+def check_list(given: Any, kind: str) -> None:
+    """Raise a DataError if ``given`` is a single sample or prompt, by ``kind``, or several splits."""
     if isinstance(given, Mapping) and given and all(hasattr(part, "column_names") for part in given.values()):
         raise DataError(
             f"{kind}s is a dataset with the splits {', '.join(map(str, given))}; give one of them: "

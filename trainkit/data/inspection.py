@@ -292,6 +292,9 @@ class _Inspector:
             if talk and self.reading.tokenizer is not None:
                 self._note_unrendered(index, unrendered(row, self.reading.tokenizer, f"row {index}"))
             return rows
+        except EqualSidesError:
+            self._find("equal", index)
+            return []
         except DataError as error:
             self._refuse(index, error)
             return []
@@ -357,10 +360,12 @@ class _Inspector:
                 self._rows([], 0, talk=False)
             if self.reading.kind == "labels" and self.labels:
                 check_both(self.labels["true"], self.labels["false"])
-            dropped = self.found.findings.get("dropped")
+            equal, dropped = self.found.findings.get("equal", Found()), self.found.findings.get("dropped")
+            if len(rows) and equal.count == len(rows):
+                raise DataError(f"all {len(rows)} pairs have the same chosen and rejected output; give others")
             if dropped is not None and dropped.count == len(rows):
                 raise DataError(f"all {len(rows)} prompts are longer than {self.reading.limit} tokens and are dropped")
-            if self.reading.check is not None and len(self.kept) == len(rows):
+            if self.reading.check is not None and not self.found.refused:
                 self.reading.check(self.kept)
             elif self.reading.check is not None:
                 self.found.omitted.append("what the method checks itself of its samples, until all rows are accepted")
@@ -388,6 +393,9 @@ class _Inspector:
             measure = self._measure_ids
         try:
             measure(index, row)
+        except EqualSidesError:
+            self._find("equal", index)
+            return
         except DataError as error:
             self._refuse(index, error)
             return
@@ -484,11 +492,7 @@ class _Inspector:
         limit = self.reading.limit
         if limit is None or max(len(ids) for ids, _ in whole) < limit:
             return whole
-        try:
-            return list(encode_pair_within(self.ahead, row, limit, f"sample {index}", **self.sides)[:2])
-        except EqualSidesError:
-            self._find("equal after truncation", index)
-            raise
+        return list(encode_pair_within(self.ahead, row, limit, f"sample {index}", **self.sides)[:2])
 
     def _measure_prompt(self, index: int, row: Row) -> None:
         prompt = row.get("prompt")

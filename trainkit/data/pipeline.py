@@ -107,11 +107,16 @@ class Stream:
             given = iter(self.source)
             index = sum(1 for _ in islice(given, skip))
             skip -= index
+            usable = skip > 0 or index > 0
             while window := list(islice(given, WINDOW)):
-                yield from self.read(window, index)
+                rows = self.read(window, index)
+                usable = usable or bool(rows)
+                yield from rows
                 index += len(window)
             if not index:
                 raise DataError("samples is an empty stream; give at least one sample")
+            if not usable:
+                raise DataError("no sample of the stream can be trained on; the log says why each was skipped")
             epoch += 1
 
 
@@ -321,7 +326,7 @@ EncodedSide = tuple[list[int], list[bool]]
 
 
 class EqualSidesError(DataError):
-    """The sides of a pair differ in nothing but tokens that truncation removes."""
+    """The sides of a pair are the same, as text, as tokens, or after truncation, so that it shows no preference."""
 
 
 def encode_pair(
@@ -340,8 +345,8 @@ def encode_pair(
     ``ends`` are as for `encode_joint`.
 
     Raises:
-        EqualSidesError: truncation has made both sides the same.
-        DataError: a text has no tokens, both sides have the same tokens, or a side loses its whole output.
+        EqualSidesError: both sides have the same tokens.
+        DataError: a text has no tokens, or a side loses its whole output.
     """
     if "chosen" in row:
         chosen, rejected = (
@@ -351,7 +356,7 @@ def encode_pair(
         chosen, rejected = pair_sides(row)
     room = 0 if limit is None else max(len(ids) for ids, _ in (chosen, rejected)) - limit
     if room > 0:
-        whole, sides = chosen != rejected, (chosen, rejected)
+        sides = chosen, rejected
         prompt = min(mask.index(True) for _, mask in sides)
         kept = min(prompt, *(beginning(tokenizer, ids) for ids, _ in sides))
         gone = min(room, prompt - max(kept, 1))  # at least one prompt token stays
@@ -361,7 +366,7 @@ def encode_pair(
         )
     same = chosen == rejected
     if same or not (any(chosen[1]) and any(rejected[1])):
-        error = EqualSidesError if same and room > 0 and whole else DataError
+        error = EqualSidesError if same else DataError
         raise error(
             f"{what} has {'the same tokens as chosen and as rejected' if same else 'a side without output'}"
             f"{f' within {limit} tokens; raise train.seq_length, or remove it' if room > 0 else '; remove it'}"
@@ -403,8 +408,8 @@ def encode_pair_apart(
     """Do as `encode_pair` does, for a model that reads prompt and output separately (`encode_apart`).
 
     Raises:
-        EqualSidesError: truncation has made both sides the same.
-        DataError: a text has no tokens, or both sides have the same tokens.
+        EqualSidesError: both sides have the same tokens.
+        DataError: a text has no tokens.
     """
     _check_text_row(row, "chosen", what)
     chosen, rejected = (
@@ -412,8 +417,7 @@ def encode_pair_apart(
     )
     if chosen[:2] == rejected[:2]:
         within = f" within {limit} tokens" if chosen[2] else ""
-        error = EqualSidesError if chosen[2] or rejected[2] else DataError
-        raise error(f"{what} has the same tokens as chosen and as rejected{within}; remove it")
+        raise EqualSidesError(f"{what} has the same tokens as chosen and as rejected{within}; remove it")
     return chosen[:2], rejected[:2], chosen[2] or rejected[2]
 
 

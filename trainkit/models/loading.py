@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -353,8 +354,10 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
         live: whether the model is a live one, whose adapter is checked when it is added.
 
     Raises:
-        ConfigError: the model has fewer layers than ``num_layers_unfrozen``, or the adapter fits none of its modules.
+        ConfigError: the model has fewer layers than ``num_layers_unfrozen``, the adapter fits none of its modules, or a
+            loss is asked for that is not added.
     """
+    _check_experts(config, model_config)
     depth = depth_of(model_config)
     if depth is not None and config.num_layers_unfrozen > depth:
         raise ConfigError(
@@ -370,6 +373,32 @@ def check_trainable(config: ModelConfig, model_config: PreTrainedConfig, live: b
             with torch.device("meta"):
                 skeleton = auto_class(model_config).from_config(model_config, **trust(config.kwargs))
             add_adapter(skeleton, _for_skeleton(wanted))
+
+
+BALANCE = ("router_aux_loss_coef", "output_router_logits")
+"""Fields of a mixture of experts by which transformers adds a loss that balances the experts to its own loss."""
+
+
+def _check_experts(config: ModelConfig, model_config: PreTrainedConfig) -> None:
+    """Raise a ConfigError if the loss that balances the experts of a mixture is asked for, which no algorithm adds.
+
+    A coefficient in the model's own config asks for nothing: transformers adds the loss with output_router_logits only.
+    """
+    fields = config.model_path if isinstance(config.model_path, Mapping) else {}
+    given = {f"model.kwargs.{name}": config.kwargs[name] for name in BALANCE if config.kwargs.get(name)}
+    given |= {f"model.model_path.{name}": fields[name] for name in BALANCE if fields.get(name)}
+    if not given and getattr(model_config.get_text_config(), BALANCE[1], False):
+        given = {f"{BALANCE[1]} of the model's config": True}
+    for name, value in given.items():
+        raise ConfigError(
+            f"{name} is {value}, and the loss that balances the experts of a mixture is not added to the loss of an "
+            f"algorithm; {'set it to false' if BALANCE[1] in name else 'remove it'}"
+        )
+
+
+def balances_experts(model_config: PreTrainedConfig) -> bool:
+    """Return whether the config is of a mixture of experts that has a coefficient of the loss that balances them."""
+    return bool(getattr(model_config.get_text_config(), BALANCE[0], 0))
 
 
 def _check_weights_are_trained(config: ModelConfig, virtual: bool) -> None:
@@ -447,12 +476,32 @@ def load_model_config(config: ModelConfig, key: str = "model.model_path") -> Pre
         if isinstance(path, str):
             known = {**hub_arguments(config.kwargs), **trust(config.kwargs)}
             base, known = find_base(path, known)
-            return cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **known))
-        model_config = AutoConfig.for_model(**path)
-        _fuse_activation(model_config)
-        return model_config
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            model_config = cast(PreTrainedConfig, AutoConfig.from_pretrained(base or path, **known))
+        else:
+            model_config = AutoConfig.for_model(**path)
+            _fuse_activation(model_config)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(_cannot_load("model", key, path, error)) from error
+    _check_kind(model_config, path if isinstance(path, str) else path["model_type"], key)
+    return model_config
+
+
+def reads_more(config: PreTrainedConfig) -> bool:
+    """Return whether the config is of a model that reads images or sounds besides text."""
+    return any(hasattr(config, f"{part}_config") for part in ("vision", "audio"))
+
+
+def _check_kind(config: PreTrainedConfig, given: str, key: str) -> None:
+    """Raise a ConfigError if transformers has no class that reads text for the kind of model."""
+    if type(config) in auto_class(config)._model_mapping or getattr(config, "auto_map", None):
+        return
+    text = config.get_text_config()
+    alone = type(text) in AutoModelForCausalLM._model_mapping
+    besides = "reads more than text" if reads_more(config) else "is no language model"
+    raise ConfigError(
+        f"{key} is {given!r}, a model of the kind {config.model_type!r}, which {besides} and cannot be trained; give a "
+        f"language model{f', such as its text model ({text.model_type}) alone' if alone and text is not config else ''}"
+    )
 
 
 def _fuse_activation(config: PreTrainedConfig) -> list[str]:

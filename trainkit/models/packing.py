@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LENGTHS = (5, 3, 4)
 """The lengths of the samples that the check packs, in tokens."""
+MASKED = ("sdpa", "eager")
+"""The implementations of attention with the masks of transformers: where one does not pack, the other does not."""
 
 
 @torch.no_grad()
@@ -43,9 +45,10 @@ def check_packing(model: PreTrainedModel) -> None:
         model.train(training)
     if fault:
         attention = getattr(model.config, "_attn_implementation", None)
+        other = ", or, if the model has attention only, model.kwargs.attn_implementation to 'sdpa'"
         raise ConfigError(
             f"{type(model).__name__} (attention: {attention}) cannot be trained on packed rows: {fault}. Set "
-            "method.packing to false, or, if the model has attention only, model.kwargs.attn_implementation to 'sdpa'"
+            f"method.packing to false{'' if attention in MASKED else other}"
         )
 
 

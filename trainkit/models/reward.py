@@ -29,6 +29,7 @@ from trainkit.models.adapters import HEADS, MARK, adapter_base, has_adapter
 from trainkit.models.loading import context_length, is_classifier, load_model, load_model_config, pad_id
 from trainkit.models.policy import hidden_states, inputs_of, load_heads, needs_mask
 from trainkit.models.prompts import SharedPrompts, begins, why_not_shared
+from trainkit.models.rope import fix_rope
 from trainkit.models.trunk import Trunk, tiny_input
 from trainkit.models.unloaded import decided
 from trainkit.models.value_head import find_file, saved_heads, state_width
@@ -214,6 +215,7 @@ class RewardModel:
         virtual, context = count_of(scorer.model), context_length(scorer.model.config)
         limits = (max_length, context and context - virtual, tokenizer.model_max_length)
         self.limit = min(limit for limit in limits if limit is not None)
+        fix_rope(scorer.model, self.limit + virtual, "max_length")
         self.truncated = 0
         self._encoder = PromptEncoder(tokenizer, None)
 

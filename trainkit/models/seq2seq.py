@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainkit.data import Sequences
 from trainkit.errors import ConfigError
 from trainkit.models.policy import Policy, evaluating, gives_logits, warn_of_full_logits
-from trainkit.models.prompts import different_prompts
+from trainkit.models.prompts import begins, different_prompts
 from trainkit.models.trunk import find_blocks, tiny_input
 from trainkit.models.unloaded import decided
 
@@ -134,8 +134,9 @@ def _before(sequences: Sequences) -> Tensor:
 def _prompts(sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Return what precedes the first response token of each row: ids [B, P] and a bool mask [B, P]."""
     prompt = _before(sequences)
-    width = int(prompt.sum(1).max())
-    return sequences.input_ids[:, :width], prompt[:, :width]
+    places = begins(sequences) + torch.arange(int(prompt.sum(1).max()), device=prompt.device)
+    inside, places = places < prompt.size(1), places.clamp(max=prompt.size(1) - 1)
+    return sequences.input_ids.gather(1, places), prompt.gather(1, places) & inside
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,11 @@ class _Responses:
     def of(cls, sequences: Sequences, prefix: list[int]) -> _Responses:
         """Extract the responses from rows of prompt and response, and put the decoder's prefix before each."""
         device, total = sequences.input_ids.device, sequences.input_ids.size(1)
-        begins = _before(sequences).sum(1, keepdim=True)
+        prompt = _before(sequences)
+        at = begins(sequences) + prompt.sum(1, keepdim=True)
         used = sequences.attention_mask | sequences.response_mask
         ends = (used * torch.arange(1, total + 1, device=device)).amax(1, keepdim=True)
-        places = begins + torch.arange(int((ends - begins).max()), device=device)  # [B, R]
+        places = at + torch.arange(int((ends - at).max()), device=device)  # [B, R]
         inside, places = places < total, places.clamp(max=total - 1)
         tokens, real, chosen = (
             x.gather(1, places) for x in (sequences.input_ids, sequences.attention_mask, sequences.response_mask)

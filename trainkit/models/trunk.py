@@ -204,15 +204,16 @@ def modules_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> 
 @torch.no_grad()
 def _called_below(model: PreTrainedModel, blocks: nn.ModuleList, depth: int) -> list[nn.Module]:
     """Return the modules that run before the block ``depth``, and neither are in a block nor contain the blocks."""
-    outside = {id(inner) for block in blocks for inner in block.modules()}
-    outside |= {id(module) for module in model.modules() if any(inner is blocks for inner in module.modules())}
+    within = {id(inner) for block in blocks for inner in block.modules()}
+    within |= {id(module) for module in model.modules() if any(inner is blocks for inner in module.modules())}
+    outside = {id(module) for module in model.modules()} - within  # others are made in the pass
     called: list[nn.Module] = []
     reached = False
 
     def enter(module: nn.Module, _: Any) -> None:
         nonlocal reached
         reached = reached or (depth < len(blocks) and module is blocks[depth])
-        if not reached and id(module) not in outside:  # also a layer with an adapter, which is a module in it
+        if not reached and id(module) in outside:  # also a layer with an adapter, which is a module in it
             called.append(module)
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:

@@ -77,7 +77,16 @@ def load_file(path: Path) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     _search_last(Path.cwd())
     with _explained(name):
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not error.name or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            files = [path.name for path in Path.cwd().glob("*.py")]
+            raise ConfigError(
+                f"there is no module {name!r}{suggest(name, files) or '.'} Write FILE.py:NAME, or module:NAME of a "
+                "module that is installed"
+            ) from error
 
 
 def _is_at(module: ModuleType | None, path: Path) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ from trainkit.config import RewardFunctionConfig
 from trainkit.data import Rollouts, Row, finite
 from trainkit.data.batches import GIVEN, columns_of
 from trainkit.data.formats import plain
-from trainkit.errors import RewardError, describe
+from trainkit.errors import ConfigError, RewardError, describe
 from trainkit.rollouts.calls import NAME as WORKER
 from trainkit.rollouts.calls import Result, in_worker
 from trainkit.seeding import PLACE, remember_generators
@@ -307,6 +307,31 @@ def call(fn: Callable[..., Any], rollouts: Scored, **extra: Any) -> Any:
     told = f" and the keywords {', '.join(arguments)}"
     with _default_dtype_kept(fn), explained(fn, rollouts, told), _without_autocast():
         return fn(**arguments)
+
+
+def check_keywords(fn: Callable[..., Any], what: str, given: Iterable[str], columns: Iterable[str]) -> None:
+    """Raise a `ConfigError` if a function does not take a keyword that it will be called with.
+
+    Args:
+        fn: the function; one whose signature is not known, such as one written in C, is not checked.
+        what: what it is, in the message: a reward function or a metric function.
+        given: what trainkit calls it with.
+        columns: the columns of the prompts, which it gets, too.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return
+    named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    if odd := [name for name in (*given, *columns) if name not in named]:
+        known = [each.name for each in parameters if each.name in named]
+        raise ConfigError(
+            f"the {what} {name_of(fn)} does not take {', '.join(odd)}, and is called with the keywords "
+            f"{', '.join((*given, *columns))}; write def {getattr(fn, '__name__', 'score')}"
+            f"({', '.join([*known, '**kwargs'])})"
+        )
 
 
 def answer(fn: RewardFn, rollouts: Scored, config: RewardFunctionConfig, *, alone: bool = True, **extra: Any) -> Any:

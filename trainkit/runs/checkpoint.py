@@ -27,6 +27,7 @@ from torch import Size, Tensor, cat, dtype
 from trainkit.data import Batch
 from trainkit.data.batches import BATCH_CLASSES, check_fields, shown
 from trainkit.errors import CheckpointError, describe
+from trainkit.models.reference import fingerprint
 from trainkit.security import hidden, is_secret
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,18 @@ def _as_json(packer: Packer, state: State) -> str:
         deep = f"a state is nested more than {DEEPEST // 3} levels deep; keep flatter data in it"
         raise CheckpointError(deep) from error
     return json.dumps(plain)
+
+
+def digest(state: State) -> str:
+    """Return a hash of nested state.
+
+    Raises:
+        CheckpointError: as `Packer.pack`.
+    """
+    packer = Packer()
+    found = hashlib.sha256(_as_json(packer, state).encode())
+    found.update(fingerprint(packer.tensors).encode())
+    return found.hexdigest()
 
 
 def pack(state: State) -> Packed:

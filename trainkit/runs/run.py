@@ -10,6 +10,7 @@
               trackers.json         what identifies the run to wandb, trackio or mlflow, if one is on
               tensorboard/          events, if that tracker is on
               checkpoints/step_*/   to resume from
+              experience/           what an offline run has made before its first step, until it is finished
               best/                 export of the best evaluation, with train.save_best
               model/                export at the end
 """
@@ -47,7 +48,7 @@ from trainkit.runs.lock import RunLock
 from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
-from trainkit.runs.saving import PARTS, identity, trained
+from trainkit.runs.saving import METHOD, PARTS, identity, trained
 from trainkit.runs.stopping import lost, signals_noted, watched
 from trainkit.runs.symptoms import Verdict
 from trainkit.runs.trackers import default_trackers
@@ -373,11 +374,15 @@ def load(trainer: Trainer, path: Path) -> None:
     saving.finish(trainer)
     path = on_main(trainer, lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
+    state |= _own_method(trainer, path, state["processes"])
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
     trainer._recorded_frozen = state["frozen"]
     trainer.store.clear()
-    trainer.recorded_trunk = state.get("progress", {}).get("keeps_trunk")
+    recorded = state.get("progress", {})
+    trainer.recorded_trunk = recorded.get("keeps_trunk")
     if trainer.collects_once:
+        at = trainer.progress  # which rows are used depends on it
+        at.step, at.epoch, at.position = recorded["step"], recorded["epoch"], _position(trainer, state)
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
     trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
@@ -387,12 +392,36 @@ def load(trainer: Trainer, path: Path) -> None:
     except (RuntimeError, ValueError, KeyError) as error:  # torch raises these if the state does not fit
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     at = trainer.progress
-    at.position = at.position * state["config"]["train"]["batch_size"] // trainer.config.train.batch_size
+    at.position = _position(trainer, state)
     _load_held(trainer, path, state["processes"], filled)
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if at.stop_reason:
         trainer.resumed.append(_stopped(trainer, state["config"]))
+
+
+def _own_method(trainer: Trainer, path: Path, there: int) -> dict[str, Any]:
+    """Return the state of the algorithm in this process, if it is not the same on the ``there`` processes.
+
+    Raises:
+        CheckpointError: the run has another number of processes.
+    """
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    if not (path / f"{METHOD}-00000.json").exists():
+        return {}
+    if there != world:
+        raise CheckpointError(
+            f"{path} has a state of {trainer.config.method.name!r} for each of {there} processes, which {world} cannot "
+            f"share; resume with {there}. A state that trainer.reduce or trainer.gather makes equal on all processes "
+            "fits any number"
+        )
+    return checkpoint.read_state(path, f"{METHOD}-{rank:05d}")
+
+
+def _position(trainer: Trainer, state: Mapping[str, Any]) -> int:
+    """Return the minibatches made in the pass of a checkpoint, in those of this run's `train.batch_size`."""
+    made: int = state["progress"]["position"] * state["config"]["train"]["batch_size"]
+    return made // trainer.config.train.batch_size
 
 
 def _model_state(path: Path, state: dict[str, Any]) -> Mapping[str, Any]:

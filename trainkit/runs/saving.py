@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PARTS = "parts"
 """The name of the files in which each process writes its part of the model and of the optimizer's state."""
+METHOD = "method"
+"""The name of the files in which each process writes the state of the algorithm, if it is not the same on all."""
 
 
 class Saving:
@@ -110,7 +112,8 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
     finish(trainer)
     step, keep = trainer.progress.step, trainer.config.train.keep_checkpoints
     with _building(trainer, root) as building:
-        everywhere(trainer, lambda: _parts(trainer, partial(checkpoint.write_state, building)))
+        apart = _states_differ(trainer)
+        everywhere(trainer, lambda: _parts(trainer, partial(checkpoint.write_state, building), apart))
         target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
     trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
     return target
@@ -129,7 +132,8 @@ def save_later(trainer: Trainer) -> None:
         parts[name] = checkpoint.pack(state)
 
     with _building(trainer) as building:
-        everywhere(trainer, lambda: _parts(trainer, keep))
+        apart = _states_differ(trainer)
+        everywhere(trainer, lambda: _parts(trainer, keep, apart))
         trainer._saving = Saving(building, trainer.progress.step, parts)
 
 
@@ -256,14 +260,27 @@ def _bytes(trainer: Trainer) -> int:
     return own * (trainer.accelerator.num_processes if trainer.sharding.divides else 1)
 
 
-def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object]) -> None:
-    """Call ``put`` with the name and the state of each part of a checkpoint that this process writes."""
+def _states_differ(trainer: Trainer) -> bool:
+    """Return whether the state of the algorithm is not the same on all processes."""
+    if trainer.accelerator.num_processes == 1:
+        return False
+    own = everywhere(trainer, lambda: checkpoint.digest(trainer.state_dict()))
+    return len(set(trainer.gather([own]))) > 1
+
+
+def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object], apart: bool) -> None:
+    """Call ``put`` with the name and the state of each part of a checkpoint that this process writes.
+
+    The state of the algorithm is one of them if it is that of this process alone (``apart``).
+    """
     rank = trainer.accelerator.process_index
     if not trainer.collects_once and len(trainer.store):
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
     if trainer.ahead is not None:
         put(f"ahead-{rank:05d}", {"collections": trainer.ahead.state()})
     loop = {**trainer.loop_state(), **identity(trainer)}
+    if apart:
+        put(f"{METHOD}-{rank:05d}", {"method": loop["method"]})
     if trainer.sharding.stays_divided:
         refuse_non_finite(trainer)
         state, loop["optimizer"] = loop["optimizer"]["state"], {**loop["optimizer"], "state": {}}

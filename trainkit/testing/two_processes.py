@@ -99,6 +99,14 @@ def _learn(name: str, folder: Path, settings: Said) -> Said:
     }
 
 
+def _resume(name: str, folder: Path, settings: Said) -> Said:
+    """Resume that run from its first checkpoint, and return what it then ended with."""
+    first = folder / "run" / "checkpoints" / f"step_{RUN['train__save_interval']:08d}"
+    trainer = tiny_trainer(name, folder / "resumed", **settings, **RUN, train__resume=str(first))
+    trainer.learn()
+    return {"weights": weights(trainer), "state": trainer.state_dict()}
+
+
 def _learn_in_shards(name: str, folder: Path, settings: Said) -> Said:
     """Make the same run with a model that the processes divide, and return its weights.
 
@@ -153,6 +161,7 @@ def _trained(name: str, folder: Path, rank: int, given: Said) -> Said:
         "step": _step(name, folder, rank, given),
         "drawn": _draw(name, folder, settings),
         "run": _learn(name, folder, settings),
+        "resumed": _resume(name, folder, settings),
         "sharded": _learn_in_shards(name, folder, settings),
     }
 

@@ -42,18 +42,21 @@ from trainkit.models import (
     load_model,
     make_policy,
 )
-from trainkit.models.adapters import BASE, HEADS, has_adapter, has_score_head, save_model
+from trainkit.models.adapters import BASE, HEADS, bare, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
     check_frozen,
     check_tokens,
     check_trains_weights,
+    count_virtual,
     load_frozen,
     load_frozen_config,
     name_eos,
+    reads_more,
 )
 from trainkit.models.policy import check_logit_mask
 from trainkit.models.reloading import fault_of, has_left_its_path
 from trainkit.models.reward import name_padding
+from trainkit.models.rope import fix_rope
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
@@ -158,8 +161,21 @@ class AccelerateRLTrainer(TextTrainer[M]):
             policy.vocabulary = self.vocabulary
             # offline, the policy itself has none: it is applied at evaluations alone
             check_logit_mask(self.logit_mask, policy.model, self.vocabulary)
+        self._fix_rope(policy)
+        if isinstance(policy, Policy) and reads_more(self.model_config) and not reads_more(policy.model.config):
+            log.warning(
+                "of the %s, which reads more than text, the language model alone is loaded and trained (%s), and "
+                "exports hold it alone",
+                self.model_config.model_type,
+                type(bare(policy.model)).__name__,
+            )
         sharing.prepare(self, policy)
         return policy
+
+    def _fix_rope(self, policy: Any) -> None:
+        """Let the numbers of a row not depend on its neighbours' lengths."""
+        if self.limit is not None:
+            fix_rope(policy, self.limit + count_virtual(self.config.model, self.live_model))
 
     def get_arch(self, config: TRLConfig[M]) -> nn.Module:
         """Return the language model: online with the sampling temperature and the logit mask, offline without them.
@@ -227,6 +243,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             else:  # of a model that scores text
                 policy = make_policy(model)
             policy.row_limit = self.row_limit
+        self._fix_rope(policy)
         run.check_frozen(self, policy)
         sharing.prepare(self, policy)
         return policy
@@ -303,11 +320,6 @@ class AccelerateRLTrainer(TextTrainer[M]):
             stored.begin(self, len(rows))
         pairs = "pairs" in self.inputs and bool(rows)
         sharing.decide(self, self.encode_preferences(rows[: sharing.SEEN]).both if pairs else None)
-
-    def made_experience(self, rows: list[Row]) -> Batch:
-        """Return what `make_experience` makes of rows of a collection; offline with the output of frozen layers."""
-        made = super().made_experience(rows)
-        return made if self.online else self.through_trunk(made)
 
     def through_trunk(self, batch: B) -> B:
         """Return a batch of an offline collection whose sequences have the output of the frozen lower layers.

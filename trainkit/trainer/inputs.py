@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
 from trainkit.config import MethodConfig
 from trainkit.data import Batch, Pipeline, Prompts, Row, Stream, is_stream, prompt_rows
 from trainkit.data.columns import without
+from trainkit.data.pipeline import EqualSidesError
 from trainkit.errors import ConfigError, DataError
 from trainkit.runs.fingerprints import Fingerprints, of_rows
 from trainkit.trainer.setup import PreparedTrainer
@@ -48,10 +50,14 @@ class TrainerInputs(PreparedTrainer[M]):
                 "rewards within its rows, as the label of unpaired preference. If it is small enough to be read "
                 "before training, give list(samples)"
             )
-        plain = getattr(self.arrange, "__func__", None) is TrainerInputs.arrange
-        stream = Stream(
-            samples, lambda rows, first: self.arrange(self.read_samples(rows, first=first)), one_to_one=plain
-        )
+
+        def read(rows: list[Any], first: int) -> list[Row]:
+            with suppress(EqualSidesError):  # it is told; others follow
+                return self.arrange(self.read_samples(rows, first=first))
+            return []
+
+        plain = getattr(self.arrange, "__func__", None) is TrainerInputs.arrange and "pairs" not in self.inputs
+        stream = Stream(samples, read, one_to_one=plain)
         stream.check()
         self.pipeline = stream
 

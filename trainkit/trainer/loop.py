@@ -31,7 +31,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim, parking
+from trainkit.trainer import kept, optim, parking
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -105,6 +105,12 @@ class AcceleratedLoop(TrainerInputs[M]):
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
+        if (
+            self.config.train.save_best
+            and not (self.eval_rows or self.eval_samples)
+            and self.accelerator.is_main_process
+        ):
+            log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
         with run.running(self):
             try:
                 self._learn()
@@ -136,6 +142,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 evaluate_if(self, self._evaluation_missing)
                 saving.save_if_due(self, self.done)
         run.export(self)
+        kept.remove(self)
 
     @property
     def _evaluation_due(self) -> bool:
@@ -175,13 +182,17 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _one_pass(self) -> Iterator[Batch]:
         at, train = self.progress, self.config.train
         layout = self._layout()
-        order = shuffled(
-            len(self.store) * layout.world,
-            generator(train.seed, "order", at.collection, at.epoch),
-            together=layout.each if self.group else 1,
-        )
+        if self._collection.in_order:
+            order = torch.arange(self.collection_rows)  # of which the store has the first, all that the run uses
+        else:
+            order = shuffled(
+                len(self.store) * layout.world,
+                generator(train.seed, "order", at.collection, at.epoch),
+                together=layout.each if self.group else 1,
+            )
         steps = order.split(train.batch_size)
-        for batch in minibatches(self.store.experience, steps[at.position :], layout, self.gather):
+        there = math.ceil(len(self.store) * layout.world / train.batch_size)
+        for batch in minibatches(self.store.experience, steps[at.position : there], layout, self.gather):
             if at.stopped:
                 return
             self._tell_short_step(len(steps[at.position]), len(order))
@@ -197,13 +208,15 @@ class AcceleratedLoop(TrainerInputs[M]):
         if rows >= size or self._short_step_told or not self.accelerator.is_main_process:
             return
         self._short_step_told = True
+        some = self.rows_vary or self._collection.dropped or total < self.experience_rows
+        collection = "a collection, as many as can be trained on" if some else "a collection (rollout.num_rollouts)"
         log.warning(
             "step %d is made with %d rows: train.batch_size, %d, does not divide the %d rows of %s",
             self.progress.step + 1,
             rows,
             size,
             total,
-            "the dataset" if self.collects_once else "a collection (rollout.num_rollouts)",
+            "the dataset" if self.collects_once else collection,
         )
 
     def _tell_repeated(self) -> None:
@@ -322,18 +335,43 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Push the experience of one collection to the store."""
         assert self.pipeline is not None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        if (used := self._used_rows) is None:
+            taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
+        else:
+            whole = self.pipeline.take(self.progress.cursor, self.collection_rows)
+            taken = [whole[index] for index in used.tolist()[rank::world]]
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
+        self._collection.in_order = used is not None
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         size = self.config.rollout.batch_size
         self.begin_experience(rows)
-        for start in range(0, len(rows), size):
-            self._stop_if_asked()
-            self.store.push(self.made_experience(rows[start : start + size]))
+        for batch in kept.made(self, [rows[start : start + size] for start in range(0, len(rows), size)]):
+            self.store.push(batch)
+
+    @property
+    def _used_rows(self) -> Tensor | None:
+        """The rows of the dataset that a run shorter than a pass uses, in the order of its steps [N]; None: all rows.
+
+        Experience is made of all rows, too, if the algorithm prepares it as a whole.
+        """
+        at, train = self.progress, self.config.train
+        whole = getattr(self.prepare_experience, "__func__", None) is BaseRLTrainer.prepare_experience
+        one_to_one = whole and not self.rows_vary and self.experience_rows == self.collection_rows
+        if not (self.collects_once and one_to_one) or at.epoch:
+            return None
+        steps = max(at.position + self.total_steps - at.step, 1)
+        if steps * train.batch_size >= self.collection_rows:
+            return None
+        order = shuffled(self.collection_rows, generator(train.seed, "order", at.collection, 0))
+        return order[: steps * train.batch_size]
 
     def made_experience(self, rows: list[Row]) -> Batch:
         """Return what `make_experience` makes of rows of a collection, checked."""
         return checked_batch(self, "make_experience", self.make_experience(rows))
+
+    def through_trunk(self, batch: B) -> B:
+        """Return a batch of an offline collection with what frozen layers make of it, if that is kept."""
+        return batch
 
     def begin_experience(self, rows: list[Row]) -> None:
         """Prepare for making experience of ``rows``, those of a collection in this process."""

@@ -54,6 +54,7 @@ from trainkit.trainer.launch import make_accelerator
 from trainkit.trainer.master_weights import low_precision
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
+from trainkit.trainer.settings import check_run, check_split
 from trainkit.trainer.sharding import FSDP2, Replicated, make_sharding
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
-        self._check_split()
+        check_split(config, self.samples_per_prompt, self.accelerator.num_processes)
+        check_run(config)
         self._check_retries()
         self._check_collecting()
         if config.train.save_best is True and not self.rewarded and self.metric_fn is None:
@@ -258,20 +260,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         rollout = self.config.rollout
         keys = ("engine", "staleness", "correction", "correction_level", "correction_cap")
         return [f"rollout.{key}" for key in keys if getattr(rollout, key) != type(rollout).model_fields[key].default]
-
-    def _check_split(self) -> None:
-        world, config = self.accelerator.num_processes, self.config
-        if config.train.batch_size % world:
-            raise ConfigError(
-                f"train.batch_size is {config.train.batch_size}, which {world} processes cannot share equally; "
-                "give a multiple"
-            )
-        k = self.samples_per_prompt
-        if config.rollout.num_rollouts % (world * k):
-            raise ConfigError(
-                f"rollout.num_rollouts is {config.rollout.num_rollouts}, which {world} processes with {k} responses "
-                f"per prompt cannot share equally; give a multiple of {world * k}"
-            )
 
     def _check_retries(self) -> None:
         """Raise a `ConfigError` if a step cannot be made again after one process ran out of memory."""

@@ -40,7 +40,7 @@ def with_trunk(trainer: Trainer, batch: B) -> B:
     """Return a batch of the collection at hand whose sequences have the output of the frozen layers, if it is kept."""
     if trainer.progress.keeps_trunk and trainer.checks_memory:
         _check(trainer, batch)
-    return _each(batch, trainer.unwrapped.through_trunk if trainer.progress.keeps_trunk else _without)
+    return _each(batch, trainer.unwrapped.through_trunk) if trainer.progress.keeps_trunk else without_trunk(batch)
 
 
 def _check(trainer: Trainer, batch: Batch) -> None:
@@ -53,7 +53,7 @@ def _check(trainer: Trainer, batch: Batch) -> None:
         return
     trainer.progress.keeps_trunk = False
     if len(trainer.store):
-        trainer.store.experience = _each(trainer.store.experience, _without)
+        trainer.store.experience = without_trunk(trainer.store.experience)
     log.warning(
         "the output of the frozen layers for all %d rows would take about %.1f GB, and %.1f GB are available; it is "
         "not kept, and they are run in every pass",
@@ -69,6 +69,11 @@ def _each(batch: B, change: Any) -> B:
         return change(batch)  # type: ignore[no-any-return]
     parts = batch.parts()
     return type(batch)(**{k: _each(v, change) if isinstance(v, Batch) else v for k, v in parts.items()})
+
+
+def without_trunk(batch: B) -> B:
+    """Return a batch whose sequences do not have the output of the frozen layers."""
+    return _each(batch, _without)
 
 
 def _without(sequences: Sequences) -> Sequences:

@@ -28,7 +28,6 @@ from trainkit.data import (
     Sequences,
     is_conversation,
     labelled,
-    preference_rows,
     prompt_rows,
     sample_rows,
     unrendered,
@@ -36,6 +35,7 @@ from trainkit.data import (
 )
 from trainkit.data.chat import SETTINGS, STARTS
 from trainkit.data.columns import is_given, without
+from trainkit.data.formats import check_list, preference_row
 from trainkit.data.pipeline import (
     IDS,
     EncodedSide,
@@ -50,11 +50,11 @@ from trainkit.errors import ConfigError, DataError, PluginError, printable
 from trainkit.functional import per_response, place_scores
 from trainkit.models import load_tokenizer
 from trainkit.models.loading import (
+    balances_experts,
     check_trainable,
     coming_eos,
     count_virtual,
     eos_ids,
-    length_limit,
     load_model_config,
     pad_id,
 )
@@ -74,13 +74,14 @@ from trainkit.rollouts import (
     score,
 )
 from trainkit.rollouts.engines import Ability, engine_class, start
-from trainkit.rollouts.rewards import FURTHER, numbers_of
+from trainkit.rollouts.rewards import FURTHER, check_keywords, numbers_of
 from trainkit.runs import run, saving
 from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.seeding import PLACE, SEEDED, Seen, episode_seeds, placed, response_seeds, turn_seed
 from trainkit.trainer import generation
 from trainkit.trainer.best import check_best, choose_best
 from trainkit.trainer.loop import AcceleratedLoop
+from trainkit.trainer.settings import check_distribution, check_length
 from trainkit.trainer.sharding import whole_tensor
 
 if TYPE_CHECKING:
@@ -127,13 +128,8 @@ class TextTrainer(AcceleratedLoop[M]):
         self._unread: set[str] = set()  # columns that a warning has named
         self.environment = None if environment is None else check_maker(environment)
         self._check_environment()
-        if self.online and (config.rollout.temperature == 0 or config.rollout.top_k == 1):
-            field, given = ("temperature", "0") if config.rollout.temperature == 0 else ("top_k", "1")
-            raise ConfigError(
-                f"rollout.{field} is {given}: greedy responses have no distribution to learn on, and all responses to "
-                "a prompt are the same. Give a temperature > 0, and a top_k of 0, for all tokens, or more than 1; for "
-                "greedy evaluation set rollout.eval_kwargs.temperature to 0"
-            )
+        if self.online:
+            check_distribution(config)
         if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
             raise ConfigError(
                 f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
@@ -143,6 +139,11 @@ class TextTrainer(AcceleratedLoop[M]):
         STARTS[self.tokenizer] = self.began
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
+        if balances_experts(self.model_config) and self.accelerator.is_main_process:
+            log.warning(
+                "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s",
+                config.method.name,
+            )
         self.apart = bool(self.model_config.is_encoder_decoder)
         """Whether the model reads prompt and response separately, each with its own length limit."""
         if self.apart and not self.encoder_decoders:
@@ -198,7 +199,6 @@ class TextTrainer(AcceleratedLoop[M]):
         It is the smaller of train.seq_length and the model's context.
         """
         virtual = count_virtual(self.config.model, self.live_model)
-        limit = length_limit(self.model_config, self.config.train.seq_length, virtual)
         vocabulary, ids = self.model_config.get_text_config().vocab_size, id_count(self.tokenizer)
         if ids > vocabulary:
             known = f"{len(self.tokenizer)} tokens"
@@ -207,13 +207,7 @@ class TextTrainer(AcceleratedLoop[M]):
                 f"the tokenizer has {known} and the model {vocabulary}; give the tokenizer that belongs to the model, "
                 "or a model with vocab_size to match"
             )
-        room = self.config.rollout.max_new_tokens
-        if limit and self.online and room >= limit:
-            what = "the decoder's start token" if self.apart else "a prompt"
-            raise ConfigError(
-                f"rollout.max_new_tokens is {room}, which leaves no room for {what} within {limit} tokens; lower it"
-            )
-        return limit
+        return check_length(self.config, self.model_config, virtual, online=self.online)
 
     @property
     def vocabulary(self) -> int:
@@ -244,11 +238,23 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return checked rows of ``prompts``; with an environment, they need not have prompts."""
         prompts = without(prompts, self.config.data.ignore_columns)
         rows = prompt_rows(prompts, needed=self.environment is None)
+        self._check_functions(rows)
         if not self.scores_samples and self.metric_fn is None:  # otherwise they get the columns
             self._tell_unread(rows, {"prompt", *SEEDED}, "prompts")
         fitting = self.fit_prompts(rows)
         self._tell_unrendered(rows, "prompt")
         return fitting
+
+    def _check_functions(self, rows: list[Row]) -> None:
+        """Raise a `ConfigError` if reward or metric function do not take the keywords that they will be called with."""
+        if self.environment is not None or getattr(self.score, "__func__", None) is not TextTrainer.score:
+            return
+        columns = dict.fromkeys(str(name) for row in rows for name in row if name not in ("prompt", PLACE))
+        usual = ("samples", "prompts", "outputs")
+        if self.reward_fn is not None:
+            check_keywords(self.reward_fn, "reward function", (*usual, "tokenizer"), columns)
+        if self.metric_fn is not None:
+            check_keywords(self.metric_fn, "metric function", usual, columns)
 
     def fit_prompts(self, rows: list[Row]) -> list[Row]:
         """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
@@ -285,8 +291,7 @@ class TextTrainer(AcceleratedLoop[M]):
         """Return samples as rows; each is encoded once to check that it can be."""
         samples = without(samples, self.config.data.ignore_columns)
         if "pairs" in self.inputs:
-            rows = preference_rows(samples, self.tokenizer, first=first, columns=self.columns, ends=self.ends)
-            cut = self._check_pairs(rows, first)
+            rows, cut = self._read_pairs(samples, first)
         else:
             needed = bool({"rewards", "labels"} & {*self.inputs})
             rows = sample_rows(
@@ -294,7 +299,7 @@ class TextTrainer(AcceleratedLoop[M]):
             )
             rows = labelled(rows, first=first) if "labels" in self.inputs else rows
             cut = sum(self._encode_sample(row, f"sample {index}")[2] for index, row in enumerate(rows, first))
-        self.check_samples(rows, first=first)
+            self.check_samples(rows, first=first)
         own = {"prompt", "chosen", "rejected"} if "pairs" in self.inputs else {"turns", "outputs"}
         if not any("turns" in row or "chosen" in row for row in rows):
             own |= {IDS, *PAIR_COLUMNS}
@@ -336,26 +341,53 @@ class TextTrainer(AcceleratedLoop[M]):
         """What truncated samples lose, in words."""
         return lost_by_truncation(self.tokenizer, pairs="pairs" in self.inputs, apart=self.apart)
 
-    def _check_pairs(self, rows: list[Row], first: int) -> int:
-        """Encode all pairs, and return how many are truncated.
+    def _read_pairs(self, samples: Iterable[Any], first: int) -> tuple[list[Row], int]:
+        """Return pairs as rows, and how many are truncated; skip those whose sides are equal, and log which.
 
         Raises:
-            DataError: a pair cannot be used, or truncation has made the sides of pairs equal; gives their number.
+            EqualSidesError: no other pair is left.
+            DataError: a pair cannot be used.
         """
-        cut, equal = 0, []
-        for index, row in enumerate(rows, first):
+        check_list(samples, "sample")
+        rows, cut, equal, index = dict[int, Row](), 0, list[int](), first - 1
+        for index, sample in enumerate(samples, first):
             try:
-                cut += self._encode_pair(row, f"sample {index}")[2]
+                what = f"sample {index}"
+                row = preference_row(sample, what, self.tokenizer, columns=self.columns, ends=self.ends)
+                cut += self._encode_pair(row, what)[2]
+                rows[index] = row
             except EqualSidesError:
                 equal.append(index)
+        if index < first:
+            raise DataError("samples is empty; give at least one pair")
         if equal:
-            named = ", ".join(map(str, equal[:20])) + (", ..." if len(equal) > 20 else "")
-            raise DataError(
-                f"{len(equal)} of {len(rows)} pairs became equal when they were truncated to {self.limit} tokens, and "
-                f"teach nothing: sample{'s' if len(equal) > 1 else ''} {named}. In truncation {self._lost}. "
-                "Raise train.seq_length, set truncation_side to the other side, or remove them"
+            self._tell_equal(equal, index + 1 - first)
+        if not rows:
+            raise EqualSidesError(
+                f"all {len(equal)} pairs have the same chosen and rejected output{self._within_limit}; give pairs that "
+                "differ"
             )
-        return cut
+        for index, row in rows.items() if equal else ():
+            self.check_samples([row], first=index)
+        if not equal:
+            self.check_samples([*rows.values()], first=first)
+        return [*rows.values()], cut
+
+    @property
+    def _within_limit(self) -> str:
+        return "" if self.limit is None else f" within {self.limit} tokens"
+
+    def _tell_equal(self, equal: list[int], count: int) -> None:
+        """Log which pairs are skipped, of ``count``."""
+        if self.accelerator.is_main_process:
+            log.warning(
+                "%d of %d pairs are skipped, because chosen and rejected are the same%s: sample%s %s",
+                len(equal),
+                count,
+                self._within_limit,
+                "s" if len(equal) > 1 else "",
+                ", ".join(map(str, equal[:20])) + (", ..." if len(equal) > 20 else ""),
+            )
 
     def _encode_pair(self, row: Row, what: str = "the sample") -> tuple[EncodedSide, EncodedSide, bool]:
         return encode_pair_within(self.tokenizer, row, self.limit, what, apart=self.apart, ends=self.ends)

@@ -429,6 +429,28 @@ def test_predictions_are_shares_of_both_sides(tmp_path: Path) -> None:
     assert trainer.compute_loss(model, batch).isfinite()
 
 
+@table("form", ["texts", "ids", "stream"])
+def test_with_packing_a_long_text_becomes_several_rows_and_no_token_is_lost(form: str, tmp_path: Path) -> None:
+    model, tokenizer = made()
+    texts = [("abcdefgh: #" * 17)[start : start + 180] for start in range(4)] + ["ab"]
+    whole = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    given = {"ids": {"input_ids": whole}}.get(form, {"text": texts})
+    rows = Dataset.from_dict(given)
+    rows = rows.to_iterable_dataset() if form == "stream" else rows
+    named = {} if form == "ids" else {"dataset_text_field": "text"}
+    args = arguments(tmp_path, max_steps=4)
+    trainer = SFTTrainer(model, args, train_dataset=rows, tokenizer=tokenizer, packing=True, max_seq_length=16, **named)
+    if form == "stream":
+        assert trainer.train().global_step == 4
+        return
+    found = trainer.trainer
+    packs = found.make_experience([*found.pipeline.rows])
+    assert packs.input_ids.size(1) <= 16
+    assert len(packs) == 49  # 12 of each text, of 15 new tokens but for the first token, and "ab" with its EOS
+    trained = sorted(packs.input_ids[packs.response_mask].tolist())
+    assert trained == sorted(token for ids in whole for token in ids[1:])
+
+
 def test_rows_of_one_length_know_their_epochs(tmp_path: Path) -> None:
     """Their rows are not packed again; without max_steps an endless dataset ends after its epoch."""
     model, tokenizer = made()

@@ -168,7 +168,8 @@ def two_processes(bench: Bench) -> None:
     mean (S-38, S-62). Processes that sample with the same seed sample the same responses twice (S-55). What depends on
     the order of `gather`, or on a number of rows that is one process's, differs between one process and two. So do two
     processes that divide the model (`train.sharding: fsdp2`): a loss, or an experience, that reads weights by itself or
-    does not call the model equally often on all processes fails there.
+    does not call the model equally often on all processes fails there. Two processes that are resumed end with the same
+    bits.
     """
     trainer = nudged(bench.collected(train__max_grad_norm=None))
     batch = trainer.store.experience
@@ -187,6 +188,10 @@ def two_processes(bench: Bench) -> None:
     if bench.subject.online:
         _require_other_samples(*[each["drawn"] for each in said])
     _require_one_run(folder / "run", [each["run"] for each in said])
+    for each in said:
+        what = "of two processes that are resumed and of two that never stopped"
+        require_same_weights(each["run"]["weights"], each["resumed"]["weights"], f"the weights {what}")
+        require_same_state(each["run"]["state"], each["resumed"]["state"], f"the state_dicts {what}")
     with on_cpu():  # as the two processes are
         alone = weights(bench.learnt(**RUN))
     _require_run_of_one_process(alone, said[0]["run"]["weights"])

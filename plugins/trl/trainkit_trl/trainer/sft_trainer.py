@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainingArguments
 
-from trainkit.data import Completions, formatted, is_stream
+from trainkit.data import Completions, encode_sample, formatted, is_stream, sample_rows
 from trainkit.errors import DataError
 from trainkit_trl.extras.dataset_formatting import conversations_formatting_function, instructions_formatting_function
 from trainkit_trl.trainer.offline import OfflineTrainer, columns, count, longest, selected, single, tokenizer_of
@@ -99,11 +99,12 @@ class SFTTrainer(OfflineTrainer):
         self.data_collator, self.packing = data_collator, bool(packing)
         self.dataset_text_field, self.formatting_func = dataset_text_field, formatting_func
         self.dataset_batch_size, self.tokenizer = dataset_batch_size, tokenizer
+        self.max_seq_length = max_seq_length or longest(model, tokenizer, 1024)
         known = isinstance(data_collator, DataCollatorForCompletionOnlyLM) or (
             isinstance(data_collator, DataCollatorForLanguageModeling) and not data_collator.mlm
         )
         given["data_collator"] = None if known else data_collator
-        given["max_seq_length"] = max_seq_length or longest(model, tokenizer, 1024)
+        given["max_seq_length"] = self.max_seq_length
         given = {name: value for name, value in given.items() if value is not None or name in ("args", "tokenizer")}
         given.setdefault("packing", False)
         rows = None if packing else count(train_dataset)
@@ -118,6 +119,9 @@ class SFTTrainer(OfflineTrainer):
         """Return texts, samples of which only completions are trained on, or rows of token ids."""
         collator = self.data_collator
         found = self._texts(dataset)
+        if self.packing and not isinstance(dataset, ConstantLengthDataset):
+            pieces = Pieces(found, self.tokenizer, self.max_seq_length)
+            return pieces if is_stream(found) else list(pieces)
         if not isinstance(collator, DataCollatorForCompletionOnlyLM):
             return found
         made = Completions(collator.response_template, collator.instruction_template, tokenizer=collator.tokenizer)
@@ -154,6 +158,31 @@ class SFTTrainer(OfflineTrainer):
         field = next((name for name in ("messages", "conversations") if row.get(name)), None)
         made = conversations_formatting_function(self.tokenizer, field) if field else None  # type: ignore[arg-type]
         return str((made or instructions_formatting_function(self.tokenizer))(row))
+
+
+class Pieces:
+    """Samples as rows of at most ``size`` token ids: a longer one becomes several, and every token is trained once.
+
+    A row begins with the last token of the one before, because nothing precedes its first token.
+    """
+
+    def __init__(self, samples: Any, tokenizer: Any, size: int) -> None:
+        self.samples, self.tokenizer, self.size = samples, tokenizer, size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of a stream that shuffles."""
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for index, sample in enumerate(self.samples):
+            (row,) = sample_rows([sample], None, self.tokenizer, first=index)
+            ids, outputs = encode_sample(self.tokenizer, row, None, f"sample {index}")
+            labels = [token if trained else -100 for token, trained in zip(ids, outputs, strict=True)]
+            for start in range(0, max(len(ids) - 1, 1), self.size - 1):
+                part = slice(start, start + self.size)
+                if any(outputs[start + 1 : start + self.size]):
+                    yield {"input_ids": ids[part], "labels": [-100, *labels[part][1:]]}
 
 
 def _listed(texts: Any) -> list[str]:
