@@ -282,7 +282,7 @@ def encode_continuation(
     """
     ids = encode_text(tokenizer, text, what)
     given = len(text) - len(text.lstrip(f" {SPACES}"))
-    begins = "".join(tokenizer.convert_ids_to_tokens(ids[: given + 1]))
+    begins = "".join(map(str, tokenizer.convert_ids_to_tokens(ids[: given + 1])))  # a few tokenizers have bytes
     if len(begins) - len(begins.lstrip(SPACES)) <= given:
         return ids
     added = tokenizer.added_tokens_decoder
