@@ -92,6 +92,8 @@ ELSEWHERE = {
     "train.gradient_checkpointing":
         "test_memory.py::test_activations_that_are_computed_again_give_the_same_gradient",
     "train.timeout": "reliability/test_distributed.py::test_g2_one_process_that_hangs_ends_both",
+    "train.verify_export":
+        "test_exports.py::test_an_export_that_is_not_what_was_trained_is_an_error_that_keeps_a_checkpoint",
     "train.on_save_error": "test_checkpoint.py::test_a_run_goes_on_without_the_checkpoint_that_could_not_be_written",
     "train.push_to_hub": "test_publishing.py::test_a_run_publishes_its_model_when_it_ends",
     "train.save_async": "test_saving.py::test_the_training_goes_on_while_a_checkpoint_is_written",

@@ -119,12 +119,12 @@ TIED = tiny_llama(len(TOKENIZER), tie_word_embeddings=True)
 LORA = {"r": 2, "target_modules": ["q_proj"]}
 PARAMETERS = {"target_modules": [], "target_parameters": ["q_proj.weight", "gate_proj.weight"]}
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "head": {**LORA, "target_modules": ["q_proj", "lm_head"]},
     "both": {**LORA, "target_modules": ["embed_tokens", "lm_head"]},
     "saved head, tied": {**LORA, "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
     "tokens": {"peft_type": "TRAINABLE_TOKENS", "token_indices": [1, 2]},
 }
 MORE_ADAPTERS: dict[str, dict[str, Any]] = {
+    "head": {**LORA, "target_modules": ["q_proj", "lm_head"]},
     "embeddings": {**LORA, "target_modules": ["embed_tokens"]},
     "dora": {**LORA, "target_modules": ["q_proj", "lm_head"], "use_dora": True},
     "pissa": {**LORA, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"},
@@ -213,7 +213,8 @@ def changed(model: Any, how: str, place: Path) -> Any:
     return model
 
 
-@table("how", ["unchanged", "trained and merged", "resized"])
+@pytest.mark.daily(how=("unchanged", "trained and merged"))
+@pytest.mark.parametrize("how", ["unchanged", "trained and merged", "resized"])
 def test_the_base_of_an_adapter_is_saved_where_it_is_no_longer_what_its_path_names(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,10 +227,10 @@ def test_the_base_of_an_adapter_is_saved_where_it_is_no_longer_what_its_path_nam
     check_reloaded(trainer, tmp_path / "run")
 
 
-@table("peft", [{"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}, LORA])
-def test_adapters_on_fused_experts_are_exported_and_trained_on(peft: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_on_fused_experts_are_exported_and_trained_on(tmp_path: Path) -> None:
     fields = {**tiny_llama(len(TOKENIZER)), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    trainer = trained(fields, tmp_path / "run", {"r": 2, **peft})
+    peft = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+    trainer = trained(fields, tmp_path / "run", peft)
     check_reloaded(trainer, tmp_path / "run")
 
 
@@ -275,7 +276,8 @@ def test_loading_an_export_draws_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(*weights)
 
 
-@table("peft", [None, LORA])
+@pytest.mark.daily(peft=(None,))
+@pytest.mark.parametrize("peft", [None, LORA])
 def test_a_reward_classifier_whose_padding_is_eos_scores_the_last_token(
     peft: dict[str, Any] | None, tmp_path: Path
 ) -> None:
