@@ -67,8 +67,8 @@ def test_several_reasons_are_told_together(tmp_path: Path, monkeypatch: pytest.M
 
 
 MIXTRAL = {"model_type": "mixtral", "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48,
-           "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
-           "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+           "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+           "num_local_experts": 4, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 
 
 @table(

@@ -70,7 +70,7 @@ def test_a_collection_that_cannot_be_filled_is_trained_on_with_one_line(
         trainer.learn()
     lines = [record.getMessage() for record in caplog.records if "prompts sampled within" in record.getMessage()]
     assert lines
-    assert "of 4 prompts sampled within rollout.max_refills 0, and 4 were wanted; training goes on with" in lines[0]
+    assert "of 4 prompts sampled within rollout.max_refills 0, and 4 were wanted; it goes on with" in lines[0]
     assert trainer.progress.step == 2
 
 

@@ -400,7 +400,7 @@ def no_columns(samples: Any, prompts: Any, outputs: Any, tokenizer: Any) -> Any:
 @table(
     "name, function, said",
     [
-        ("reward_fn", bare, r"not take samples, prompts, tokenizer, answer, .*write def bare\(outputs, \*\*kwargs\)"),
+        ("reward_fn", bare, r"not take samples, prompts, tokenizer, answer.*write def bare\(outputs, \*\*kwargs\)"),
         (
             "reward_fn",
             no_columns,

@@ -64,8 +64,8 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     collection.prompts = len(mine)
     if trainer.keeps and total < need and trainer.accelerator.is_main_process:
         log.warning(
-            "step %d: %s trains on %d of %d prompts sampled within rollout.max_refills %d, and %d were wanted; training "
-            "goes on with %d",
+            "step %d: %s trains on %d of %d prompts sampled within rollout.max_refills %d, and %d were wanted; it goes "
+            "on with %d",
             trainer.progress.step,
             trainer.config.method.name,
             total,
@@ -161,7 +161,8 @@ def _dealt(trainer: Trainer, found: list[Group], taken: int, dropped: int) -> li
     if len(order) < world:
         raise DataError(
             f"{trainer.config.method.name!r} trains on {len(order)} of {taken} prompts sampled in "
-            f"{trainer.config.rollout.max_refills + 1} rounds, which leaves nothing to train on{'' if world == 1 else f' for {world} processes'}; raise "
+            f"{trainer.config.rollout.max_refills + 1} rounds, which leaves nothing to train on"
+            f"{'' if world == 1 else f' for {world} processes'}; raise "
             "rollout.max_refills, or look at the rewards: all responses to a prompt may be equally good"
         )
     owner = {position: index % world for index, position in enumerate(order[: len(order) - len(order) % world])}
