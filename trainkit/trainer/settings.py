@@ -48,7 +48,7 @@ def check_run(config: Config) -> None:
     steps, warmup = config.train.total_steps, config.scheduler.warmup_steps
     if steps and warmup > steps:
         log.warning(
-            "scheduler.warmup_steps is %d, and the run ends after %d steps (train.total_steps), before the learning rate "
+            "scheduler.warmup_steps is %d, and the run ends after %d steps (train.total_steps), before the rate "
             "is reached",
             warmup,
             steps,
