@@ -28,7 +28,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"train.seq_length": 1000}, "train.seq_length is 1000; the model attends to at most"),
     "room": ({"rollout.max_new_tokens": 64}, "leaves no room for a prompt"),
     "layers": ({"model.num_layers_unfrozen": 5}, "model.num_layers_unfrozen is 5, and the model has 2 layers"),
-    "warm-up": ({"scheduler.warmup_steps": 9}, "scheduler.warmup_steps is 9, and the run ends after 4 steps"),
     "best": ({"train.save_best": True, "train.eval_interval": 0}, "there are none; set it to"),
 }
 
@@ -57,12 +56,16 @@ def test_what_training_refuses_is_no_valid_configuration(
         tiny_trainer("grpo", tmp_path, method__group_size=8, **changes)
 
 
-def test_several_reasons_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_reasons_are_told_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     found = checked(tiny_gpt2(11), {"rollout.temperature": 0, "rollout.num_rollouts": 60, "train.seq_length": 1000})
     told = found.output + str(found.exception)
     assert all(part in told for part in ("rollout.temperature is 0", "give a multiple of 8", "seq_length is 1000"))
-    assert checked(tiny_gpt2(11), {}).exit_code == 0
+    assert "scheduler.warmup_steps is 9" not in caplog.text
+    assert checked(tiny_gpt2(11), {"scheduler.warmup_steps": 9}).exit_code == 0
+    assert "scheduler.warmup_steps is 9, and the run ends after 4 steps" in caplog.text
     assert checked("some/model-of-the-hub", {}).exit_code == 0, "nothing is loaded from the hub"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -9,6 +10,8 @@ from transformers import PreTrainedConfig
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.loading import length_limit
+
+log = logging.getLogger(__name__)
 
 Config = TRLConfig[Any]
 
@@ -41,12 +44,14 @@ def check_distribution(config: Config) -> None:
 
 
 def check_run(config: Config) -> None:
-    """Raise a `ConfigError` if the warm-up is longer than the run, or the best evaluation of none is asked for."""
+    """Raise a `ConfigError` if the best evaluation of none is asked for; log if the warm-up is longer than the run."""
     steps, warmup = config.train.total_steps, config.scheduler.warmup_steps
     if steps and warmup > steps:
-        raise ConfigError(
-            f"scheduler.warmup_steps is {warmup}, and the run ends after {steps} steps (train.total_steps), before the "
-            "learning rate is reached; give fewer"
+        log.warning(
+            "scheduler.warmup_steps is %d, and the run ends after %d steps (train.total_steps), before the rate "
+            "is reached",
+            warmup,
+            steps,
         )
     if config.train.save_best and not config.train.eval_interval:
         raise ConfigError(
