@@ -13,6 +13,7 @@ import torch
 
 from runs import assert_same, state
 from tables import table
+from test_processes import succeed
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import kept
 
@@ -89,3 +90,32 @@ def test_experience_of_other_settings_is_not_read(tmp_path: Path, monkeypatch: p
     other.allow_drift = True
     other.learn()
     assert sum(made) == 16
+
+
+TWO = """
+import shutil
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from test_kept import counted
+from trainkit.trainer import kept
+
+torch.set_num_threads(1)
+kept.EVERY, kept.remove = 0.0, lambda trainer: None
+first, _ = counted("dpo", Path(sys.argv[1]), train__total_steps=1)
+first.learn()
+rank = first.accelerator.process_index
+if rank == 1:
+    shutil.rmtree(first.run_dir / kept.DIRECTORY / "process_00001")
+again, made = counted("dpo", Path(sys.argv[1]), train__total_steps=2, train__resume="auto")
+again.learn()
+assert again.progress.step == 2
+assert sum(made) == 8, made
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_experience_is_made_again_if_one_process_has_none(tmp_path: Path) -> None:
+    succeed(TWO, 2, str(tmp_path), str(Path(__file__).parent))
