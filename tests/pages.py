@@ -134,6 +134,7 @@ STANDS_FOR = [
     (r"--prompts test\.jsonl", "--prompts prompts.jsonl"),
     (r"rewards\.py:(score|measure)", r"FILE.py:\1"),
     (r"--task task\.py:task", "--task FILE.py:function"),
+    (r"--data FILE", "--data prompts.jsonl"),
     (r"--out FILE", "--out written.jsonl"),
     (r"plugins check (my_algo|NAME)(?! --)", "plugins check sft --only resume_every_step"),
     (r"plugins check NAME", "plugins check sft"),

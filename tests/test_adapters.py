@@ -230,7 +230,7 @@ def test_a_peft_object_says_what_its_fields_say() -> None:
     "fields, message",
     [
         ({"target_modules": ["nope"]}, r"fits no module of GPT2LMHeadModel.*nope.*\n.*c_attn.*c_fc.*c_proj"),
-        ({"r": 0}, r"does not fit LoraConfig|fits no module"),
+        ({"r": 0}, r"r is 0, the rank of the adapter; give 1 or more"),
         ({"lora_dropout": 0.1}, r"lora_dropout is 0\.1, and model\.disable_dropout switches all dropout off"),
         ({"rank": 4}, r"peft_config.rank: no field of peft's LORA"),
         ({"peft_type": "LORRA"}, r"unknown type of adapter; did you mean 'LORA'\?; known: .*IA3"),

@@ -1322,7 +1322,7 @@ def test_a_metric_of_the_best_that_evaluations_do_not_have_is_told(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"did you mean 'eval/loss/total'\?; they have eval/"):
         trainer.learn()
     with pytest.raises(ConfigError, match=r"or name a metric: \{metric: eval/loss/total, mode: min\}"):
-        tiny_trainer("sft", tmp_path / "other", train__save_best=True)
+        tiny_trainer("sft", tmp_path / "other", train__eval_interval=1, train__save_best=True)
     with pytest.raises(ConfigError, match=r"train\.save_best.*mode"):
         tiny_trainer("sft", tmp_path / "other", train__save_best={"metric": "eval/loss/total"})
 

@@ -397,7 +397,7 @@ def test_train_takes_an_environment_from_a_flag(work: Path) -> None:
             "did you mean 'tensorboard'?",
         ),
         (["run.yaml", "--task", "nowhere.py:online"], "there is no file 'nowhere.py'"),
-        (["run.yaml", "--task", "nowhere_at_all:online"], "the module 'nowhere_at_all', which is not found"),
+        (["run.yaml", "--task", "nowhere_at_all:online"], "there is no module 'nowhere_at_all'"),
         (["run.yaml", "--task", "task_for_cli.py"], "write FILE.py:NAME or module:NAME"),
         (["run.yaml", "--task", "task_for_cli.py:onlin"], "no function or class 'onlin'; did you mean 'online'?"),
         (["run.yaml", "--task", "task_for_cli.py:wrong_type"], "return a dict of arguments of trainkit.train"),

@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("sft", {"prompt": "a", "output": "b", "imput": "c"}, "imput", "did you mean 'input'"),
     ("sft", {"Prompt": "a", "completion": "b"}, "Prompt", "did you mean 'prompt'"),
     ("sft", {**SAMPLE, "images": ["x"]}, "images", "training is on text alone"),
-    ("dpo", {**PAIR, "image": "x"}, "image", "did you mean 'images'"),
+    ("dpo", {**PAIR, "image": "x"}, "image", "training is on text alone"),
     ("sft", {**SAMPLE, "output": "c"}, "output", "it belongs to another format"),
     ("sft", {"text": "a", "completion": "b"}, "text", "it belongs to another format"),
     ("sft", {"prompt": "a", "text": "b"}, "prompt", "it belongs to another format"),

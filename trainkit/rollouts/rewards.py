@@ -319,7 +319,7 @@ def check_keywords(fn: Callable[..., Any], what: str, given: Iterable[str], colu
         columns: the columns of the prompts, which it gets, too.
     """
     try:
-        parameters = inspect.signature(fn).parameters.values()
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):

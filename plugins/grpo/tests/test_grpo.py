@@ -304,7 +304,7 @@ def test_groups_of_equal_rewards_are_replaced_if_it_is_asked_for(tmp_path: Path)
 def test_dynamic_sampling_without_any_difference_is_an_error_that_says_so(tmp_path: Path) -> None:
     arguments = {"reward_fn": lambda outputs, **_: [1.0] * len(outputs)}
     trainer = trainer_of(tmp_path, dynamic_sampling=True, arguments=arguments, rollout__max_refills=1)
-    with pytest.raises(DataError, match=r"keep\(\) kept 0 of 8 prompts in 2 rounds.*may be equally good"):
+    with pytest.raises(DataError, match=r"trains on 0 of 8 prompts sampled in 2 rounds.*may be equally good"):
         trainer.learn()
 
 
