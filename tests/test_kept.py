@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from runs import assert_same, state
-from tables import table
 from test_processes import succeed
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import kept
@@ -31,38 +30,34 @@ def counted(name: str, run_dir: Path, **changes: Any) -> tuple[Any, list[int]]:
     return trainer, made
 
 
-@table("name, changes", [("dpo", {"model__num_layers_unfrozen": 1}), ("sft", {})])
-def test_a_run_shorter_than_a_pass_makes_the_same_steps_of_the_rows_it_uses(
-    name: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    usual = {"train__batch_size": 4, "rollout__batch_size": 4, **changes}
-    whole, _ = counted(name, tmp_path / "whole", train__total_steps=5, **usual)
+def test_a_run_shorter_than_a_pass_makes_the_same_steps_of_the_rows_it_uses(tmp_path: Path) -> None:
+    usual = {"train__batch_size": 4, "rollout__batch_size": 4, "model__num_layers_unfrozen": 1}
+    whole, _ = counted("dpo", tmp_path / "whole", train__total_steps=5, **usual)
     whole.learn()
-    short, made = counted(name, tmp_path / "short", train__total_steps=2, **usual)
+    short, made = counted("dpo", tmp_path / "short", train__total_steps=2, **usual)
     short.learn()
     assert sum(made) == 8
-    longer, made = counted(name, tmp_path / "short", train__total_steps=3, train__resume="auto", **usual)
+    longer, made = counted("dpo", tmp_path / "short", train__total_steps=3, train__resume="auto", **usual)
     longer.learn()
     assert sum(made) == 12
-    last, made = counted(name, tmp_path / "short", train__total_steps=5, train__resume="auto", **usual)
+    last, made = counted("dpo", tmp_path / "short", train__total_steps=5, train__resume="auto", **usual)
     last.learn()
     assert sum(made) == 16, "the second pass is over all rows"
     for key, tensor in state(whole).items():
         torch.testing.assert_close(tensor, state(last)[key], rtol=1e-3, atol=1e-5)
 
 
-@table("name, changes", [("dpo", {"model__num_layers_unfrozen": 1}), ("kto", {})])
 def test_experience_made_before_a_stop_is_not_made_again(
-    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(kept, "EVERY", 0.0)
     monkeypatch.setattr(kept, "TOLD_EVERY", 0.0)
-    usual = {"rollout__batch_size": 4, **changes}
-    plain, made = counted(name, tmp_path / "plain", **usual)
+    usual = {"rollout__batch_size": 4, "model__num_layers_unfrozen": 1}
+    plain, made = counted("dpo", tmp_path / "plain", **usual)
     plain.learn()
     assert not (plain.run_dir / kept.DIRECTORY).exists()
     assert sum(made) == 16
-    stopped, _ = counted(name, tmp_path / "stopped", **usual)
+    stopped, _ = counted("dpo", tmp_path / "stopped", **usual)
     make, calls = stopped.make_experience, iter(range(9))
 
     def stopping(rows: Any) -> Any:
@@ -74,7 +69,7 @@ def test_experience_made_before_a_stop_is_not_made_again(
     with caplog.at_level(logging.WARNING), pytest.raises(SystemExit):
         stopped.learn()
     assert "experience is made of 4 of the 16 rows" in caplog.text
-    again, made = counted(name, tmp_path / "stopped", train__resume="auto", **usual)
+    again, made = counted("dpo", tmp_path / "stopped", train__resume="auto", **usual)
     again.learn()
     assert sum(made) == 4
     assert_same(state(plain), state(again))
