@@ -457,7 +457,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | str]] = {
     ),
     "an identical pair": (
         "dpo", {"samples": [{"prompt": "a", "chosen": "b", "rejected": "b"}]},
-        "sample 0 has the same text as chosen and as rejected",
+        "all 1 pairs have the same chosen and rejected output",
     ),
     "no steps online": ("ppo", {"train__total_steps": 0}, 0),
     "no steps offline": ("sft", {"train__total_steps": 0}, 0),
@@ -511,11 +511,11 @@ def test_c11_special_tokens(tmp_path: Path, figure: Callable[[str], None], full:
         ),
         "no template for prompts": (
             "ppo", {"prompts": [{"prompt": [says[0]]}]}, "prompt 0 is a conversation, and the tokenizer has no chat "
-            "template to write it with. Set the template",
+            "template to write it with. Set tokenizer.chat_template",
         ),
         "no template for samples": (
             "sft", {"samples": [{"messages": [*says]}], "prompts": ["a"]},
-            "sample 0 is a conversation, and the tokenizer has no chat template to write it with. Set the template",
+            "sample 0 is a conversation, and the tokenizer has no chat template to write it with. Set tokenizer.chat_template",
         ),
     }  # fmt: skip
     for case, (name, data, said) in refused.items():
