@@ -515,7 +515,7 @@ def test_c11_special_tokens(tmp_path: Path, figure: Callable[[str], None], full:
         ),
         "no template for samples": (
             "sft", {"samples": [{"messages": [*says]}], "prompts": ["a"]},
-            "sample 0 is a conversation, and the tokenizer has no chat template to write it with. Set tokenizer.chat_template",
+            "sample 0 is a conversation, and the tokenizer has no chat template to write it with. Set tokenizer.",
         ),
     }  # fmt: skip
     for case, (name, data, said) in refused.items():
