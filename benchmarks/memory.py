@@ -63,11 +63,11 @@ def run(work: Work, again: bool) -> None:
 
     with tempfile.TemporaryDirectory() as place:  # what libraries load and keep in their first steps
         small = config.update({"model.model_path": small_fields(work), "train.run_dir": f"{place}/run"})
-        trainkit.train(config=small, tokenizer=work.tokenizer(), **data(work))
+        trainkit.train(config=small, tokenizer=work.tokenizer(ends=True), **data(work))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, and does not count as used before
     before = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    trainkit.train(config=config, tokenizer=work.tokenizer(), **data(work))
+    trainkit.train(config=config, tokenizer=work.tokenizer(ends=True), **data(work))
     print(json.dumps({"before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 

@@ -71,7 +71,7 @@ def settings(work: Work) -> dict[str, Any]:
     return {
         "method": {**method, **group},
         "model": frozen,
-        "rollout": {"max_new_tokens": work.new, "num_rollouts": work.rows},
+        "rollout": {"max_new_tokens": work.new, "min_new_tokens": work.new, "num_rollouts": work.rows},
         "train": {**train, "eval_interval": 0, "save_interval": 0, "run_dir": f"run-{work.system}"},
     }
 
@@ -93,7 +93,7 @@ def run(work: Work, turns: Turns) -> None:
     """Make steps forever."""
     if work.system == "trainkit-frozen" and FROZEN not in ModelConfig.model_fields:
         return turns.say(skip=f"this trainkit has no setting model.{FROZEN}")
-    config, tokenizer = trainkit.TRLConfig.from_dict(settings(work)), work.tokenizer()
+    config, tokenizer = trainkit.TRLConfig.from_dict(settings(work)), work.tokenizer(ends=True)
     if work.case != "generate":
         callbacks = [Alternation(turns, work)]
         trainkit.train(work.network(), config=config, tokenizer=tokenizer, callbacks=callbacks, **data(work))

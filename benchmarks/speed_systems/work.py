@@ -136,7 +136,7 @@ class Work:
         """Create a tokenizer of characters.
 
         Its EOS is outside the model's vocabulary, so that no response ends early; it is inside with ``ends``, the
-        default for cases on samples.
+        default for cases on samples, and for systems that refuse such a tokenizer and have a least length instead.
         """
         vocabulary = {chr(FIRST + i): i for i in range(self.fields["vocab_size"] - 2)}
         ends = self.case in OFFLINE if ends is None else ends
