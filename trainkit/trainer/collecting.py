@@ -49,8 +49,6 @@ class Collection:
     """Rows that it uses, over all processes."""
     prompts: int = 0
     """Prompts, or samples, in this process."""
-    in_order: bool = False
-    """Whether the store has rows in the order of the steps, and only those that the run uses."""
     weights: Weights | None = None
     """The weights it is sampled with; None: those of the model when it is sampled."""
     parts: list[tuple[Rollouts, Tensor]] = field(default_factory=list)

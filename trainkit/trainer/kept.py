@@ -61,7 +61,7 @@ def made(trainer: Trainer, parts: list[list[Row]]) -> Iterator[Batch]:
                 written = now
             if now - told >= TOLD_EVERY and not last and trainer.collects_once and trainer.accelerator.is_main_process:
                 log.warning(
-                    "experience is made of %d of the %d rows that the run uses (%.0f s)",
+                    "experience is made of %d of %d rows (%.0f s)",
                     sum(map(len, parts[: index + 1])) * trainer.accelerator.num_processes,
                     sum(map(len, parts)) * trainer.accelerator.num_processes,
                     now - begun,

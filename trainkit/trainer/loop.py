@@ -182,17 +182,13 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _one_pass(self) -> Iterator[Batch]:
         at, train = self.progress, self.config.train
         layout = self._layout()
-        if self._collection.in_order:
-            order = torch.arange(self.collection_rows)  # of which the store has the first, all that the run uses
-        else:
-            order = shuffled(
-                len(self.store) * layout.world,
-                generator(train.seed, "order", at.collection, at.epoch),
-                together=layout.each if self.group else 1,
-            )
+        order = shuffled(
+            len(self.store) * layout.world,
+            generator(train.seed, "order", at.collection, at.epoch),
+            together=layout.each if self.group else 1,
+        )
         steps = order.split(train.batch_size)
-        there = math.ceil(len(self.store) * layout.world / train.batch_size)
-        for batch in minibatches(self.store.experience, steps[at.position : there], layout, self.gather):
+        for batch in minibatches(self.store.experience, steps[at.position :], layout, self.gather):
             if at.stopped:
                 return
             self._tell_short_step(len(steps[at.position]), len(order))
@@ -335,35 +331,13 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Push the experience of one collection to the store."""
         assert self.pipeline is not None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        if (used := self._used_rows) is None:
-            taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
-        else:
-            whole = self.pipeline.take(self.progress.cursor, self.collection_rows)
-            taken = [whole[index] for index in used.tolist()[rank::world]]
+        taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
-        self._collection.in_order = used is not None
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         size = self.config.rollout.batch_size
         self.begin_experience(rows)
         for batch in kept.made(self, [rows[start : start + size] for start in range(0, len(rows), size)]):
             self.store.push(batch)
-
-    @property
-    def _used_rows(self) -> Tensor | None:
-        """The rows of the dataset that a run shorter than a pass uses, in the order of its steps [N]; None: all rows.
-
-        Experience is made of all rows, too, if the algorithm prepares it as a whole.
-        """
-        at, train = self.progress, self.config.train
-        whole = getattr(self.prepare_experience, "__func__", None) is BaseRLTrainer.prepare_experience
-        one_to_one = whole and not self.rows_vary and self.experience_rows == self.collection_rows
-        if not (self.collects_once and one_to_one) or at.epoch:
-            return None
-        steps = max(at.position + self.total_steps - at.step, 1)
-        if steps * train.batch_size >= self.collection_rows:
-            return None
-        order = shuffled(self.collection_rows, generator(train.seed, "order", at.collection, 0))
-        return order[: steps * train.batch_size]
 
     def made_experience(self, rows: list[Row]) -> Batch:
         """Return what `make_experience` makes of rows of a collection, checked."""
