@@ -109,8 +109,9 @@ class Files:
     def read(self, rows: list[Row]) -> Batch | None:
         """Return the experience of ``rows`` if every process has that of its own."""
         batch = self.there.pop(_key(rows), None)
-        missing = self.trainer.max(torch.tensor(float(batch is None)))
-        return None if batch is None or missing else batch.to(self.trainer.accelerator.device)
+        accelerator = self.trainer.accelerator
+        missing = accelerator.num_processes > 1 and self.trainer.max(torch.tensor(float(batch is None)))
+        return None if batch is None or missing else batch.to(accelerator.device)
 
     def add(self, rows: list[Row], batch: Batch) -> None:
         """Add what was made of ``rows``, to be written."""
