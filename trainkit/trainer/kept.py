@@ -108,6 +108,8 @@ class Files:
 
     def read(self, rows: list[Row]) -> Batch | None:
         """Return the experience of ``rows`` if every process has that of its own."""
+        if self.root is None:
+            return None
         batch = self.there.pop(_key(rows), None)
         accelerator = self.trainer.accelerator
         missing = accelerator.num_processes > 1 and self.trainer.max(torch.tensor(float(batch is None)))
