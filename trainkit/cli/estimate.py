@@ -75,7 +75,7 @@ def longest_of(source: str, config: Any) -> dict[str, int]:
 
     reading, _ = reading_of(config, rows := read_rows(source), True, False)
     if reading.tokenizer is None:
-        raise ConfigError("tokens of --data are counted with a tokenizer; set model.model_path or tokenizer.tokenizer_path")
+        raise ConfigError("--data is counted in tokens; set model.model_path or tokenizer.tokenizer_path")
     found = inspect(rows, reading)
     if found.faults or not found.lengths:
         message = found.faults[0].message if found.faults else "it has no rows"
