@@ -10,10 +10,11 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -243,37 +244,39 @@ def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
     if (kept := _kept.get()) is not None:
         return kept
+    places = tuple((path, _changed(path)) for path in sys.path)
+    settled = time.time_ns() - max((changed for _, changed in places), default=0) > SETTLED
+    claims = (_read if settled else _read.__wrapped__)(places)
+    return [_judged(plugin, claims) for plugin in claims]
+
+
+SETTLED = 5 * 10**9
+"""Nanoseconds after which a directory that has changed is taken to be written: an installer may be at work before."""
+
+
+def _changed(path: str) -> int:
+    """Return when a directory or archive of ``sys.path`` has changed, in nanoseconds; 0 if it does not exist."""
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=8)
+def _read(places: tuple[tuple[str, int], ...]) -> tuple[PluginInfo, ...]:
+    """Return the plugins that are installed in ``places``; reading all metadata takes milliseconds."""
     from importlib.metadata import distributions  # slow, and not needed for --help
 
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
     for dist in distributions():
-        entries = _text(dist, "entry_points.txt")
-        if f"[{GROUP}]" not in entries:
+        if f"[{GROUP}]" not in _text(dist, "entry_points.txt"):
             continue
-        files = (entries, *(_text(dist, file) for file in ("METADATA", "PKG-INFO", "requires.txt", "direct_url.json")))
-        name, plugins = _described(_Installed(dist, files, _place(dist)))
+        name, version = _identity(dist)
         if canonical(name) not in seen:  # of two copies on the path the first is the one in use
             seen.add(canonical(name))
-            found |= {(p.name, f"{p.distribution} {p.module}"): p for p in plugins}
-    claims = sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module))
-    return [_judged(plugin, claims) for plugin in claims]
-
-
-@dataclass(frozen=True)
-class _Installed:
-    """A distribution, compared by the texts of its files and its place, because parsing them takes milliseconds."""
-
-    dist: Distribution = field(compare=False)
-    files: tuple[str, ...]
-    place: str
-
-
-@lru_cache(maxsize=256)
-def _described(installed: _Installed) -> tuple[str, tuple[PluginInfo, ...]]:
-    """Return the distribution's name and its plugins."""
-    name, version = _identity(installed.dist)
-    return name, tuple(_plugins_of(installed.dist, name, version))
+            found |= {(p.name, f"{p.distribution} {p.module}"): p for p in _plugins_of(dist, name, version)}
+    return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module)))
 
 
 def _identity(dist: Distribution) -> tuple[str, str]:

@@ -145,7 +145,7 @@ class Decoder(Protocol):
         ...
 
     def whole(self, query: list[int], response: list[int]) -> Tensor:
-        """Return the next token's logits [1, V], from a forward pass over all tokens without a cache."""
+        """Return the logits [T + 1, V] after the query and after each of T response tokens, without a cache."""
         ...
 
 
@@ -349,7 +349,7 @@ class CausalDecoder:
         """Do as `Decoder` describes."""
         ids = torch.tensor([[*query, *response]], device=self.model.device)
         logits: Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        return logits[:, -1].float()
+        return logits[0, len(query) - 1 :].float()
 
     def _forward(
         self, ids: Tensor, real: Tensor | None, positions: Tensor, cache: DynamicCache | EncoderDecoderCache
@@ -424,7 +424,7 @@ class Seq2SeqDecoder:
         device = self.model.device
         ids, start = (torch.tensor([tokens], device=device) for tokens in (query, [*self.prefix, *response]))
         logits: Tensor = self.model(input_ids=ids, decoder_input_ids=start, use_cache=False).logits
-        return logits[:, -1].float()
+        return logits[0, len(self.prefix) - 1 :].float()
 
     def _forward(self, ids: Tensor, active: _ActivePair) -> tuple[Tensor, Tensor | None]:
         """Do as `next` does for the decoder's tokens ``ids`` [b, S]."""
@@ -494,7 +494,12 @@ def _difference(decoder: Decoder, tokens: Iterator[int], *, by_noise: bool) -> s
         steps.append((rows, decoder.next(active)[0]))
 
     def passes() -> list[Tensor]:
-        return [torch.cat([decoder.whole(*row) for row in rows]) for rows, _ in steps]
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        for query, response in (row for rows, _ in reversed(steps) for row in rows):  # the longest first
+            if (tuple(query), tuple(response)) not in found:
+                for length, logits in enumerate(decoder.whole(query, response)):
+                    found[tuple(query), tuple(response[:length])] = logits
+        return [torch.stack([found[tuple(query), tuple(response)] for query, response in rows]) for rows, _ in steps]
 
     def farthest(found: Iterable[Tensor], expected: list[Tensor]) -> float:
         return max(map(_apart, found, expected))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from trainkit.plugins import PluginInfo
@@ -36,6 +37,7 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     return found
 
 
+@cache  # reading them takes milliseconds
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed `LIBRARIES`."""
     found = {"python": platform.python_version()}

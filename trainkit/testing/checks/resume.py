@@ -84,7 +84,8 @@ def state_is_complete(bench: Bench) -> None:
 
 def _attributes(trainer: Any) -> dict[str, Any]:
     """Return the trainer's attributes as text, without those of the loop and without cached properties."""
-    return {name: printed(value) for name, value in vars(trainer).items() if name not in _not_its_own(trainer)}
+    others = _not_its_own(trainer)
+    return {name: printed(value) for name, value in vars(trainer).items() if name not in others}
 
 
 def _not_its_own(trainer: Any) -> set[str]:
