@@ -269,7 +269,7 @@ def _read(places: tuple[tuple[str, int], ...]) -> tuple[PluginInfo, ...]:
 
     found: dict[tuple[str, str], PluginInfo] = {}
     seen: set[str] = set()
-    for dist in distributions():
+    for dist in distributions(path=[path for path, _ in places]):
         if f"[{GROUP}]" not in _text(dist, "entry_points.txt"):
             continue
         name, version = _identity(dist)
