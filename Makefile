@@ -165,12 +165,12 @@ PROJECTS := pyproject.toml constraints.txt trainkit/__init__.py $(addsuffix /pyp
 $(VENV)/made-demo: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --no-compile $(PINS) -e . -e plugins/sft -e plugins/ppo networkx
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # as pip would, but on all cores
 	touch $@
 
 $(VENV)/made: $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/python -m pip install --no-compile $(PINS) -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # as pip would, but on all cores
 	touch $@
 
 $(VENV)/made-docs: $(VENV)/made
