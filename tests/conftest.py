@@ -4,6 +4,7 @@ fresh environments."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import io
 import os
@@ -20,6 +21,7 @@ from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tiers import pytest_collection_finish, pytest_collection_modifyitems, pytest_runtest_call  # noqa: F401
@@ -29,6 +31,7 @@ settings.register_profile(
     "trainkit", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("trainkit")
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # typer reads all signatures for every call
 ROOT = Path(__file__).parents[1]
 
 

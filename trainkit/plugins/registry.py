@@ -329,8 +329,8 @@ def get_part(part: Part, name: str) -> PartClass:
     key, kind = name.lower(), part.kind
     if key in part.own:
         return PartClass(_at(part.own[key]), None)
-    known = available_parts(part)
     if not (is_known(key) or key in BUILT_IN):
+        known = available_parts(part)
         raise RegistryError(
             f"there is no {kind} {name!r}{suggest(key, known)}; {part.key} names {', '.join(known)}, or another "
             f"{kind} plugin that is installed"
@@ -340,7 +340,7 @@ def get_part(part: Part, name: str) -> PartClass:
     elif by := why_disabled(key):
         raise PluginError(f"the {kind} {key!r} is disabled by {by}")
     if key not in part.classes:
-        raise RegistryError(f"{name!r} is no {kind}; {part.key} names {', '.join(known)}")
+        raise RegistryError(f"{name!r} is no {kind}; {part.key} names {', '.join(available_parts(part))}")
     return part.classes[key]
 
 
