@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tables import table
-from trainkit.errors import ConfigError
+from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models import backend
 from trainkit.models.backend import (
     TF32,
@@ -21,6 +21,7 @@ from trainkit.models.backend import (
     use_fast_exact_matmul,
 )
 from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.launch import default_precision
 
 CPU = torch.device("cpu")
 
@@ -189,6 +190,36 @@ def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow(
     said = [record.message for record in caplog.records if "this device (Some) has no instructions" in record.message]
     assert len(said) == told
     backend.warn_of_slow_bf16.cache_clear()
+
+
+@table(
+    "cuda, able, on_cpu, expected",
+    [
+        (True, True, "false", "bf16"),
+        (True, False, "false", "no"),
+        (True, True, "true", "no"),
+        (False, True, "false", "no"),
+    ],
+)
+def test_passes_are_in_bf16_on_gpus_that_have_it(
+    cuda: bool, able: bool, on_cpu: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", on_cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
+    assert default_precision() == expected
+
+
+def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is resumed with it, or an error says that the device has another."""
+    monkeypatch.setattr("trainkit.trainer.setup.default_precision", lambda: "bf16")
+    trainer = tiny_trainer("sft", tmp_path, train__mixed_precision=None, train__total_steps=1, train__save_interval=1)
+    trainer.learn()
+    assert trainer.accelerator.mixed_precision == "bf16"
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="train.mixed_precision: 'bf16' -> 'no'"):
+        changes = {"train__mixed_precision": None, "train__total_steps": 2, "train__resume": "auto"}
+        tiny_trainer("sft", tmp_path, **changes).learn()
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,13 @@ def test_autocast_keeps_the_weights_at_float32(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
+def test_passes_are_in_bf16_and_as_large_as_fits_by_default(tmp_path: Path) -> None:
+    trainer = tiny_trainer("sft", tmp_path, train__mixed_precision=None)
+    assert trainer.accelerator.mixed_precision == trainer.config.train.mixed_precision == "bf16"
+    assert trainer.row_limit is not None
+
+
+@pytest.mark.gpu
 def test_the_scaler_of_fp16_skips_a_step_that_overflows(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path, train__mixed_precision="fp16", train__total_steps=4)
     loss, skipped = trainer.loss, list[float]()

@@ -95,3 +95,22 @@ def test_steps_that_differ_from_the_models_own_are_not_taken(
         assert same(sample(found, EVEN), sample(alone, EVEN))
     assert found.decoder.graphed is False  # type: ignore[attr-defined]
     assert "their logits differ by" in caplog.text
+
+
+def test_rows_without_memory_for_a_graph_make_their_own_steps_and_others_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(tiny_llama(SIZE))
+    found, alone = CausalSampler(model, TOKENIZER), without_graphs(CausalSampler(model, TOKENIZER))
+    play, faults = decoding.FixedStep.play, [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def scarce(step: Any, last: torch.Tensor, lengths: torch.Tensor, width: int) -> Any:
+        if faults:
+            raise faults.pop()
+        return play(step, last, lengths, width)
+
+    monkeypatch.setattr(decoding.FixedStep, "play", scarce)
+    with caplog.at_level("INFO", "trainkit"):
+        assert sample(found, EVEN).ids == sample(alone, EVEN).ids
+    assert found.decoder.graphed is True, "as soon as there are fewer rows"  # type: ignore[attr-defined]
+    assert "are not replayed as graphs: CUDA out of memory" in caplog.text

@@ -18,6 +18,7 @@ import forking
 from runs import only_new_garbage
 from tables import table
 from trainkit.errors import ConfigError, OutOfMemoryError
+from trainkit.models import policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.testing import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 from trainkit.testing.checks.tools import flat_gradient
@@ -201,6 +202,46 @@ def test_passes_without_gradient_are_divided_too(name: str, tmp_path: Path) -> N
     trainer.collect()
     assert set(full.seen) == {(1, False)}
     assert len(full.seen) == 32  # 16 responses in policy and reference; 32 of the pairs in the reference
+
+
+@table("name, fault", [("ppo", FULL), ("rloo", torch.OutOfMemoryError("CUDA out of memory"))])
+def test_responses_that_do_not_fit_at_once_are_sampled_in_parts(
+    name: str, fault: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, scarce = (tiny_trainer(name, tmp_path / each) for each in ("whole", "scarce"))
+    decoder, sizes = scarce.engine.sampler.decoder, list[int]()
+    prefill = decoder.prefill
+
+    def limited(queries: list[list[int]], room: int) -> Any:
+        sizes.append(len(queries))
+        if len(queries) > 3:
+            raise fault
+        return prefill(queries, room)
+
+    decoder.prefill = limited
+    for trainer in (whole, scarce):
+        trainer.collect()
+    assert sizes[:4] == [8, 4, 2, 2]
+    assert max(sizes[2:]) == 2, "what was found is kept"
+    assert "8 responses at a time do not fit into memory; sampling 4 at a time" in caplog.text
+    assert torch.equal(*(each.store.experience.sequences.input_ids for each in (whole, scarce)))
+    decoder.prefill = lambda queries, room: limited([*queries] * 4, room)
+    with pytest.raises(OutOfMemoryError, match=r"a response of 6 tokens to a prompt of \d does not fit.*bfloat16"):
+        scarce.generate(["a", "bc"])
+
+
+@table("name", ["ppo", "dpo"])
+def test_passes_without_gradient_have_a_limited_number_of_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where 128 rows of 1,500 tokens need 50 GB."""
+    whole, parts = (tiny_trainer(name, tmp_path / each) for each in ("whole", "parts"))
+    whole.collect()
+    monkeypatch.setattr(policy, "TOKENS", {"cpu": 25})
+    seen = Full(parts, 100).seen
+    parts.collect()
+    assert max(rows for rows, _ in seen) <= 25 // 5
+    torch.testing.assert_close(*(each.store.experience.flatten() for each in (whole, parts)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -51,6 +51,8 @@ def estimate(
     if data is not None and prompt_tokens is not None:
         raise ConfigError("--data and --prompt-tokens are given, and both say how long prompts are; give one of them")
     longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
+    if gpus is not None and config.train.mixed_precision is None:
+        config = config.evolve(train={"mixed_precision": "bf16"})
     need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
     planned = plan(need, sharding, gpus or 1)
     fits = None if limit is None else choose(need, gpus or 1, limit)

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=nn.Module)
 
+TOKENS = {"cuda": 65_536}
+"""The most tokens of a pass without gradient, by device type: activations of more would not fit. Others: no limit."""
 CHUNK = 2**22
 """The number of logits in memory at a time on CPUs: 16 MB in float32."""
 
@@ -271,13 +273,17 @@ class Policy(nn.Module, ABC):
         cost = self._cost(sequences)
         if cost is None:
             return [every_row(sequences)]
-        return self._limited(sequences.buckets(cost))
+        return self._limited(sequences, sequences.buckets(cost))
 
-    def _limited(self, buckets: list[Tensor]) -> list[Tensor]:
-        """Return the rows of each pass, without gradient at most as many as `row_limit` allows."""
-        if torch.is_grad_enabled() or self.row_limit is None or (most := self.row_limit.rows) is None:
+    def _limited(self, sequences: Sequences, buckets: list[Tensor]) -> list[Tensor]:
+        """Return the rows of each pass: without gradient at most as many as `row_limit` and `TOKENS` allow."""
+        if torch.is_grad_enabled():
             return buckets
-        return [part for rows in buckets for part in rows.split(most)]
+        most = None if self.row_limit is None else self.row_limit.rows
+        if (tokens := TOKENS.get(sequences.input_ids.device.type)) is not None:
+            fit = max(tokens // sequences.input_ids.size(1), 1)
+            most = fit if most is None else min(most, fit)
+        return buckets if most is None else [part for rows in buckets for part in rows.split(most)]
 
     def _cost(self, sequences: Sequences) -> int | None:
         """Return the cost of one more pass, in tokens; None if no pass may be added."""
@@ -388,7 +394,7 @@ class CausalPolicy(Policy):
         """Return the rows of each forward pass; all rows if prompts are shared, which has its own buckets."""
         if not self._shares(sequences):
             return super()._buckets(sequences)
-        return [every_row(sequences)] if self.one_pass else self._limited([every_row(sequences)])
+        return [every_row(sequences)] if self.one_pass else self._limited(sequences, [every_row(sequences)])
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the hidden states [B, T, D], after the full logits unless `head_alone`."""

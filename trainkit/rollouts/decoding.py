@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
-from trainkit.models.fitting import first_line
+from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
 from trainkit.models.virtual import count_of, moved_by_padding
 from trainkit.rollouts.graphs import FixedStep
@@ -195,12 +195,13 @@ class _ActiveText(Active):
     packs: Packs = field(default_factory=Packs)
     tape: Tape | None = None  # of a step with b rows
     fixed: FixedStep | None = None  # the same
+    plain: bool = False  # there is no memory for a graph of b rows
 
     def keep(self, at: Tensor) -> None:
         if self.fixed is not None:
             self.rewind(self.width)
         super().keep(at)
-        self.lengths, self.tape, self.fixed = self.lengths[at], None, None
+        self.lengths, self.tape, self.fixed, self.plain = self.lengths[at], None, None, False
 
     def rewind(self, width: int) -> None:
         """Let plain layers of the cache have the first ``width`` tokens, which are in their buffers."""
@@ -275,7 +276,11 @@ class CausalDecoder:
         The first one is compared with the model's own, from which it differs by rounding.
         """
         width, why = active.width, ""
-        if self.graphed is False or (active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH):
+        if (
+            self.graphed is False
+            or active.plain
+            or (active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH)
+        ):
             return None
         try:
             if active.fixed is None:
@@ -290,6 +295,12 @@ class CausalDecoder:
                 why = "" if apart <= allowed else f"their logits differ by {apart:.1%}"
         except (TapeError, *UNFIT) as error:
             why = first_line(error)
+            if out_of_memory(error):  # for these rows; fewer may leave room
+                log.info("steps of %d rows are not replayed as graphs: %s", len(active.last), why)
+                active.fixed, active.plain = None, True
+                active.rewind(width)
+                release()
+                return None
         if why:
             log.info("the steps of %s are not replayed as graphs: %s", type(self.model).__name__, why)
             self.graphed, active.fixed = False, None

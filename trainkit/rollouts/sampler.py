@@ -23,8 +23,10 @@ from transformers import (
 from trainkit.config import SamplingConfig
 from trainkit.data import Rollouts, Row, Sequences
 from trainkit.data.pipeline import id_count
+from trainkit.errors import OutOfMemoryError
 from trainkit.functional import allow_logits, penalise_repetition, truncate_logits
 from trainkit.models.backend import one_library
+from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.loading import eos_ids, pad_id
 from trainkit.models.policy import check_logit_mask
 from trainkit.rollouts.decoding import CausalDecoder, Decoder, Seq2SeqDecoder, stepping_fault, vocabulary
@@ -92,6 +94,15 @@ class Generated:
     hidden: Tensor | None = None
     """The hidden states [N, D] that the tokens were chosen from; None unless they are needed and known."""
 
+    @classmethod
+    def cat(cls, parts: Sequence[Generated]) -> Generated:
+        """Return the responses of all parts, which know the same about their tokens."""
+        if len(parts) == 1:
+            return parts[0]
+        lists = ([each for part in parts for each in getattr(part, name)] for name in ("ids", "reasons", "versions"))
+        tensors = ([getattr(part, name) for part in parts] for name in ("logprobs", "entropy", "hidden"))
+        return cls(*lists, *(None if each[0] is None else torch.cat(each) for each in tensors))
+
 
 class TokenSampler:
     """Samples from a language model with a key-value cache, one token per step for the whole batch.
@@ -131,6 +142,8 @@ class TokenSampler:
         model = decoder.model
         self.decoder, self.model, self.tokenizer = decoder, model, tokenizer
         self.steer, self.keeps_states = steer, decoder.hidden
+        self.most: int | None = None
+        """How many responses at a time have fitted into memory, once there were too many; None: any number has."""
         decoder.hidden = decoder.hidden or steer is not None
         self.vocabulary = min(id_count(tokenizer), vocabulary(model))
         mask = check_logit_mask(logit_mask, model, self.vocabulary)
@@ -178,15 +191,47 @@ class TokenSampler:
         version: int = 0,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Generated:
-        """Return a response to each of ``queries`` as token ids.
+        """Return a response to each of ``queries`` as token ids; of half as many at a time if memory does not suffice.
 
         Args:
             queries: the prompts as token ids.
             settings: the sampling settings.
             seeds: a seed for each response.
             version: that of the weights.
-            watch: called with the indices [b] of responses and the next token [b] of each, when these are chosen.
+            watch: called with the indices [b] of responses and the next token [b] of each, when these are chosen. All
+                are then sampled at once.
+
+        Raises:
+            OutOfMemoryError: one response does not fit into memory.
         """
+        while True:
+            most = len(queries) if self.most is None or watch is not None else self.most
+            try:
+                parts = [slice(at, at + most) for at in range(0, len(queries), most)]
+                return Generated.cat(
+                    [self._generate(queries[part], settings, seeds[part], version, watch) for part in parts]
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or watch is not None:
+                    raise
+                fault = first_line(error)
+            if (tried := min(most, len(queries))) == 1:
+                raise OutOfMemoryError(
+                    f"a response of {settings.max_new_tokens} tokens to a prompt of {max(map(len, queries))} does not "
+                    f"fit into memory ({fault}). Lower rollout.max_new_tokens, or set model.dtype to bfloat16"
+                )
+            self.most = tried // 2
+            release()
+            log.warning("%d responses at a time do not fit into memory; sampling %d at a time", tried, self.most)
+
+    def _generate(
+        self,
+        queries: list[list[int]],
+        settings: SamplingConfig,
+        seeds: Sequence[int],
+        version: int,
+        watch: Callable[[Tensor, Tensor], None] | None,
+    ) -> Generated:
         draws = uniforms(torch.tensor(seeds, device=self.model.device), settings.max_new_tokens)
         responses = _Responses(self, queries, settings, draws, watch)
         with one_library() if self.beside_training else nullcontext():

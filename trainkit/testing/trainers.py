@@ -104,7 +104,7 @@ def tiny_trainer(
         "model": {"model_path": dict(model or path)},
         "optimizer": {"lr": 1e-3},
         "rollout": {"max_new_tokens": 6, "num_rollouts": 16, "batch_size": 8} if usual else {},
-        "train": {"batch_size": 8, **SHORT},
+        "train": {"batch_size": 8, "mixed_precision": "no", **SHORT},
     }
     _require_settings(cls, {**defaults["method"], **sections.get("method", {})})
     config: TRLConfig[Any] = TRLConfig.from_dict(

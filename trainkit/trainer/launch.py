@@ -8,8 +8,10 @@ import os
 import time
 from datetime import timedelta
 from functools import cache
+from typing import Literal
 
 import accelerate.optimizer
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -32,6 +34,13 @@ SHARDED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
 """Ways of launching that are refused, by the variable that accelerate's launcher sets. It ignores them on CPUs."""
+
+
+def default_precision() -> Literal["no", "bf16"]:
+    """Return the precision of forward passes where the configuration gives none."""
+    on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false"))
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "no"
 
 
 def make_accelerator(mixed_precision: str, timeout: float) -> Accelerator:

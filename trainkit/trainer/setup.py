@@ -50,7 +50,7 @@ from trainkit.seeding import Seen, global_rng
 from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
-from trainkit.trainer.launch import make_accelerator
+from trainkit.trainer.launch import default_precision, make_accelerator
 from trainkit.trainer.master_weights import low_precision
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
@@ -125,14 +125,16 @@ class PreparedTrainer(BaseRLTrainer[M]):
         scheduler: LRScheduler | optim.MakeScheduler | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, **kwargs)
-        self.accelerator: Accelerator = make_accelerator(config.train.mixed_precision, config.train.timeout)
+        precision = config.train.mixed_precision or default_precision()  # one that the run is resumed with
+        train = config.train.model_copy(update={"mixed_precision": precision})
+        super().__init__(config.model_copy(update={"train": train}), **kwargs)
+        self.accelerator: Accelerator = make_accelerator(precision, config.train.timeout)
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
         use_exact_convolutions(self.accelerator.device)
         use_right_attention(self.accelerator.device)
-        if config.train.mixed_precision == "bf16":
+        if precision == "bf16":
             warn_of_slow_bf16(self.accelerator.device.type)
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
@@ -172,9 +174,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
-        auto = config.train.microbatch_size == "auto"
+        size, alone = config.train.microbatch_size, self.accelerator.num_processes == 1
+        usual = alone and self.sharding.repeats and self.accelerator.device.type != "cpu"
+        auto = size == "auto" or (size is None and usual)
         self.row_limit = RowLimit(lambda: self.progress) if auto else None
-        """The most rows of a micro-batch that fit, if `train.microbatch_size` is ``auto``."""
+        """The most rows of a micro-batch that fit, if `train.microbatch_size` is ``auto``, as it is on one GPU."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()

@@ -650,9 +650,11 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _queries(self, rows: list[Row]) -> list[list[int]]:
         """Return the prompts' token ids; none for a row whose environment gives the prompt."""
-        known = [row for row in rows if row.get("prompt") is not None]
-        ids = iter([self.encode(row["prompt"]) for row in written_prompts(known, self.tokenizer)])
-        return [[] if row.get("prompt") is None else next(ids) for row in rows]
+        read = [tuple(id(row.get(name)) for name in ("prompt", *SETTINGS)) for row in rows]  # the same for a group
+        different = {key: row for key, row in zip(read, rows, strict=True) if row.get("prompt") is not None}
+        written = written_prompts([*different.values()], self.tokenizer)
+        ids = dict(zip(different, [self.encode(row["prompt"]) for row in written], strict=True))
+        return [[*ids.get(key, ())] for key in read]
 
     def _seeds(self, rows: list[Row], purpose: Purpose, seen: Seen | None = None) -> list[int]:
         return response_seeds(self.config.train.seed, purpose, rows, self._queries(rows), seen)
