@@ -217,9 +217,10 @@ def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeyp
     trainer.learn()
     assert trainer.accelerator.mixed_precision == "bf16"
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="train.mixed_precision: 'bf16' -> 'no'"):
-        changes = {"train__mixed_precision": None, "train__total_steps": 2, "train__resume": "auto"}
-        tiny_trainer("sft", tmp_path, **changes).learn()
+    changes = {"train__mixed_precision": None, "train__total_steps": 2, "train__resume": "auto"}
+    resumed = tiny_trainer("sft", tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=r"train\.mixed_precision: 'bf16' -> 'no'"):
+        resumed.learn()
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
