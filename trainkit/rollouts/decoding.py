@@ -276,11 +276,8 @@ class CausalDecoder:
         The first one is compared with the model's own, from which it differs by rounding.
         """
         width, why = active.width, ""
-        if (
-            self.graphed is False
-            or active.plain
-            or (active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH)
-        ):
+        few = active.fixed is None and active.real.size(1) - width <= WORTH_A_GRAPH
+        if self.graphed is False or active.plain or few:
             return None
         try:
             if active.fixed is None:
