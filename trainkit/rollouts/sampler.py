@@ -101,7 +101,8 @@ class Generated:
             return parts[0]
         lists = ([each for part in parts for each in getattr(part, name)] for name in ("ids", "reasons", "versions"))
         tensors = ([getattr(part, name) for part in parts] for name in ("logprobs", "entropy", "hidden"))
-        return cls(*lists, *(None if each[0] is None else torch.cat(each) for each in tensors))
+        ids, reasons, versions = lists
+        return cls(ids, reasons, versions, *(None if each[0] is None else torch.cat(each) for each in tensors))
 
 
 class TokenSampler:

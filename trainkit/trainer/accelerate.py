@@ -516,7 +516,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def _make_health(self) -> Health:
         """Return what watches the metrics; it knows what is usual with this configuration."""
-        rollout, precision = self.config.rollout, self.config.train.mixed_precision
+        rollout, precision = self.config.rollout, self.accelerator.mixed_precision
         uncorrected = rollout.staleness > 0 and not self.corrections
         starts = (self.correction != "sampler" or self._samples_newest) and not uncorrected
         return Health(starts_on_policy=starts, half_precision=precision != "no")

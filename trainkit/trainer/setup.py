@@ -249,7 +249,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         return chosen
 
     def _make_health(self) -> Health:
-        return Health(half_precision=self.config.train.mixed_precision != "no")
+        return Health(half_precision=self.accelerator.mixed_precision != "no")
 
     def _check_collecting(self) -> None:
         """Raise a `ConfigError` if engine, staleness or correction are set; only language models are sampled so."""

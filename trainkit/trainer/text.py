@@ -487,7 +487,7 @@ class TextTrainer(AcceleratedLoop[M]):
             self.tokenizer,
             eos_ids(self.unwrapped.model, self.tokenizer),
             limit=self.limit,
-            mixed_precision=self.config.train.mixed_precision,
+            mixed_precision=self.accelerator.mixed_precision,
             options={
                 "logit_mask": self.logit_mask,
                 "skip_special_tokens": self.config.rollout.skip_special_tokens,

@@ -134,7 +134,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
 
     def get_arch(self, config: TRLConfig[DDPOConfig]) -> DiffusionPolicy:
         """Return the policy over the image model: its network trainable or with an adapter, everything else frozen."""
-        half = HALF.get(config.train.mixed_precision)
+        half = HALF.get(self.accelerator.mixed_precision)
         pipeline = self.source.load().prepare(half)
         network = pipeline.network
         if config.model.peft_config is not None:
@@ -260,7 +260,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
     @property
     def kept(self) -> torch.dtype:
         """The dtype that latents are stored in: that of the network's computation."""
-        return HALF.get(self.config.train.mixed_precision, torch.float32)
+        return HALF.get(self.accelerator.mixed_precision, torch.float32)
 
     def prepare_experience(self, experience: Trajectories) -> DDPOBatch:
         """Wait for the rewards, compute advantages, and return the images as (image, step) rows."""
