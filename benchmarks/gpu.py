@@ -30,6 +30,7 @@ STAGES = {
     "ceilings": 30,
     "probes": 60,
     "head": 60,
+    "decode": 90,
     "sft": 150,
     "dpo": 150,
     "grpo": 200,

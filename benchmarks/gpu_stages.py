@@ -31,11 +31,14 @@ from gpu import ROOT
 from rich.progress import Progress
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from work import MODELS, Work
 
 import trainkit
+from trainkit.config import SamplingConfig
 from trainkit.data import Sequences
 from trainkit.models import Policy, make_policy
+from trainkit.rollouts import CausalSampler
 
 TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "sft": (("sft:8x512..2048", "Q05", "", ""), ("sft:8x512..2048", "Q15", "--apart", "")),
@@ -44,6 +47,8 @@ TRAINING: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 }
 """The training steps of a stage: case, model, options of ``speed.py``, and the system, if it is one alone."""
 TINY = {"sft": "sft:2x12..16", "dpo": "dpo:2x12..16", "grpo": "grpo:2x2,8+8"}
+DECODED = (("S", 4, 8, 64), ("Q05", 128, 512, 256), ("Q15", 128, 512, 256), ("Q15", 512, 512, 256))
+"""Model, responses, tokens of a prompt and of a response that are sampled; the first if all is tiny."""
 PEAK = 989e12
 """FLOP/s in bf16 of an H100 or H200 by its maker; shares of the peak are shares of it."""
 READS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::item", "aten::nonzero")
@@ -103,10 +108,22 @@ def ceilings(stage: Stage) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         a, b = (torch.randn(n, n, device=stage.device, dtype=dtype) for _ in range(2))
         stage.add(f"product {n}, {name}", tflops=round(2 * n**3 / stage.timed(lambda a=a, b=b: a @ b) / 1e12, 2))
-    a = torch.empty(2**20 if stage.tiny else 2**31, dtype=torch.uint8, device=stage.device)
-    stage.add("copy", gb_per_s=round(2 * len(a) / stage.timed(a.clone) / 1e9, 1))
+    stage.add("copy", gb_per_s=round(bandwidth(stage) / 1e9, 1))
     small = torch.zeros(1, device=stage.device)
     stage.add("launch", us=round(stage.timed(lambda: [small.add_(1) for _ in range(1000)]) * 1e3, 2))
+
+
+def bandwidth(stage: Stage) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    a = torch.empty(2**20 if stage.tiny else 2**31, dtype=torch.uint8, device=stage.device)
+    return 2 * len(a) / stage.timed(a.clone)
+
+
+def network(name: str, device: str, **changes: Any) -> PreTrainedModel:
+    """Return a model of ``speed.py`` with random weights, which are made on the device."""
+    fields = {**MODELS[name], **changes, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
 
 
 def attend(device: str, dtype: torch.dtype, kind: str, length: int) -> bool:
@@ -160,19 +177,14 @@ def head_gradient(policy: Policy, sequences: Sequences, states: Tensor, *, bf16:
 def head(stage: Stage) -> None:
     """Measure log-probabilities of the head, forward and backward: seconds, memory, and the gradient's error."""
     for name in ("S",) if stage.tiny else ("Q05", "Q15"):
-        fields = {**MODELS[name], "n_layer" if name == "S" else "num_hidden_layers": 1}
-        fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        with torch.device(stage.device):
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            policy = make_policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)))
+        policy = make_policy(network(name, stage.device, **{"n_layer" if name == "S" else "num_hidden_layers": 1}))
         for count in (64,) if stage.tiny else (8192, 32768):
             if (row := f"head, {name}, {count} tokens") in stage.known:
                 continue
             torch.manual_seed(0)
             width = policy.model.get_input_embeddings().weight.shape[1]
             states = torch.randn(count, width, device=stage.device, requires_grad=True)
-            ids = torch.randint(0, fields["vocab_size"], (1, count))
+            ids = torch.randint(0, MODELS[name]["vocab_size"], (1, count))
             sequences = Sequences(ids, torch.ones_like(ids).bool(), torch.ones_like(ids).bool()).to(stage.device)
             exact = head_gradient(policy, sequences, states, bf16=False).double()
             error = (head_gradient(policy, sequences, states, bf16=True).double() - exact).norm() / exact.norm()
@@ -187,6 +199,36 @@ def head(stage: Stage) -> None:
                 if stage.cuda:
                     facts[f"mb_{key}"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
             stage.add(row, **facts)
+
+
+def decode(stage: Stage) -> None:
+    """Measure sampling under bf16, four responses to a prompt, beside the least time of a step.
+
+    That is the time in which the weights and the cache of each row, half filled, are read.
+    """
+    for name, rows, prompt, new in DECODED[:1] if stage.tiny else DECODED[1:]:
+        if (row := f"decode, {name}, {rows} rows, {prompt}+{new}") in stage.known:
+            continue
+        model = network(name, stage.device).eval()
+        tokenizer = Work("", "grpo", name).tokenizer()
+        sampler = CausalSampler(model, tokenizer, head_alone=make_policy(model).head_alone)
+        prompts = torch.randint(0, 200, (rows // 4, prompt), generator=torch.Generator().manual_seed(0)).tolist()
+        if stage.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+        def sample(tokens: int, sampler: CausalSampler = sampler, queries: list[list[int]] = prompts * 4) -> None:
+            with torch.autocast(stage.device, torch.bfloat16):
+                sampler.generate(queries, SamplingConfig(max_new_tokens=tokens), range(len(queries)))
+
+        step = (stage.timed(partial(sample, new), 2) - stage.timed(partial(sample, 1), 2)) / (new - 1)
+        config, numbers = model.config, sum(parameter.numel() for parameter in model.parameters())
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        cached = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads  # of a token
+        least = 2 * (numbers + rows * (prompt + new / 2) * cached) / bandwidth(stage)
+        facts = {"ms": round(step * 1e3, 2), "least_ms": round(least * 1e3, 2), "tokens_per_s": round(rows / step)}
+        if stage.cuda:
+            facts["peak_mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        stage.add(row, **facts, graphs=sampler.decoder.graphed)
 
 
 def training(stage: Stage) -> None:
@@ -308,6 +350,7 @@ RUN: dict[str, Callable[[Stage], None]] = {
     "ceilings": ceilings,
     "probes": probes,
     "head": head,
+    "decode": decode,
     **dict.fromkeys(TRAINING, training),
     "profile": profiles,
     "tests": tests,

@@ -65,7 +65,7 @@ def measured(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def on_a_gpu(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what ``benchmarks/gpu.py`` measured: training steps beside TRL, and the head."""
+    """Yield what ``benchmarks/gpu.py`` measured: training steps beside TRL, the head, and sampling."""
     yield "### Shapes of Qwen2.5 on a GPU\n"
     about, by_name = rows[0], {row["row"]: row for row in rows}
     yield f"{about['card']}; torch {about['torch']}, transformers {about['transformers']}, TRL 1.16; bf16 autocast.\n"
@@ -93,6 +93,17 @@ def on_a_gpu(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             lines.append([*what, *times, f"{row['gradient_error']:.2%}", f"{row['mb_bf16']:,}"])
     yield "Log-probabilities from the head, forward and backward, and the relative error of its gradient:\n"
     yield from table("model | tokens | bf16, ms | float32, ms | error in bf16 | MB in bf16", lines)
+    lines = [
+        [
+            *name.removeprefix("decode, ").split(", "),
+            *(f"{row[key]:,}" for key in ("ms", "least_ms", "tokens_per_s", "peak_mb")),
+        ]
+        for name, row in by_name.items()
+        if name.startswith("decode, ")
+    ]
+    if lines:
+        yield "A step of sampling, beside the time in which its weights and cache are read:\n"
+        yield from table("model | responses | prompt + response | ms | at least, ms | tokens/s | MB", lines)
 
 
 def described(about: dict[str, Any]) -> str:
