@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tables import table
 from trainkit.errors import CheckpointError, ConfigError
@@ -20,6 +23,7 @@ from trainkit.models.backend import (
     rounding,
     use_fast_exact_matmul,
 )
+from trainkit.testing import tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.launch import default_precision
 
@@ -221,6 +225,40 @@ def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeyp
     resumed = tiny_trainer("sft", tmp_path, **changes)
     with pytest.raises(CheckpointError, match=r"train\.mixed_precision: 'bf16' -> 'no'"):
         resumed.learn()
+
+
+def half_alone(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any
+) -> Any:
+    """Attention that float32 cannot have, as FlashAttention's; transformers casts for it under autocast."""
+    if not torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("FlashAttention only supports fp16 and bf16")
+    return sdpa_attention_forward(module, *(x.bfloat16() for x in (query, key, value)), *rest, **kwargs)
+
+
+@table(
+    "name, changes",
+    [
+        ("sft", {}),
+        ("rloo", {"train__share_prompts": True}),
+        ("ppo", {"model__num_layers_unfrozen": 1}),
+        ("dpo", {"model__peft_config": {"r": 2, "target_modules": ["q_proj"]}}),
+        ("reward", {}),
+    ],
+)
+def test_a_model_with_attention_for_half_precision_is_run_so_wherever_it_is_run(
+    name: str, changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checks of a new policy, the sampler's steps, and the export that is loaded again."""
+    AttentionInterface.register("half_alone", half_alone)
+    AttentionMaskInterface.register("half_alone", sdpa_mask)
+    settings = {"train__mixed_precision": "bf16", "train__total_steps": 2, "train__verify_export": True, **changes}
+    kwargs = {"attn_implementation": "half_alone"}
+    trainer = tiny_trainer(name, tmp_path, model=tiny_llama(10), model__kwargs=kwargs, **settings)
+    trainer.learn()
+    assert trainer.unwrapped.model.config._attn_implementation == "half_alone"
+    assert "cannot be sampled from with a key-value cache" not in caplog.text
+    assert not trainer.unwrapped.needs_mask
 
 
 def test_a_device_without_bf16_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,19 @@ def test_every_stage_of_a_gpu_runs_on_a_cpu_and_is_not_run_again(tmp_path: Path)
     run("gpu.py", *tiny)
     rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     names = {row["row"].split(":")[0].split(",")[0] for row in rows}
-    assert names >= {"product 256", "copy", "launch", "attention", "head", "decode", "sft", "dpo", "grpo", "tests", "kit"}
+    assert names >= {
+        "product 256",
+        "copy",
+        "launch",
+        "attention",
+        "head",
+        "decode",
+        "sft",
+        "dpo",
+        "grpo",
+        "tests",
+        "kit",
+    }
     assert {"profile of sft"} <= names
     assert not [row for row in rows if "failed" in row or row.get("broken")]
     run("gpu.py", *tiny, "--only", "head", "sft", "profile")

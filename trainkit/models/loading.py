@@ -47,7 +47,7 @@ from trainkit.models.adapters import (
 from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.seq2seq import Seq2SeqPolicy
 from trainkit.models.trunk import depth_of, freeze_below
-from trainkit.models.unloaded import loads_weights, reads_weights
+from trainkit.models.unloaded import loads_weights, place, reads_weights
 from trainkit.models.value_head import find_file
 from trainkit.models.virtual import count_of, saved_count, virtual_tokens
 from trainkit.security import TRUST, hidden, is_secret
@@ -79,7 +79,8 @@ def load_model(config: ModelConfig, model: PreTrainedModel | None = None) -> Pre
     wanted = None if config.peft_config is None else make_peft_config(config.peft_config)
     if wanted is not None:
         add_adapter(model, _for_skeleton(wanted) if model.device.type == "meta" else wanted)
-    elif config.num_layers_unfrozen >= 0:
+    place(model)  # after an adapter's weights were drawn, which are the same on all devices
+    if wanted is None and config.num_layers_unfrozen >= 0:
         _check_weights_are_trained(config, virtual_tokens(model) is not None)
         if has_adapter(model):
             raise ConfigError(

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from trainkit.data import Sequences
-from trainkit.models.backend import rounding
+from trainkit.models.backend import autocast_dtype, rounding
 from trainkit.models.trunk import tiny_input
 from trainkit.models.virtual import moved_by_padding
 
@@ -232,5 +232,6 @@ def _with_gradient(
 def equal_but_for_rounding(found: Tensor, expected: Tensor) -> bool:
     """Return whether numbers of a small input are the same, up to the rounding of products."""
     size, difference = float(expected.abs().max()) or 1.0, float((found - expected).abs().max())
-    coarse = rounding(expected.dtype, expected.device) > TOLERANCE
+    dtype = autocast_dtype(expected.device.type) or expected.dtype
+    coarse = rounding(dtype, expected.device) > TOLERANCE
     return difference <= size * (COARSE_TOLERANCE if coarse else TOLERANCE)

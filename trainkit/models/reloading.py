@@ -13,6 +13,7 @@ from trainkit.models.adapters import ADAPTER_CONFIG, adapter_base, quiet_peft, w
 from trainkit.models.backend import rounding
 from trainkit.models.reference import fingerprint
 from trainkit.models.trunk import tiny_input
+from trainkit.models.unloaded import decided
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,8 +41,8 @@ def fault_of(directory: Path, model: PreTrainedModel, score: Any = None, end: in
     with torch.random.fork_rng(cuda), torch.autocast(model.device.type, enabled=False), quiet_peft():
         try:
             model.eval()
-            expected = model(**probe).logits if score is None else score(probe["input_ids"])
-            found = _reload(directory, model)(**probe).logits
+            expected = decided(lambda: model(**probe).logits if score is None else score(probe["input_ids"]))
+            found = decided(lambda: _reload(directory, model)(**probe).logits)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             return f"it cannot be loaded: {type(error).__name__}: {printable(str(error))[:300]}"
         finally:

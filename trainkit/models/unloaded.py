@@ -1,15 +1,18 @@
-"""Models of several processes of which only the main one loads the weights, before they are divided among all."""
+"""How models are made: by which process, on which device, and how they are run to find out what they are like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
 T = TypeVar("T")
+Precision = Callable[[], AbstractContextManager[Any]]
 
 _loads: ContextVar[bool | None] = ContextVar("loads", default=None)
 """Whether this process loads weights; None outside of `loaded_by_one`."""
@@ -55,10 +58,37 @@ def loads_weights() -> bool:
     return _loads.get() is not False
 
 
+_as_trained: ContextVar[tuple[torch.device | None, Precision]] = ContextVar("as_trained", default=(None, nullcontext))
+"""Where models are trained, and in what precision they are run for `decided`."""
+
+
+@contextmanager
+def as_trained(device: torch.device | None, precision: Precision) -> Iterator[None]:
+    """Load models inside the block onto the device that they are trained on, and run probes of them in ``precision``.
+
+    Args:
+        device: the device; None: they stay where they are loaded.
+        precision: makes a context, such as that of autocast.
+    """
+    token = _as_trained.set((device, precision))
+    try:
+        yield
+    finally:
+        _as_trained.reset(token)
+
+
+def place(model: nn.Module) -> None:
+    """Move a model to the device of `as_trained`."""
+    if (device := _as_trained.get()[0]) is not None:
+        nn.Module.to(model, device)  # transformers refuses quantised models that are there already
+
+
 def decided(probe: Callable[[], T]) -> T:
     """Return what ``probe``, which runs a model, returns; in `loaded_by_one`, what it returns on the main process."""
+    with _as_trained.get()[1]():
+        mine = probe() if loads_weights() else None
     if _loads.get() is None:
-        return probe()
-    found: list[Any] = [probe() if loads_weights() else None]
+        return mine  # type: ignore[return-value]
+    found: list[Any] = [mine]
     broadcast_object_list(found)
     return found[0]  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainkit.models.backend import autocast_dtype, dtype_of_attention, rounding
 from trainkit.models.fitting import first_line, out_of_memory, release
 from trainkit.models.seq2seq import decoder_prefix, encode
+from trainkit.models.unloaded import decided
 from trainkit.models.virtual import count_of, moved_by_padding
 from trainkit.rollouts.graphs import FixedStep
 from trainkit.rollouts.packing import Packs
@@ -479,7 +480,8 @@ def stepping_fault(decoder: Decoder, tokens: Sequence[int]) -> str:
         with torch.autocast(model.device.type, enabled=False):
             for attempt in range(TRIES):
                 chosen = iter(Random(attempt).choices(tokens, k=16))
-                if not (why := _difference(decoder, chosen, by_noise=attempt == TRIES - 1)):
+                probe = partial(_difference, decoder, chosen, by_noise=attempt == TRIES - 1)
+                if not (why := decided(probe)):
                     break
     except UNFIT as error:
         return f"{type(error).__name__}: {error}"
@@ -512,7 +514,8 @@ def _difference(decoder: Decoder, tokens: Iterator[int], *, by_noise: bool) -> s
     def farthest(found: Iterable[Tensor], expected: list[Tensor]) -> float:
         return max(map(_apart, found, expected))
 
-    cached, full, allowed = [logits for _, logits in steps], passes(), rounding(model.dtype, model.device) ** 0.5
+    cached, full, dtype = [logits for _, logits in steps], passes(), autocast_dtype(model.device.type) or model.dtype
+    allowed = rounding(dtype, model.device) ** 0.5
     if (off := farthest(cached, full)) <= allowed:
         return ""
     if by_noise:

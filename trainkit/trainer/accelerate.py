@@ -236,7 +236,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
             model.to(device)
             if not isinstance(source, str | Mapping):
                 self._make_equal(model)  # any other is equal on all processes
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), self._as_trained():
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
                 policy.vocabulary = own.vocabulary
@@ -683,7 +683,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
         own, classifier = self.unwrapped, None
         if isinstance(own, Scorer) and own.head is None:
             classifier = partial(_scores, own)
-        return fault_of(directory, own.model, classifier, self.tokenizer.eos_token_id)
+        with self._as_trained():
+            return fault_of(directory, own.model, classifier, self.tokenizer.eos_token_id)
 
     def model_card(self) -> dict[str, str]:
         """Return the model card's entries: transformers loads language models and adapters, trainkit the heads."""

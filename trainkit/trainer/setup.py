@@ -24,6 +24,7 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
+from trainkit.models.adapters import bare
 from trainkit.models.backend import (
     use_exact_convolutions,
     use_fast_exact_matmul,
@@ -34,7 +35,7 @@ from trainkit.models.fitting import RowLimit
 from trainkit.models.policy import Policy
 from trainkit.models.recomputing import recompute_activations
 from trainkit.models.reference import Frozen
-from trainkit.models.unloaded import loaded_by_one
+from trainkit.models.unloaded import as_trained, loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
@@ -331,7 +332,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def unwrapped(self) -> Any:
         """The trainable model itself, without the wrapper of accelerate."""
-        with global_rng(self.config.train.seed, "model", device=self.accelerator.device):
+        with global_rng(self.config.train.seed, "model", device=self.accelerator.device), self._as_trained():
             model = self.get_arch(self.config)
         if self.config.train.gradient_checkpointing:
             recompute_activations(model)
@@ -346,7 +347,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
             if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
                 model = model.to(self.accelerator.device)
                 self._make_equal(model)  # as DDP will do, but before the reference is made
-            reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
+            with self._as_trained():
+                reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
             for frozen in self.frozen_models:
                 frozen.policy  # noqa: B018  (loads it)
         if self.sharding.stays_divided:
@@ -372,6 +374,19 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 str(low[0].dtype).removeprefix("torch."),
                 "train.sharding 'fsdp2'" if self.given_optimizer is None else "the given optimizer",
             )
+
+    def _as_trained(self) -> AbstractContextManager[None]:
+        """Return a context in which models are loaded, and run as in training to find out what they are like.
+
+        They are run in float32, which shows smaller differences, unless their attention may need less.
+        """
+        own = getattr(bare(self.live_model), "config", None) if self.live_model is not None else None
+        attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
+        exact = attention in (None, "eager", "sdpa", "flex_attention")
+        whole = not self.sharding.stays_divided or "_prepared" in vars(self)
+        return as_trained(
+            self.accelerator.device if whole else None, nullcontext if exact else self.accelerator.autocast
+        )
 
     def _prepare_model(self) -> None:
         """Load the model to generate and evaluate with it: without reference, frozen models and optimizer."""

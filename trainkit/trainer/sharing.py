@@ -56,7 +56,8 @@ def prepare(trainer: Trainer, policy: Any) -> None:
     train = trainer.config.train
     if train.share_prompts is False or not has_common_prompts(trainer) or not hasattr(policy, "why_not_shared"):
         return
-    fault = decided(policy.why_not_shared)
+    with trainer._as_trained():
+        fault = decided(policy.why_not_shared)
     way = name_of(train.sharding)
     if fault is None and trainer.sharding.stays_divided and way not in SHARDED:
         fault = f"it is not tested with train.sharding {way!r}"

@@ -470,7 +470,9 @@ class TextTrainer(AcceleratedLoop[M]):
         return vars(self).get("engine") or self._started_engine()
 
     def _started_engine(self) -> Engine:
-        made = start(self.config.rollout.engine, self.served)
+        served = self.served
+        with self._as_trained():
+            made = start(self.config.rollout.engine, served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
 
