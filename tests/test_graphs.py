@@ -60,6 +60,15 @@ def test_they_are_made_under_autocast() -> None:
     assert all(one == other for one, other in first), "prompts are read by the model's own pass"
 
 
+@table("dtype", [None, torch.bfloat16])
+def test_under_autocast_there_are_none_beside_a_thread_that_trains(dtype: torch.dtype | None) -> None:
+    """Which clears the cache of casts that both have when it leaves autocast."""
+    found = CausalSampler(make(tiny_llama(SIZE)), TOKENIZER, beside_training=True)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        sample(found, EVEN)
+    assert found.decoder.graphed is (dtype is None)  # type: ignore[attr-defined]
+
+
 @table(
     "fields, more, why",
     [

@@ -222,6 +222,8 @@ class CausalDecoder:
     hidden: bool
     taped: dict[bool, bool] = field(default_factory=dict, init=False)
     """Whether steps may be taken from a tape, without padding and with it; found out when there are such steps."""
+    beside_training: bool = field(default=False, init=False)
+    """Whether another thread may train at the same time."""
     graphed: bool | None = field(default=None, init=False)
     """Whether steps of fixed shapes give the logits of the model's own steps; found out at the first one."""
 
@@ -317,6 +319,8 @@ class CausalDecoder:
         self._check_plain(active)
         if count_of(self.model):
             raise TapeError("it has virtual tokens")
+        if self.beside_training and autocast_dtype(self.model.device.type) is not None:
+            raise TapeError("a thread that trains ends autocast's casts, which a graph would read")  # one cache for all
         if self.model.config._attn_implementation != "sdpa":
             raise TapeError(f"its attention is {self.model.config._attn_implementation}")
         for layer in active.cache.layers:

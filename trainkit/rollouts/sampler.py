@@ -263,7 +263,9 @@ class CausalSampler(TokenSampler):
         hidden: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(CausalDecoder(model, pad_id(tokenizer), head_alone, hidden), tokenizer, **kwargs)
+        decoder = CausalDecoder(model, pad_id(tokenizer), head_alone, hidden)
+        decoder.beside_training = kwargs.get("beside_training", False)
+        super().__init__(decoder, tokenizer, **kwargs)
 
 
 class Seq2SeqSampler(TokenSampler):

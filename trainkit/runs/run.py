@@ -396,6 +396,10 @@ def load(trainer: Trainer, path: Path) -> None:
     _load_held(trainer, path, state["processes"], filled)
     trainer._pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
+    if trainer.accelerator.device.type != "cpu":
+        trainer.resumed.append(
+            "  this device may add in another order, so a run without the stop could differ by rounding"
+        )
     if at.stop_reason:
         trainer.resumed.append(_stopped(trainer, state["config"]))
 
