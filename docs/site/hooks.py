@@ -147,7 +147,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 @event_priority(-200)  # after the search index is written
 def on_post_build(config: Any) -> None:
-    """Check that no page loads anything from elsewhere, and that the trainer's methods and the search index are there."""
+    """Check that pages load nothing from elsewhere, and that the trainer's methods and the search index are there."""
     site = Path(config.site_dir)
     for page in site.rglob("*.html"):
         if found := ELSEWHERE.search(page.read_text(encoding="utf-8")):
