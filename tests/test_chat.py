@@ -192,7 +192,15 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 TALK = [says("system", "be"), *ASK, *ANSWER, says("user", "ok"), says("assistant", " no ")]
 CALL = {**call({"x": 1}, id="abcdefghi"), "content": ""}
 TOOLS = {"messages": [*ASK, CALL, {**says("tool", "3"), "tool_call_id": "abcdefghi"}, *ANSWER], "tools": [TOOL]}
+TWICE = {  # a system message, and two calls at a time
+    "messages": [
+        says("system", "be"), *ASK, {**CALL, "tool_calls": CALL["tool_calls"] * 2}, says("tool", "3"),
+        says("tool", "4"), *ANSWER, says("user", "ok"), says("assistant", "no"),
+    ],
+    "tools": [TOOL],
+}  # fmt: skip
 REASONED = [*ASK, {**ANSWER[0], "reasoning_content": "why"}, *ASK, says("assistant", "<think>\nhm\n</think>\n\nyo")]
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 IM = "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 TURN = "⟦yo<|im_end|>⟧\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
 QWEN_TOOLS = (
@@ -203,6 +211,11 @@ QWEN_TOOLS = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n<|im_start|>user\nhi<|im_end|>'
     '\n<|im_start|>assistant\n⟦<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>⟧\n'
     "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+QWEN_TWICE = (
+    f"<|im_start|>system\nbe\n\n{QWEN_TOOLS.partition('⟦')[0]}⟦{CALLED}\n{CALLED}<|im_end|>⟧\n"
+    "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+    f"<|im_start|>assistant\n{TURN}"
 )
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
 SYSTEM, USER, SAID, TOLD = (LLAMA.format(role) for role in ("system", "user", "assistant", "ipython"))
@@ -228,6 +241,8 @@ RENDERED: list[tuple[str, dict[str, Any], str]] = [
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
         f"{QWEN_TOOLS}⟦yo<|im_end|>⟧",
     ),
+    ("qwen2.5", TWICE, f"{QWEN_TWICE}⟦no<|im_end|>⟧"),
+    ("qwen3", TWICE, f"{QWEN_TWICE}⟦<think>\n\n</think>\n\nno<|im_end|>⟧"),
     ("qwen3", {"messages": TALK}, f"{IM}{TURN}⟦<think>\n\n</think>\n\n no <|im_end|>⟧"),
     ("qwen3", TOOLS, f"<|im_start|>system\n{QWEN_TOOLS}⟦<think>\n\n</think>\n\nyo<|im_end|>⟧"),
     (
@@ -245,6 +260,12 @@ RENDERED: list[tuple[str, dict[str, Any], str]] = [
         "llama3.1", TOOLS,
         f"<s>{SYSTEM}Environment: ipython\n{DATED}<|eot_id|>{USER}{LLAMA_TOOLS}hi<|eot_id|>{SAID}"
         f'⟦{{"name": "f", "parameters": {{"x": 1}}}}<|eot_id|>⟧{TOLD}"3"<|eot_id|>{SAID}⟦yo<|eot_id|>⟧',
+    ),
+    (
+        "llama3.1", {**TOOLS, "messages": [TALK[0], *TOOLS["messages"], *TALK[-2:]]},
+        f"<s>{SYSTEM}Environment: ipython\n{DATED}be<|eot_id|>{USER}{LLAMA_TOOLS}hi<|eot_id|>{SAID}"
+        f'⟦{{"name": "f", "parameters": {{"x": 1}}}}<|eot_id|>⟧{TOLD}"3"<|eot_id|>{SAID}⟦yo<|eot_id|>⟧'
+        f"{USER}ok<|eot_id|>{SAID}⟦no<|eot_id|>⟧",
     ),
     (
         "gemma", {"messages": TALK},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import forking
 from trainkit import TRLConfig
@@ -109,7 +110,9 @@ def test_models_that_one_process_loads_from_files_are_trained_as_in_replicas(tmp
         trainer.learn()
         return str(trainer.run_dir / "model")
 
-    critic, score = trained("ppo"), trained("reward")
+    critic, score, low = trained("ppo"), trained("reward"), str(tmp_path / "low")
+    AutoModelForCausalLM.from_pretrained(critic, dtype=torch.bfloat16).save_pretrained(low)
+    stored = {"model__model_path": low, "train__mixed_precision": "bf16"}
     adapter = trained("sft", model__model_path=critic, model__peft_config=LORA)
     cases = {
         "value head": ("ppo", {"model__model_path": critic}),
@@ -117,6 +120,8 @@ def test_models_that_one_process_loads_from_files_are_trained_as_in_replicas(tmp
         "merged adapter": ("sft", {"model__model_path": adapter}),
         "score head": ("reward", {"model__model_path": score}),
         "reference": ("dpo", {"model__reference_path": critic}),
+        "base in bf16": ("ppo", {"model__peft_config": LORA, **stored, **COPY}),
+        "reference in bf16": ("dpo", stored),
     }
     require_equal(cases, tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import re
 import sys
 import tomllib
@@ -110,6 +111,28 @@ def test_the_reference_has_every_command(reference: ModuleType) -> None:
     for command in ("train", "config check", "plugins check", "examples run", "doctor", "runs", "merge", "new-plugin"):
         assert f" trainkit {command}\n" in page
     assert "Error" not in page
+
+
+def test_every_public_method_of_a_public_class_is_on_a_page(reference: ModuleType) -> None:
+    """Also one that the class inherits from a class that is not public, such as `AccelerateRLTrainer.generate`."""
+    shown = {name: page for page in reference.api_pages().values() for name in re.findall(r"^::: (\S+)", page, re.M)}
+    classes = {
+        f"{module}.{name}": getattr(importlib.import_module(module), name, None)
+        for module in reference.MODULES[1:]
+        for name in reference.exported(module)
+    }
+    public = {cls: path for path, cls in classes.items() if isinstance(cls, type)}
+    for cls, path in public.items():
+        block = shown.get(path, "").partition(f"::: {path}\n")[2].partition(":::")[0]
+        module, _, name = path.rpartition(".")
+        assert block or f"- {name}\n" in shown[module], path
+        for base in cls.__mro__:
+            own = vars(base).items() if base.__module__.startswith("trainkit.") else ()
+            methods = {n: value for n, value in own if inspect.isfunction(value) and not n.startswith("_")}
+            assert [n for n, method in methods.items() if not method.__doc__] == [], base  # those have no place on it
+            listed = {*re.findall(r"\w+", block.partition("inherited_members:")[2])}
+            assert base in public or "true" in listed or {*methods} <= listed, path
+    assert "inherited_members: true" in shown["trainkit.trainer.AccelerateRLTrainer"]
 
 
 # ------------------------------------------------------------------------------------------------------- errors

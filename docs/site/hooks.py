@@ -147,10 +147,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 @event_priority(-200)  # after the search index is written
 def on_post_build(config: Any) -> None:
-    """Check that no page loads anything from another server, and that the index for the search from files is there."""
+    """Check that pages load nothing from elsewhere, and that the trainer's methods and the search index are there."""
     site = Path(config.site_dir)
     for page in site.rglob("*.html"):
         if found := ELSEWHERE.search(page.read_text(encoding="utf-8")):
             raise PluginError(f"{page.relative_to(site)} loads something from elsewhere: {found[0]}")
+    trainer = (site / reference.API[reference.TRAINER]).with_suffix(".html").read_text(encoding="utf-8")
+    if lost := [n for n in reference.inherited(reference.TRAINER) if f'id="{reference.TRAINER}.{n}"' not in trainer]:
+        raise PluginError(f"the page of {reference.TRAINER} lacks {', '.join(lost)}")
     if not (site / "search/search_index.js").is_file():
         raise PluginError("search/search_index.js is missing, without which the search needs a server")

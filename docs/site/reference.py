@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import re
@@ -22,8 +24,10 @@ sys.path[:0] = [str(ROOT / "docs/site")]
 
 from public_names import MODULES, exported, first_paragraph, listed_elsewhere, tree  # noqa: E402
 
-API = {module: f"reference/api/{module}.md" for module in MODULES}
-"""The public modules, and their pages."""
+TRAINER = "trainkit.trainer.AccelerateRLTrainer"
+"""The class of a run, on a page of its own with everything that it inherits."""
+API = {name: f"reference/api/{name}.md" for name in (*MODULES, TRAINER)}
+"""The public modules and the class of a run, and their pages."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -213,18 +217,26 @@ def api_pages() -> dict[str, str]:
     """Return a page for each public module, and one that lists them; mkdocstrings fills them from the docstrings."""
     rows = []
     found = {}
-    for module, place in API.items():
+    for module in MODULES:
         source = tree(module)
         assert source is not None
         about = first_paragraph(ast.get_docstring(source))
         rows.append(f"| [`{module}`]({module}.md) | {about} |\n")
         names = [name for name in exported(module) if tree(f"{module}.{name}") is None]
         own = [name for name in names if not (module == "trainkit" and listed_elsewhere(name))]
-        listed = "".join(f"            - {name}\n" for name in own)
-        found[place] = f"::: {module}\n    options:\n        members:\n{listed}"
+        apart = {name: also for name in own if (also := inherited(f"{module}.{name}"))}
+        listed = "".join(f"            - {name}\n" for name in own if name not in apart)
+        found[API[module]] = f"::: {module}\n    options:\n        members:\n{listed}"
+        for name, also in apart.items():
+            if f"{module}.{name}" != TRAINER:
+                options = f"heading_level: 2\n        inherited_members: {also}"
+                found[API[module]] += f"\n::: {module}.{name}\n    options:\n        {options}\n"
         if other := sorted(set(names) - set(own)):
             links = ", ".join(f"[`{name}`][{_home(name)}.{name}]" for name in other)
-            found[place] += f"\nAlso exported, and described in the packages that define them: {links}.\n"
+            found[API[module]] += f"\nAlso exported, and described in the packages that define them: {links}.\n"
+    about = "the trainer that `trainkit.train` returns, and its methods"
+    rows.append(f"| [`{TRAINER}`]({TRAINER}.md) | {about} |\n")
+    found[API[TRAINER]] = f"::: {TRAINER}\n    options:\n        inherited_members: true\n"
     table = f"| module | content |\n|---|---|\n{''.join(rows)}"
     found["reference/api/index.md"] = _page("Python API", API_HEAD, [table])
     return found
@@ -234,6 +246,16 @@ API_HEAD = """\
 The public modules, generated from their docstrings. A name that is not listed may change without notice. The version
 of trainkit is that of this API: a removal or a changed signature raises its middle number.
 """
+
+
+def inherited(path: str) -> list[str]:
+    """Return the methods and properties that a class inherits from classes that are not public, and have no page."""
+    module, _, name = path.rpartition(".")
+    classes = getattr(getattr(importlib.import_module(module), name, None), "__mro__", ())
+    public = {name for module in MODULES for name in exported(module)}
+    hidden = (vars(c) for c in classes if c.__module__.startswith("trainkit.") and c.__name__ not in public)
+    members = {name: value for each in hidden for name, value in each.items() if not name.startswith("_")}
+    return sorted(name for name, value in members.items() if isinstance(value, property) or inspect.isroutine(value))
 
 
 def _home(name: str) -> str:

@@ -80,7 +80,7 @@ class ModelConfig(Section):
     update."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of the weights. Trained weights of lower precision have float32 copies in the optimizer. For mixed
-    precision keep float32 here and set `train.mixed_precision`."""
+    precision keep float32 here and set `train.mixed_precision`: frozen weights then stay in their checkpoint's."""
     num_layers_unfrozen: int = Field(-1, ge=-1)
     """Train only this many of the top layers, and what follows them. The embeddings and the layers below are frozen,
     run once per sequence, and shared with the reference. Of an encoder-decoder, the layers of the decoder are counted;

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.models.backend import autocast_dtype
+from trainkit.models.stored import StoredLinear
 
 BLOCK = 2**22
 """The number of logits of a block on CPUs: 16 MB in float32."""
@@ -32,7 +33,12 @@ def reads_in_blocks(head: Any, states: Tensor) -> bool:
 
     Its weights have the type of the states, unless autocast rounds both.
     """
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+    if (
+        type(head) not in (nn.Linear, StoredLinear)
+        or head._forward_hooks
+        or head._forward_pre_hooks
+        or head._backward_hooks
+    ):
         return False
     tensors = [head.weight, *([] if head.bias is None else [head.bias])]
     rounded = _product_dtype(states) != states.dtype

@@ -198,10 +198,14 @@ def _blocks_called(model: PreTrainedModel, pattern: str) -> nn.ModuleList:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """Compute a short hash of names, shapes and bytes, by which a run recognises the weights it started from."""
-    digest = hashlib.sha256()
+    """Compute a short hash of names, shapes and bytes, by which a run recognises the weights it started from.
+
+    Tensors of 16 bits among others in float32 count as float32, because `store_frozen` may have stored them so.
+    """
+    digest, mixed = hashlib.sha256(), any(tensor.dtype == torch.float32 for tensor in state.values())
     for name, tensor in sorted(state.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         copied = tensor.detach().to("cpu", copy=True)  # numpy() fixes the size of a storage, which FSDP2 lets go of
+        copied = copied.float() if mixed and copied.dtype in (torch.bfloat16, torch.float16) else copied
+        digest.update(f"{name}{tuple(copied.shape)}{copied.dtype}".encode())
         digest.update(copied.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

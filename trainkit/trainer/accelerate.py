@@ -57,9 +57,11 @@ from trainkit.models.policy import check_logit_mask
 from trainkit.models.reloading import fault_of, has_left_its_path
 from trainkit.models.reward import name_padding
 from trainkit.models.rope import fix_rope
+from trainkit.models.stored import store_frozen
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
 from trainkit.rollouts import EngineSampler
+from trainkit.rollouts.replica import PRECISIONS
 from trainkit.runs import run
 from trainkit.runs.health import Health
 from trainkit.seeding import global_rng
@@ -170,7 +172,15 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 type(bare(policy.model)).__name__,
             )
         sharing.prepare(self, policy)
+        if has_adapter(policy.model):
+            self._store_frozen(policy.model, path, self.model_config)
         return policy
+
+    def _store_frozen(self, model: Any, path: Any, config: Any, beside: nn.Module | None = None) -> None:
+        """Keep frozen weights in 16 bits if the checkpoint at ``path`` and the run's precision are of the same ones."""
+        dtype = PRECISIONS.get(self.accelerator.mixed_precision)
+        if isinstance(path, str) and dtype is not None and config.dtype == dtype:
+            store_frozen(model, dtype, beside)
 
     def _fix_rope(self, policy: Any) -> None:
         """Let the numbers of a row not depend on its neighbours' lengths."""
@@ -189,7 +199,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def make_reference(self, model: Any) -> Reference:
         """Return a frozen copy of the policy as it is now; parameters that are not trained are shared with it."""
-        return Reference(model)
+        made = Reference(model)
+        path = self.config.model.model_path if self.live_model is None else None
+        self._store_frozen(made.policy.model, path, self.model_config, model)
+        return made
 
     def _load_reference(self) -> Frozen:
         return self.frozen_models[0]
@@ -244,6 +257,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 policy = make_policy(model)
             policy.row_limit = self.row_limit
         self._fix_rope(policy)
+        self._store_frozen(model.requires_grad_(False), source, load_frozen_config(self.config.model, source, key))
         run.check_frozen(self, policy)
         sharing.prepare(self, policy)
         return policy

@@ -1,0 +1,77 @@
+"""Frozen weights in the precision of their checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from trainkit.models.backend import autocast_dtype
+from trainkit.models.unloaded import decided
+
+KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+"""Attributes of transformers models with the names of modules that are computed in float32."""
+
+
+class _Stored(nn.Module):
+    """A layer with weights in 16 bits, which without autocast computes in the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product with ``x`` [*, D]."""
+        if autocast_dtype(x.device.type) is None and any(p.dtype != x.dtype for p in self.parameters()):
+            found: Tensor = functional_call(self, {name: p.to(x.dtype) for name, p in self.named_parameters()}, (x,))
+        else:
+            found = super().forward(x)
+        return found
+
+
+class StoredLinear(_Stored, nn.Linear):
+    """`torch.nn.Linear`, stored in 16 bits."""
+
+
+class StoredConv1D(_Stored, Conv1D):
+    """The layer of GPT-2, stored in 16 bits."""
+
+
+KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, Conv1D: StoredConv1D}
+
+
+def store_frozen(model: Any, dtype: torch.dtype, beside: nn.Module | None = None) -> None:
+    """Store the frozen weights of linear layers in ``dtype``, the precision of autocast, where that rounds nothing.
+
+    Autocast rounds them to ``dtype`` for each product, so all results and gradients keep their bits. Embeddings, norms
+    and what transformers keeps in float32 are not rounded by it, and stay as they are.
+
+    Args:
+        model: the transformers model.
+        dtype: bfloat16 or float16.
+        beside: a model whose parameters stay as they are, also where ``model`` has them, too.
+    """
+    kept = {part for name in KEPT for part in getattr(model, name, None) or ()}
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if type(module) in KINDS and not kept & {*name.split(".")}
+        if not any(parameter.requires_grad for parameter in module.parameters())
+    ]
+    own = {id(layer) for layer in layers}
+    others = [each for each in model.modules() if id(each) not in own]
+    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
+    elsewhere |= set() if beside is None else {id(p) for p in beside.parameters()}
+    for layer in layers:
+        parameters = dict(layer.named_parameters())
+        if any(id(p) in elsewhere for p in parameters.values()) or not decided(partial(_exact, parameters, dtype)):
+            continue
+        for name, parameter in parameters.items():
+            setattr(layer, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+        layer.__class__ = KINDS[type(layer)]
+
+
+def _exact(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Return whether the values are float32 and all are numbers of ``dtype``."""
+    return all(p.dtype == torch.float32 and torch.equal(p.to(dtype).float(), p) for p in parameters.values())
