@@ -159,6 +159,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The checkpoint that is being written while the training goes on."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
+        self.collected_rows = 0
+        """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
+        self.parked: list[Tensor] | None = None
+        """The reference's weights as views of a file, after they have left memory; empty if they cannot."""
         self.recorded_trunk: bool | None = None
         """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
