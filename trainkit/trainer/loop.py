@@ -184,7 +184,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         layout = self._layout()
         rows, together = len(self.store) * layout.world, layout.each if self.group else 1
         order = self._order(at.epoch, rows, together)
-        if self.in_steps:  # rows are numbered in the order of the first pass
+        if self._collection.ordered:
             order = self._order(0, rows).argsort()[order]
         steps = order.split(train.batch_size)
         for batch in minibatches(self.store, steps[at.position :], layout, self.gather):
@@ -192,7 +192,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 return
             self._tell_short_step(len(steps[at.position]), len(order))
             self._mark()
-            at.samples += len(steps[at.position]) if self.in_steps and not at.epoch else 0
+            at.samples += len(steps[at.position]) if self._in_steps and not at.epoch else 0
             at.position += 1
             if at.position == len(steps):
                 at.epoch, at.position = at.epoch + 1, 0
@@ -289,7 +289,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self._tell_repeated()
         self._before = None
         self._time("time/collect", started)
-        if len(self.store) and not self.in_steps:
+        if len(self.store) and not self._in_steps:
             self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 
     def fill_store(self) -> None:
@@ -300,7 +300,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         with self.inference():
             self.collect_experience()
             at.taken, at.prompts = self._collection.taken, self._collection.prompts
-            if self.in_steps:
+            if self._in_steps:
                 return
             drops = self.config.reward.on_nonfinite == "drop_row"
             if len(self.store) or not drops:
@@ -308,7 +308,6 @@ class AcceleratedLoop(TrainerInputs[M]):
                 with self._stop.interruptible(False):
                     self._prepare_store()
                 self._torn = False
-            parking.park(self)
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
@@ -342,7 +341,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
         self.begin_experience(rows)
-        if self.in_steps:
+        if self.collects_once and not self.group:
             self._promise_experience()
             return
         for start in range(0, len(rows), size := self.config.rollout.batch_size):
@@ -354,15 +353,17 @@ class AcceleratedLoop(TrainerInputs[M]):
         return self.through_trunk(checked_batch(self, "make_experience", self.make_experience(rows)))
 
     @property
-    def in_steps(self) -> bool:
-        """Whether the experience of a dataset is made of the rows of a step, in the first pass, when one is first read.
-
-        Which rows are made together then does not depend on the length of the run, or on where it was resumed.
-        """
+    def _in_steps(self) -> bool:
+        """Whether the experience of a dataset is made when its rows are first read, and not before the first step."""
         whole = getattr(self.prepare_experience, "__func__", None) is not BaseRLTrainer.prepare_experience
-        return self.collects_once and self.reference_makes_experience and not whole and not self.group
+        return self._collection.ordered and self.reference_makes_experience and not whole
 
     def _promise_experience(self) -> None:
+        """Promise the experience of a dataset, in parts that are the rows of a step of the first pass.
+
+        Which rows are made together then does not depend on the length of the run, or on where it is resumed.
+        """
+        self._collection.ordered = True
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         steps = parking.steps_at_a_time(self)
         parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
@@ -372,6 +373,8 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _made_for(self, step: int, positions: list[int]) -> Batch:
         """Return the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
         assert self.pipeline is not None
+        if not self._in_steps:
+            self._stop_if_asked()
         started, at = time.perf_counter(), self.progress
         again = at.epoch > 0 or at.position > step  # a run that was resumed
         rows = [row for position in positions for row in self.pipeline.take(position, 1)]
@@ -383,8 +386,9 @@ class AcceleratedLoop(TrainerInputs[M]):
             self.collected_rows = 0
             parking.park(self)
         made = type(parts[0]).cat(parts)
-        self._time("time/collect", started)
-        if not again:
+        if self._in_steps:
+            self._time("time/collect", started)
+        if self._in_steps and not again:
             self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
         return made
 
@@ -431,8 +435,9 @@ class AcceleratedLoop(TrainerInputs[M]):
         return self.ahead is None and not self.stays_divided
 
     def _prepare_store(self) -> None:
-        prepared = self.prepare_experience(self.store.experience)
-        self.store.experience = checked_batch(self, "prepare_experience", prepared)
+        made = self.store.experience
+        self.store.experience = checked_batch(self, "prepare_experience", self.prepare_experience(made))
+        self._collection.ordered &= len(self.store) == len(made)
 
     def learn_from(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> dict[str, float]:
         """Learn from further samples in a loop of your own: one collection, and one pass over it.
