@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import trainkit
 from runs import assert_same, state
 from tables import table
 from test_processes import succeed
+from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 
 
@@ -29,7 +32,7 @@ class Counts:
 def counted(name: str, run_dir: Path, **changes: Any) -> tuple[Any, list[int], list[int]]:
     """Return a trainer with 16 samples in steps of 4; the rows that it makes experience of; those that are observed."""
     counts, made = Counts(), list[int]()
-    usual = {"train__batch_size": 4, "train__save_interval": 1, "train__keep_checkpoints": 99, **changes}
+    usual = {"train__batch_size": 4, "train__keep_checkpoints": 99, **changes}
     trainer = tiny_trainer(name, run_dir, callbacks=[counts], **usual)
     make = trainer.make_experience
 
@@ -41,18 +44,18 @@ def counted(name: str, run_dir: Path, **changes: Any) -> tuple[Any, list[int], l
     return trainer, made, counts.observed
 
 
-LORA = {"model__peft_config": {"peft_type": "LORA", "r": 2}}
-KINDS = [
-    ("dpo", {}),
-    ("kto", {}),
-    ("dpo", {"model__num_layers_unfrozen": 1}),
-    ("kto", {"rollout__batch_size": 3}),
-    ("dpo", LORA),
-]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {}),
+    "kto": ("kto", {"rollout__batch_size": 3}),
+    "trunk": ("dpo", {"model__num_layers_unfrozen": 1}),
+    "adapter": ("dpo", {"model__peft_config": {"peft_type": "LORA", "r": 2}}),
+    "encoder-decoder": ("dpo", {"model": tiny_t5(10)}),
+}
 
 
-@table("name, changes", KINDS)
-def test_a_run_makes_the_experience_that_it_uses(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+@table("kind", ["dpo", "kto"])
+def test_a_run_makes_the_experience_that_it_uses(kind: str, tmp_path: Path) -> None:
+    name, changes = KINDS[kind]
     trainer, made, observed = counted(name, tmp_path, train__total_steps=2, **changes)
     trainer.learn()
     assert sum(made) == trainer.progress.samples == 8
@@ -63,10 +66,11 @@ def test_a_run_makes_the_experience_that_it_uses(name: str, changes: dict[str, A
     assert observed == [4] * 4
 
 
-@table("name, changes", KINDS)
-def test_a_run_that_is_resumed_or_lengthened_ends_with_the_bits_of_a_straight_one(
-    name: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.daily(kind=("dpo",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_resumed_or_lengthened_ends_with_the_bits_of_a_straight_one(kind: str, tmp_path: Path) -> None:
+    name, changes = KINDS[kind]
+    changes = {"train__save_interval": 1, **changes}
     straight, _, _ = counted(name, tmp_path / "straight", train__total_steps=7, **changes)
     straight.learn()
     short, _, _ = counted(name, tmp_path / "short", train__total_steps=3, **changes)
@@ -83,9 +87,11 @@ def test_a_run_that_is_resumed_or_lengthened_ends_with_the_bits_of_a_straight_on
         assert len(observed) == max(4 - step, 0), "what is made again is not observed again"
 
 
-@table("name, changes", KINDS)
-def test_when_it_is_made_changes_nothing(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.daily(kind=("dpo",))
+@pytest.mark.parametrize("kind", KINDS)
+def test_when_it_is_made_changes_nothing(kind: str, tmp_path: Path) -> None:
     """Rows that are read when the weights have moved have the reference's numbers of the start."""
+    name, changes = KINDS[kind]
     usual, _, _ = counted(name, tmp_path / "usual", train__total_steps=6, **changes)
     usual.learn()
     early, _, _ = counted(name, tmp_path / "early", train__total_steps=6, **changes)
@@ -122,6 +128,29 @@ def test_an_algorithm_that_compares_rows_sees_all_before_the_first_step(tmp_path
     assert (seen, sum(made), observed) == ([16], 16, [16])
 
 
+@table("call", [0, 2])
+def test_a_signal_while_it_is_made_ends_the_run_at_once(call: int, tmp_path: Path) -> None:
+    straight, _, _ = counted("dpo", tmp_path / "straight", train__total_steps=5)
+    straight.learn()
+    stopped, made, _ = counted("dpo", tmp_path / "stopped", train__total_steps=5, train__save_interval=9)
+    make = stopped.make_experience
+
+    def stopping(rows: Any) -> Any:
+        if len(made) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return make(rows)
+
+    stopped.make_experience = stopping
+    with pytest.raises(SystemExit):
+        stopped.learn()
+    assert (stopped.progress.step, len(made)) == (call, call)
+    changes = {"train__save_interval": 9, "train__resume": "auto"}
+    again, made, _ = counted("dpo", tmp_path / "stopped", train__total_steps=5, **changes)
+    again.learn()
+    assert_same(state(straight), state(again))
+    assert again.progress.samples == 16
+
+
 TWO = """
 import sys
 from pathlib import Path
@@ -133,7 +162,7 @@ from test_offline import counted
 torch.set_num_threads(1)
 for name in ("dpo", "kto"):
     root = Path(sys.argv[1]) / name
-    straight, made, _ = counted(name, root / "straight", train__total_steps=6)
+    straight, made, _ = counted(name, root / "straight", train__total_steps=6, train__save_interval=1)
     straight.learn()
     assert sum(made) == 8, made
     for step in (2, 5):

@@ -281,15 +281,20 @@ class AcceleratedLoop(TrainerInputs[M]):
         return not self._torn
 
     def collect(self) -> None:
-        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any."""
+        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any.
+
+        Experience that is made step by step is only promised here, and observed when it is made.
+        """
         started = time.perf_counter()
         self._mark()
         with self._stop.interruptible(self._runs_alone):
             self.fill_store()
         self._tell_repeated()
         self._before = None
+        if self._in_steps:
+            return
         self._time("time/collect", started)
-        if len(self.store) and not self._in_steps:
+        if len(self.store):
             self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 
     def fill_store(self) -> None:
@@ -343,6 +348,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.begin_experience(rows)
         if self.collects_once and not self.group:
             self._promise_experience()
+            if not self._in_steps:
+                self.store.experience  # noqa: B018  (all of it is made now)
             return
         for start in range(0, len(rows), size := self.config.rollout.batch_size):
             self._stop_if_asked()
@@ -371,7 +378,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
 
     def _made_for(self, step: int, positions: list[int]) -> Batch:
-        """Return the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
+        """Make the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
         assert self.pipeline is not None
         if not self._in_steps:
             self._stop_if_asked()
@@ -382,14 +389,14 @@ class AcceleratedLoop(TrainerInputs[M]):
             self.collected_rows = len(self.store)
             with self._discarding_records() if again else nullcontext():
                 size = self.config.rollout.batch_size
-                parts = [self._made(rows[start : start + size]) for start in range(0, len(rows), size)]
+                parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
             self.collected_rows = 0
             parking.park(self)
         made = type(parts[0]).cat(parts)
         if self._in_steps:
             self._time("time/collect", started)
-        if self._in_steps and not again:
-            self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
+            if not again:
+                self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
         return made
 
     def through_trunk(self, batch: B) -> B:
@@ -435,9 +442,9 @@ class AcceleratedLoop(TrainerInputs[M]):
         return self.ahead is None and not self.stays_divided
 
     def _prepare_store(self) -> None:
-        made = self.store.experience
-        self.store.experience = checked_batch(self, "prepare_experience", self.prepare_experience(made))
-        self._collection.ordered &= len(self.store) == len(made)
+        rows, prepared = len(self.store), self.prepare_experience(self.store.experience)
+        self.store.experience = checked_batch(self, "prepare_experience", prepared)
+        self._collection.ordered &= len(self.store) == rows
 
     def learn_from(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> dict[str, float]:
         """Learn from further samples in a loop of your own: one collection, and one pass over it.
