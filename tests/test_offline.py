@@ -16,6 +16,7 @@ from tables import table
 from test_processes import succeed
 from trainkit.testing import tiny_t5
 from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer import parking
 
 
 class Counts:
@@ -128,6 +129,19 @@ def test_an_algorithm_that_compares_rows_sees_all_before_the_first_step(tmp_path
     assert (seen, sum(made), observed) == ([16], 16, [16])
 
 
+def test_a_part_may_be_of_several_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device to which the reference is moved for it."""
+    monkeypatch.setattr(parking, "steps_at_a_time", lambda trainer: 3)
+    straight, made, observed = counted("dpo", tmp_path / "straight", train__total_steps=6, train__save_interval=2)
+    straight.learn()
+    assert (made, observed, straight.progress.samples) == ([8, 4, 4], [12, 4], 16)
+    path = str(tmp_path / "straight" / "checkpoints" / "step_00000002")
+    resumed, _, observed = counted("dpo", tmp_path / "resumed", train__total_steps=6, train__resume=path)
+    resumed.learn()
+    assert (observed, resumed.progress.samples) == ([4], 16)
+    assert_same(state(straight), state(resumed))
+
+
 @table("call", [0, 2])
 def test_a_signal_while_it_is_made_ends_the_run_at_once(call: int, tmp_path: Path) -> None:
     straight, _, _ = counted("dpo", tmp_path / "straight", train__total_steps=5)
@@ -156,20 +170,24 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
-from runs import assert_same, state
 from test_offline import counted
 
+def weights(trainer):
+    with trainer.sharding.whole():
+        return [parameter.detach().clone() for parameter in trainer.unwrapped.parameters()]
+
 torch.set_num_threads(1)
-for name in ("dpo", "kto"):
-    root = Path(sys.argv[1]) / name
-    straight, made, _ = counted(name, root / "straight", train__total_steps=6, train__save_interval=1)
+for name, sharding in (("dpo", "none"), ("kto", "none"), ("dpo", "fsdp2")):
+    root, usual = Path(sys.argv[1]) / name / sharding, {"train__sharding": sharding, "train__total_steps": 6}
+    straight, made, _ = counted(name, root / "straight", train__save_interval=1, **usual)
     straight.learn()
     assert sum(made) == 8, made
+    end = weights(straight)
     for step in (2, 5):
-        changes = {"train__resume": str(root / "straight" / "checkpoints" / f"step_{step:08d}")}
-        resumed, _, _ = counted(name, root / f"resumed-{step}", train__total_steps=6, **changes)
+        path = root / "straight" / "checkpoints" / f"step_{step:08d}"
+        resumed, _, _ = counted(name, root / f"resumed-{step}", train__resume=str(path), **usual)
         resumed.learn()
-        assert_same(state(straight), state(resumed))
+        assert all(map(torch.equal, end, weights(resumed))), (name, sharding, step)
 torch.distributed.destroy_process_group()
 """
 

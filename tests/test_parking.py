@@ -133,6 +133,20 @@ def test_one_that_shares_frozen_layers_leaves_with_its_own_alone(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("small")
+def test_weights_that_came_back_for_more_experience_leave_again(tmp_path: Path) -> None:
+    trainer = tiny_trainer("dpo", tmp_path)
+    trainer.begin()
+    trainer.collect()
+    trainer.store.made(torch.arange(1))
+    own = list(trainer.reference.policy.parameters())
+    views = [parameter.data_ptr() for parameter in own]
+    for parameter in own:
+        parameter.data = parameter.data.clone()  # as `back` does on a device
+    trainer.store.made(torch.tensor([15]))
+    assert [parameter.data_ptr() for parameter in own] == views
+
+
+@pytest.mark.usefixtures("small")
 def test_it_stays_if_its_weights_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

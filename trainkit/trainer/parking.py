@@ -1,4 +1,4 @@
-"""The reference after its only pass: its weights move to a file, from which whoever asks for it again gets them."""
+"""The reference between its passes: its weights move to a file, from which whoever asks for it again gets them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALIGNED = 64
 
 
 def park(trainer: Trainer) -> None:
-    """Move the reference's own weights to a file without a name in the run directory, after the only collection.
+    """Move the reference's own weights to a file without a name in the run directory, after it has made experience.
 
     On a CPU the tensors are then views of the file: the system reads a part of it when it is asked for, and its pages
     can leave memory again. On other devices `back` moves them there when `trainer.reference` is next read. The file is
@@ -66,11 +66,12 @@ def steps_at_a_time(trainer: Trainer) -> int:
     """Return of how many steps' rows experience is made at a time: one, or more where weights are moved for it."""
     if trainer.accelerator.device.type == "cpu" or not _leaving(trainer):
         return 1
-    return math.ceil(ROWS * trainer.accelerator.num_processes / trainer.config.train.batch_size)
+    world: int = trainer.accelerator.num_processes
+    return math.ceil(ROWS * world / trainer.config.train.batch_size)
 
 
 def can_leave(trainer: Trainer, reference: Any) -> bool:
-    """Return whether the weights of the reference are not needed after the experience is made, and may leave memory."""
+    """Return whether the weights of the reference are needed to make experience alone, and may leave memory."""
     alone = type(reference) is Reference and type(trainer.sharding) is Replicated
     return bool(trainer.reference_makes_experience and alone)
 

@@ -221,9 +221,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     def reference_makes_experience(self) -> bool:
-        """Whether `make_experience` alone asks the reference, so that its weights leave memory after one collection.
+        """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
 
-        Whoever asks for it later gets it nevertheless: its weights are then read from a file.
+        Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
+        `prepare_experience` is overridden. In between the weights of the reference leave memory; whoever asks for it
+        gets it nevertheless.
         """
         return False
 
