@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -645,7 +645,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         return found
 
     def _time(self, name: str, started: float) -> None:
-        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
+        """Record the seconds since ``started``; those of several calls for one step are added up."""
+        spent = m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))
+        self.record({name: replace(spent, count=spent.count * (name not in self._recorded))})
 
     @property
     def history(self) -> History:
