@@ -14,7 +14,7 @@ import trainkit
 from runs import assert_same, state
 from tables import table
 from test_processes import succeed
-from trainkit.testing import tiny_t5
+from trainkit.testing import tiny_gpt2, tiny_t5
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer import parking
 
@@ -51,6 +51,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "trunk": ("dpo", {"model__num_layers_unfrozen": 1}),
     "adapter": ("dpo", {"model__peft_config": {"peft_type": "LORA", "r": 2}}),
     "encoder-decoder": ("dpo", {"model": tiny_t5(10)}),
+    "another reference": ("kto", {"model__reference_path": tiny_gpt2(10, n_embd=32)}),
+    "no reference": ("dpo", {"method__reference_free": True}),
 }
 
 
