@@ -27,7 +27,7 @@ from tables import table
 from trainkit.cli import app
 from trainkit.config import ModelConfig
 from trainkit.errors import CheckpointError, ConfigError, NonFiniteError
-from trainkit.models import RewardModel, load_model
+from trainkit.models import RewardModel, load_model, reloading
 from trainkit.models.loading import merge_export
 from trainkit.testing import character_tokenizer, tiny_llama
 from trainkit.testing.trainers import PAIRS, SHORT, tiny_trainer
@@ -227,10 +227,42 @@ def test_the_base_of_an_adapter_is_saved_where_it_is_no_longer_what_its_path_nam
     check_reloaded(trainer, tmp_path / "run")
 
 
+FUSED = {**tiny_llama(len(TOKENIZER)), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@table(
+    "fields, dtype, size, built",
+    [
+        (TIED, torch.float32, "5GB", False),
+        (FIELDS, torch.bfloat16, "5GB", False),
+        (tiny_llama(len(TOKENIZER)), torch.float32, "10KB", False),
+        (FUSED, torch.float32, "5GB", True),  # transformers splits fused experts in files
+    ],
+)
+def test_a_base_is_compared_with_its_files_without_building_it(
+    fields: dict[str, Any], dtype: torch.dtype, size: str, built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).to(dtype)
+    model.save_pretrained(tmp_path / "base", max_shard_size=size)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    gpt2 = fields is FIELDS
+    model.add_adapter(LoraConfig(target_modules=["c_attn" if gpt2 else "q_proj"], fan_in_fan_out=gpt2))
+    loads, load = list[str](), reloading._load
+    monkeypatch.setattr(reloading, "_load", lambda path, *given: (loads.append(path), load(path, *given))[1])
+    assert not reloading.has_left_its_path(model)
+    assert bool(loads) is built
+    weight = model.get_input_embeddings().weight.data
+    number = weight[-1, -1].item()
+    weight[-1, -1] += 1
+    assert reloading.has_left_its_path(model)
+    weight[-1, -1] = number
+    next((tmp_path / "base").glob("*.safetensors")).write_bytes(b"damaged")
+    assert reloading.has_left_its_path(model)
+
+
 def test_adapters_on_fused_experts_are_exported_and_trained_on(tmp_path: Path) -> None:
-    fields = {**tiny_llama(len(TOKENIZER)), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     peft = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
-    trainer = trained(fields, tmp_path / "run", peft)
+    trainer = trained(FUSED, tmp_path / "run", peft)
     check_reloaded(trainer, tmp_path / "run")
 
 

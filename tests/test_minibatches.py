@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tables import table
 from trainkit import Batch
-from trainkit.data import Sequences, shuffled
+from trainkit.data import RolloutStore, Sequences, shuffled
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.minibatches import Layout, minibatches, share
 
@@ -38,9 +38,13 @@ class Processes:
                 self.gathered += 1
                 self.given[rank] = items
                 self.barrier.wait()
-                return [item for other in range(self.world) for item in self.given[other]]
+                gathered = [item for other in range(self.world) for item in self.given[other]]
+                self.barrier.wait()
+                return gathered
 
-            made = minibatches(experience[rank], steps, Layout(each, self.world, rank), gather)
+            store = RolloutStore[Numbered]()
+            store.push(experience[rank])
+            made = minibatches(store, steps, Layout(each, self.world, rank), gather)
             found[rank] = [batch.number.tolist() for batch in made]
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
@@ -80,7 +84,7 @@ def test_rows_are_sent_only_to_processes_that_have_too_few_of_their_own() -> Non
     assert processes.gathered == 0
     odd = torch.tensor([0, 2, 4, 6]), torch.tensor([1, 3, 5, 7])
     assert processes.run(held, 1, list(odd)) == [[[0, 2], [5, 7]], [[4, 6], [1, 3]]]
-    assert processes.gathered == 2, "once by each"
+    assert processes.gathered == 4, "once by each for each step"
 
 
 def test_a_share_is_of_ones_own_rows_first() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainkit.errors import printable
@@ -62,12 +64,30 @@ def has_left_its_path(model: PreTrainedModel) -> bool:
         return False
     with without_adapter(model):
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        own = fingerprint({name: tensor for name, tensor in model.state_dict().items() if name in frozen})
+        own = {name: tensor for name, tensor in model.state_dict().items() if name in frozen}
     try:
+        if _are_in_files(own, Path(model.name_or_path or "")):
+            return False
         saved = _load(model.name_or_path or "", model, torch.device("cpu")).state_dict()
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError):
         return True
-    return own != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})
+    return fingerprint(own) != fingerprint({name: tensor for name, tensor in saved.items() if name in frozen})
+
+
+def _are_in_files(weights: Mapping[str, Tensor], directory: Path) -> bool:
+    """Return whether the safetensors files of a directory hold all ``weights``, which are compared one at a time.
+
+    If not, the model that transformers makes of the files may have them nevertheless, because it converts some.
+    """
+    found: set[str] = set()
+    for file in [*directory.glob("model.safetensors"), *directory.glob("model-*-of-*.safetensors")]:
+        with safe_open(file, framework="pt") as saved:
+            for name in weights.keys() & {*saved.keys()}:
+                own = weights[name].cpu()
+                if not torch.equal(saved.get_tensor(name).to(own.dtype), own):
+                    return False
+                found.add(name)
+    return found == weights.keys()
 
 
 def _difference(found: Tensor, expected: Tensor, limit: float) -> str:

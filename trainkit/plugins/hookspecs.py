@@ -34,7 +34,10 @@ def on_train_end(trainer: Trainer) -> None:
 
 @hookspec
 def on_experience(trainer: Trainer, experience: Batch, rollouts: list[Rollouts]) -> None:
-    """Observe a complete collection of experience; ``rollouts`` is empty for offline algorithms."""
+    """Observe a collection of experience, or the part of one that is made for a step.
+
+    ``rollouts`` is empty for offline algorithms.
+    """
 
 
 @hookspec

@@ -381,8 +381,6 @@ def load(trainer: Trainer, path: Path) -> None:
     recorded = state.get("progress", {})
     trainer.recorded_trunk = recorded.get("keeps_trunk")
     if trainer.collects_once:
-        at = trainer.progress  # which rows are used depends on it
-        at.step, at.epoch, at.position = recorded["step"], recorded["epoch"], _position(trainer, state)
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
     trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)

@@ -139,8 +139,8 @@ class AccelerateRLTrainer(TextTrainer[M]):
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
         self._equal_scores_told = self._drops_told = False
-        self.collected_rows, self.checks_memory = 0, True
-        """The rows of the offline collection at hand; whether it is still open if their frozen layers' output fits."""
+        self.checks_memory = True
+        """Whether it is still open if the output of frozen layers of an offline collection fits into memory."""
 
     # ------------------------------------------------------------------------------------------------ construction
 

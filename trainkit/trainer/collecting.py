@@ -49,6 +49,8 @@ class Collection:
     """Rows that it uses, over all processes."""
     prompts: int = 0
     """Prompts, or samples, in this process."""
+    ordered: bool = False
+    """Whether its rows are numbered in the order of the first pass."""
     weights: Weights | None = None
     """The weights it is sampled with; None: those of the model when it is sampled."""
     parts: list[tuple[Rollouts, Tensor]] = field(default_factory=list)

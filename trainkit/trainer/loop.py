@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
 from trainkit.seeding import generator, global_rng
-from trainkit.trainer import kept, optim, parking
+from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer, Verdict
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
@@ -142,7 +143,6 @@ class AcceleratedLoop(TrainerInputs[M]):
                 evaluate_if(self, self._evaluation_missing)
                 saving.save_if_due(self, self.done)
         run.export(self)
-        kept.remove(self)
 
     @property
     def _evaluation_due(self) -> bool:
@@ -182,21 +182,26 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _one_pass(self) -> Iterator[Batch]:
         at, train = self.progress, self.config.train
         layout = self._layout()
-        order = shuffled(
-            len(self.store) * layout.world,
-            generator(train.seed, "order", at.collection, at.epoch),
-            together=layout.each if self.group else 1,
-        )
+        rows, together = len(self.store) * layout.world, layout.each if self.group else 1
+        order = self._order(at.epoch, rows, together)
+        if self._collection.ordered:
+            order = self._order(0, rows).argsort()[order]
         steps = order.split(train.batch_size)
-        for batch in minibatches(self.store.experience, steps[at.position :], layout, self.gather):
+        for batch in minibatches(self.store, steps[at.position :], layout, self.gather):
             if at.stopped:
                 return
             self._tell_short_step(len(steps[at.position]), len(order))
             self._mark()
+            at.samples += len(steps[at.position]) if self._in_steps and not at.epoch else 0
             at.position += 1
             if at.position == len(steps):
                 at.epoch, at.position = at.epoch + 1, 0
             yield batch
+
+    def _order(self, epoch: int, rows: int, together: int = 1) -> Tensor:
+        """Return the order of the ``rows`` of the collection, over all processes, in one pass. [N]."""
+        draws = generator(self.config.train.seed, "order", self.progress.collection, epoch)
+        return shuffled(rows, draws, together=together)
 
     def _tell_short_step(self, rows: int, total: int) -> None:
         """Log, once, that a step has fewer rows than `train.batch_size`; ``total`` rows are in the collection."""
@@ -276,13 +281,18 @@ class AcceleratedLoop(TrainerInputs[M]):
         return not self._torn
 
     def collect(self) -> None:
-        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any."""
+        """Fill the store with one collection of experience, and call the hook `on_experience` if there is any.
+
+        Experience that is made step by step is only promised here, and observed when it is made.
+        """
         started = time.perf_counter()
         self._mark()
         with self._stop.interruptible(self._runs_alone):
             self.fill_store()
         self._tell_repeated()
         self._before = None
+        if self._in_steps:
+            return
         self._time("time/collect", started)
         if len(self.store):
             self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
@@ -295,13 +305,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         with self.inference():
             self.collect_experience()
             at.taken, at.prompts = self._collection.taken, self._collection.prompts
+            if self._in_steps:
+                return
             drops = self.config.reward.on_nonfinite == "drop_row"
             if len(self.store) or not drops:
                 self._torn = True
                 with self._stop.interruptible(False):
                     self._prepare_store()
                 self._torn = False
-            parking.park(self)
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.accelerator.num_processes
@@ -334,14 +345,59 @@ class AcceleratedLoop(TrainerInputs[M]):
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
-        size = self.config.rollout.batch_size
         self.begin_experience(rows)
-        for batch in kept.made(self, [rows[start : start + size] for start in range(0, len(rows), size)]):
-            self.store.push(batch)
+        if self.collects_once and not self.group:
+            self._promise_experience()
+            if not self._in_steps:
+                self.store.experience  # noqa: B018  (all of it is made now)
+            return
+        for start in range(0, len(rows), size := self.config.rollout.batch_size):
+            self._stop_if_asked()
+            self.store.push(self._made(rows[start : start + size]))
 
-    def made_experience(self, rows: list[Row]) -> Batch:
+    def _made(self, rows: list[Row]) -> Batch:
         """Return what `make_experience` makes of rows of a collection, checked."""
-        return checked_batch(self, "make_experience", self.make_experience(rows))
+        return self.through_trunk(checked_batch(self, "make_experience", self.make_experience(rows)))
+
+    @property
+    def _in_steps(self) -> bool:
+        """Whether the experience of a dataset is made when its rows are first read, and not before the first step."""
+        whole = getattr(self.prepare_experience, "__func__", None) is not BaseRLTrainer.prepare_experience
+        return self._collection.ordered and self.reference_makes_experience and not whole
+
+    def _promise_experience(self) -> None:
+        """Promise the experience of a dataset, in parts that are the rows of a step of the first pass.
+
+        Which rows are made together then does not depend on the length of the run, or on where it is resumed.
+        """
+        self._collection.ordered = True
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        steps = parking.steps_at_a_time(self)
+        parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
+        for number, rows in enumerate(parts):
+            self.store.promise(len(rows) // world, partial(self._made_for, number * steps, rows[rank::world].tolist()))
+
+    def _made_for(self, step: int, positions: list[int]) -> Batch:
+        """Make the experience of the rows at ``positions`` of the dataset, those from a step of the first pass on."""
+        assert self.pipeline is not None
+        if not self._in_steps:
+            self._stop_if_asked()
+        started, at = time.perf_counter(), self.progress
+        again = at.epoch > 0 or at.position > step  # a run that was resumed
+        rows = [row for position in positions for row in self.pipeline.take(position, 1)]
+        with self._stop.interruptible(self._runs_alone), self.inference():
+            self.collected_rows = len(self.store)
+            with self._discarding_records() if again else nullcontext():
+                size = self.config.rollout.batch_size
+                parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
+            self.collected_rows = 0
+            parking.park(self)
+        made = type(parts[0]).cat(parts)
+        if self._in_steps:
+            self._time("time/collect", started)
+            if not again:
+                self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
+        return made
 
     def through_trunk(self, batch: B) -> B:
         """Return a batch of an offline collection with what frozen layers make of it, if that is kept."""
@@ -386,8 +442,9 @@ class AcceleratedLoop(TrainerInputs[M]):
         return self.ahead is None and not self.stays_divided
 
     def _prepare_store(self) -> None:
-        prepared = self.prepare_experience(self.store.experience)
+        rows, prepared = len(self.store), self.prepare_experience(self.store.experience)
         self.store.experience = checked_batch(self, "prepare_experience", prepared)
+        self._collection.ordered &= len(self.store) == rows
 
     def learn_from(self, samples: Iterable[Any], rewards: Iterable[Any] | None = None) -> dict[str, float]:
         """Learn from further samples in a loop of your own: one collection, and one pass over it.

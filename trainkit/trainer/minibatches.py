@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainkit.data import Batch
+from trainkit.data import Batch, RolloutStore
 
 B = TypeVar("B", bound=Batch)
 
@@ -52,42 +52,27 @@ def share(rows: Tensor, owners: Tensor, world: int) -> list[Tensor]:
 
 
 def minibatches(
-    experience: B, steps: Sequence[Tensor], layout: Layout, gather: Callable[[Sequence[Any]], list[Any]]
+    store: RolloutStore[B], steps: Sequence[Tensor], layout: Layout, gather: Callable[[Sequence[Any]], list[Any]]
 ) -> Iterator[B]:
     """Yield this process's part of every minibatch.
 
     Args:
-        experience: the rows that this process holds.
+        store: the rows that this process holds.
         steps: the rows of each minibatch, as numbers over all processes; the same on every process.
         layout: which process holds which rows.
-        gather: as `trainkit.trainer.AcceleratedLoop.gather`; called once if rows have to be sent, on all processes.
+        gather: as `trainkit.trainer.AcceleratedLoop.gather`; called, on all processes, if rows have to be sent.
     """
-    parts = [share(rows, layout.owners(rows), layout.world) for rows in steps]
-    moved = [part[layout.owners(part) != rank] for each in parts for rank, part in enumerate(each)]
-    pool, at = experience, dict[int, int]()
-    if any(len(rows) for rows in moved):
-        pool, at = _exchanged(experience, torch.cat(moved), torch.cat([p[layout.rank] for p in parts]), layout, gather)
-    for each in parts:
-        mine = each[layout.rank]
-        places = [at.get(row, place) for row, place in zip(mine.tolist(), layout.places(mine).tolist(), strict=True)]
-        yield pool.select(torch.tensor(places))
-
-
-def _exchanged(
-    experience: B, moved: Tensor, mine: Tensor, layout: Layout, gather: Callable[[Sequence[Any]], list[Any]]
-) -> tuple[B, dict[int, int]]:
-    """Send the rows ``moved`` that this process holds; return ``experience`` with those that it gets, and their index.
-
-    ``mine`` are the rows of this process's minibatches.
-    """
-    sent = moved[layout.owners(moved) == layout.rank]
-    found = gather([(sent.tolist(), experience.select(layout.places(sent)))] if len(sent) else [])
-    wanted = set(mine[layout.owners(mine) != layout.rank].tolist())
-    parts, at = [experience], dict[int, int]()
-    for rows, batch in found:
-        kept = [index for index, row in enumerate(rows) if row in wanted]
-        start = sum(map(len, parts))
-        at |= {rows[index]: start + number for number, index in enumerate(kept)}
-        if kept:
-            parts.append(batch.take(torch.tensor(kept)))
-    return type(experience).cat(parts), at
+    for rows in steps:
+        store.made(layout.places(rows))  # not only this process's share, because all processes make a part together
+        parts = share(rows, layout.owners(rows), layout.world)
+        mine = parts[layout.rank]
+        moved = torch.cat([part[layout.owners(part) != rank] for rank, part in enumerate(parts)])
+        if not len(moved):
+            yield store.select(layout.places(mine))
+            continue
+        kept, sent = (each[layout.owners(each) == layout.rank] for each in (mine, moved))
+        held = [(each, store.select(layout.places(each))) if len(each) else None for each in (kept, sent)]
+        found = [each for each in (held[0], *gather(held[1:])) if each is not None]
+        at = torch.cat([numbers for numbers, _ in found])
+        pool = type(found[0][1]).cat([batch for _, batch in found])
+        yield pool.select((at == mine.unsqueeze(1)).int().argmax(1))

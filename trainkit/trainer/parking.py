@@ -1,8 +1,9 @@
-"""The reference after its only pass: its weights move to a file, from which whoever asks for it again gets them."""
+"""The reference between its passes: its weights move to a file, from which whoever asks for it again gets them."""
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import tempfile
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ROWS = 1024
+"""Rows of experience, about, that are made at a time on a device to which the weights are moved for it."""
 SMALLEST = 2**24
 """Bytes of weights from which on the reference leaves memory."""
 ALIGNED = 64
@@ -29,31 +32,46 @@ ALIGNED = 64
 
 
 def park(trainer: Trainer) -> None:
-    """Move the reference's own weights to a file without a name in the run directory, after the only collection.
+    """Move the reference's own weights to a file without a name in the run directory, after it has made experience.
 
     On a CPU the tensors are then views of the file: the system reads a part of it when it is asked for, and its pages
     can leave memory again. On other devices `back` moves them there when `trainer.reference` is next read. The file is
     gone when the process ends. Experience that evaluations need the reference for is made before.
     """
-    reference = trainer._prepared[2]
-    if not (trainer.collects_once and trainer.run_dir is not None and can_leave(trainer, reference)):
-        return
-    own = _own_weights(reference.policy, trainer.unwrapped)
-    if sum(parameter.nbytes for parameter in own) < SMALLEST:
+    own = _leaving(trainer)
+    if not own or trainer.run_dir is None:
         return
     evaluation.prepare_held_out(trainer)
     trainer.start  # noqa: B018  (checkpoints have its fingerprint, which reads all weights)
-    try:
-        views = _written(own, trainer.run_dir)
-    except OSError as error:
-        log.warning("the reference stays in memory, because its weights cannot be written: %s", error)
-        return
-    for parameter, view in zip(own, views, strict=True):
+    if trainer.parked is None:
+        try:
+            trainer.parked = _written(own, trainer.run_dir)
+        except OSError as error:
+            trainer.parked = []
+            log.warning("the reference stays in memory, because its weights cannot be written: %s", error)
+    for parameter, view in zip(own, trainer.parked, strict=False):
         parameter.data = view
 
 
+def _leaving(trainer: Trainer) -> list[nn.Parameter]:
+    """Return the weights that leave memory; none if they are not to, or are few."""
+    reference = trainer._prepared[2]
+    if not (trainer.collects_once and can_leave(trainer, reference)):
+        return []
+    own = _own_weights(reference.policy, trainer.unwrapped)
+    return own if sum(parameter.nbytes for parameter in own) >= SMALLEST else []
+
+
+def steps_at_a_time(trainer: Trainer) -> int:
+    """Return of how many steps' rows experience is made at a time: one, or more where weights are moved for it."""
+    if trainer.accelerator.device.type == "cpu" or not _leaving(trainer):
+        return 1
+    world: int = trainer.accelerator.num_processes
+    return math.ceil(ROWS * world / trainer.config.train.batch_size)
+
+
 def can_leave(trainer: Trainer, reference: Any) -> bool:
-    """Return whether the weights of the reference are not needed after the experience is made, and may leave memory."""
+    """Return whether the weights of the reference are needed to make experience alone, and may leave memory."""
     alone = type(reference) is Reference and type(trainer.sharding) is Replicated
     return bool(trainer.reference_makes_experience and alone)
 

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -162,6 +162,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The checkpoint that is being written while the training goes on."""
         self.frozen_models: list[Frozen] = []
         """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
+        self.collected_rows = 0
+        """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
+        self.parked: list[Tensor] | None = None
+        """The reference's weights as views of a file, after they have left memory; empty if they cannot."""
         self.recorded_trunk: bool | None = None
         """Whether the run that is being resumed keeps the output of frozen layers; None if none is."""
         self._recorded_frozen: list[str] | None = None
@@ -222,9 +226,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     @property
     def reference_makes_experience(self) -> bool:
-        """Whether `make_experience` alone asks the reference, so that its weights leave memory after one collection.
+        """Whether `make_experience` runs the reference and no other model, and nothing else asks the reference.
 
-        Whoever asks for it later gets it nevertheless: its weights are then read from a file.
+        Experience of a dataset is then made when the first pass comes to its rows, with weights that have moved, unless
+        `prepare_experience` is overridden. In between the weights of the reference leave memory; whoever asks for it
+        gets it nevertheless.
         """
         return False
 
@@ -658,7 +664,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         return found
 
     def _time(self, name: str, started: float) -> None:
-        self.record({name: m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))})
+        """Record the seconds since ``started``; those of several calls for one step are added up."""
+        spent = m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))
+        self.record({name: replace(spent, count=spent.count * (name not in self._recorded))})
 
     @property
     def history(self) -> History:

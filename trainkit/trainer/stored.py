@@ -52,8 +52,7 @@ def _check(trainer: Trainer, batch: Batch) -> None:
     if needed <= SHARE * free:
         return
     trainer.progress.keeps_trunk = False
-    if len(trainer.store):
-        trainer.store.experience = without_trunk(trainer.store.experience)
+    trainer.store.change(without_trunk)
     log.warning(
         "the output of the frozen layers for all %d rows would take about %.1f GB, and %.1f GB are available; it is "
         "not kept, and they are run in every pass",
