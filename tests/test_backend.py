@@ -223,7 +223,7 @@ def test_the_precision_that_is_chosen_is_that_of_the_run(tmp_path: Path, monkeyp
     monkeypatch.undo()
     changes = {"train__mixed_precision": None, "train__total_steps": 2, "train__resume": "auto"}
     resumed = tiny_trainer("sft", tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=r"train\.mixed_precision: 'bf16' -> 'no'"):
+    with pytest.raises(CheckpointError, match=r"train\.mixed_precision: 'bf16' -> None"):
         resumed.learn()
 
 

@@ -126,9 +126,10 @@ class PreparedTrainer(BaseRLTrainer[M]):
         scheduler: LRScheduler | optim.MakeScheduler | None = None,
         **kwargs: Any,
     ) -> None:
-        precision = config.train.mixed_precision or default_precision()  # one that the run is resumed with
-        train = config.train.model_copy(update={"mixed_precision": precision})
-        super().__init__(config.model_copy(update={"train": train}), **kwargs)
+        precision = config.train.mixed_precision or default_precision()
+        if config.train.mixed_precision is None and precision != "no":  # so that the run is resumed with it
+            config = config.evolve(train={"mixed_precision": precision})
+        super().__init__(config, **kwargs)
         self.accelerator: Accelerator = make_accelerator(precision, config.train.timeout)
         self._leave_out_disabled()
         config = self.config
