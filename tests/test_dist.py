@@ -197,4 +197,4 @@ def test_every_pin_is_a_version_that_pyproject_allows(capsys: pytest.CaptureFixt
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = dict(line.split("==") for line in lines)
     assert {lowest.split(line)[0] for line in project["dependencies"]} <= pins.keys()
-    assert pins["torch"].startswith("2.13")
+    assert pins["torch"].startswith("2.11")

@@ -36,7 +36,7 @@ def test_it_says_what_trainkit_runs_on_without_secrets(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "https://host/?key=canary")
     monkeypatch.setenv("MASTER_ADDR", "me:canary@host")
     facts = json.loads(asked("--json"))
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == version("torch")
     assert facts["devices"]["accelerators"] == torch.accelerator.device_count()
     assert facts["environment"]["TRAINKIT_TEST_TOKEN"] == "(set)"
     assert facts["environment"]["OMP_NUM_THREADS"] == "1"
@@ -51,7 +51,7 @@ def test_it_says_what_trainkit_runs_on_without_secrets(monkeypatch: pytest.Monke
     assert "available" in facts["machine"]["memory"]
     text = asked()
     assert "the working directory can be written to" in text
-    assert f"  torch: {torch.__version__}" in text
+    assert f"  torch: {version('torch')}" in text
 
 
 def test_a_check_that_fails_is_named_and_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

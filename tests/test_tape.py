@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,7 +79,9 @@ def test_responses_from_a_tape_have_the_bits_of_the_models_own(
             taped, own = sample(found, queries), sample(alone, queries)
         assert len({len(ids) for ids in taped.ids}) > 1, "the batch shrinks"
         assert same(taped, own)
-    assert found.decoder.taped == {False: True, True: True}  # type: ignore[attr-defined]
+    assert found.decoder.taped[False]  # type: ignore[attr-defined]
+    older = autocast and version("torch") < "2.13"  # then a cached cast may give other bits, and the tape is not taken
+    assert found.decoder.taped[True] or older  # type: ignore[attr-defined]
 
 
 class Casts(TorchDispatchMode):

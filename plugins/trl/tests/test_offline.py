@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +289,11 @@ def test_arguments_of_trainers_are_refused_with_what_to_write(name: str, value: 
 
 def test_epochs_become_steps_and_only_what_differs_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = made()
+    known = {field.name for field in fields(TrainingArguments)}
+    recomputing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     args = arguments(
         tmp_path, max_steps=-1, num_train_epochs=1.5, gradient_accumulation_steps=1, eval_strategy="epoch",
-        save_strategy="epoch", activation_checkpointing=True, warmup_steps=0, max_grad_norm=0, bf16=False,
+        save_strategy="epoch", warmup_steps=0, max_grad_norm=0, bf16=False, **{recomputing: True},
     )  # fmt: skip
     trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, eval_dataset=PAIRS, tokenizer=tokenizer)
     train = trainer.trainer.config.train
