@@ -133,7 +133,7 @@ DEEP = [
 """With the blocks of both shallow models together; None if there are none."""
 
 
-@pytest.mark.daily(name=("grpo",), model=(EIGHT,))
+@pytest.mark.daily(name=("ppo",))
 @pytest.mark.parametrize(("name", "model", "changes", "blocks"), DEEP)
 def test_a_deep_model_needs_what_shallow_ones_say(
     name: str, model: dict[str, Any], changes: dict[str, Any], blocks: int | None, monkeypatch: pytest.MonkeyPatch

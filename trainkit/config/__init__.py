@@ -6,7 +6,7 @@ class.
 
 from __future__ import annotations
 
-from trainkit.config.base import GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
+from trainkit.config.base import EvalMetric, GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
 from trainkit.config.entries import EngineEntry, HooksEntry, ShardingEntry, TrackerEntry
 from trainkit.config.names import dotted, note
 from trainkit.config.places import differences
@@ -20,6 +20,7 @@ from trainkit.config.sections import (
     SchedulerConfig,
     TokenizerConfig,
     TrainConfig,
+    check_metric,
     sweep,
 )
 from trainkit.config.sources import absent, read_config
@@ -29,6 +30,7 @@ __all__ = [
     "DataConfig",
     "EngineEntry",
     "EnvironmentConfig",
+    "EvalMetric",
     "GroupSize",
     "HooksEntry",
     "MethodConfig",
@@ -47,6 +49,7 @@ __all__ = [
     "TrackerEntry",
     "TrainConfig",
     "absent",
+    "check_metric",
     "default_config",
     "differences",
     "dotted",

@@ -144,11 +144,26 @@ GroupSize = Annotated[int, Field(ge=2), BeforeValidator(_two_to_compare)]
 """A setting of a method: the number of responses to each prompt, for algorithms that compare them with each other."""
 
 
+OF_EVALUATIONS = r"^eval/."
+EvalMetric = Annotated[str, Field(pattern=OF_EVALUATIONS)]
+"""A metric of evaluations, as it is logged, such as `eval/reward` or `eval/loss/total`."""
+
+
 class PluginConfig(Section):
     """Base class of the settings of hooks and trackers. Subclass it, and register the subclass with their class."""
 
     name: str
     """The name of the plugin."""
+
+    def check(self, config: Any) -> None:
+        """Check the settings with the others of a run, before anything is loaded; `trainkit config check` does, too.
+
+        Args:
+            config: the `TRLConfig` of the run.
+
+        Raises:
+            ConfigError: they do not fit each other.
+        """
 
 
 SHORT = 80

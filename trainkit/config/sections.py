@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule
-from trainkit.config.base import Plain, SamplingConfig, Section
+from trainkit.config.base import EvalMetric, Plain, SamplingConfig, Section
 from trainkit.config.entries import MOST, EngineEntry, ShardingEntry, TrackerEntry, named_once
+from trainkit.errors import ConfigError, suggest
 from trainkit.security import HUB_TOKENS, MASK
 
 
@@ -294,6 +295,34 @@ def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
     return [("", eval_kwargs)]
 
 
+def check_metric(config: Any, metric: str, setting: str) -> None:
+    """Check that a run has evaluations, and one at the value of a swept setting that a metric names.
+
+    Args:
+        config: the `TRLConfig` of the run.
+        metric: the name of a metric of evaluations. Which of them a run has is known when the first one has been made.
+        setting: what reads the metric, for messages.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not config.train.eval_interval:
+        raise ConfigError(
+            f"{setting} compares evaluations, and train.eval_interval is 0, so there are none; set it to the steps "
+            f"between them, or remove {setting}"
+        )
+    known = [suffix for suffix, _ in sweep(config.rollout.eval_kwargs)]
+    named = re.search(r"@\w+=[^@]*$", metric)
+    if named and named[0] not in known:
+        told = (
+            f"they are at {', '.join(suffix[1:] for suffix in known)}" if known != [""] else "it is no list of values"
+        )
+        raise ConfigError(
+            f"{setting} compares {metric!r}, and no evaluation is at {named[0][1:]} (rollout.eval_kwargs: {told})"
+            f"{suggest(named[0], known)}"
+        )
+
+
 def _swept(settings: Plain) -> list[str]:
     return [name for name, value in settings.items() if isinstance(value, list) and not name.startswith("stop_")]
 
@@ -347,7 +376,7 @@ class RewardFunctionConfig(Section):
 class Best(Section):
     """What the best evaluation is."""
 
-    metric: str = Field(pattern=r"^eval/.")
+    metric: EvalMetric
     """The metric of evaluations, as it is logged, such as `eval/loss/total`."""
     mode: Literal["max", "min"]
     """Whether higher (`max`) or lower (`min`) values are better."""
