@@ -20,7 +20,6 @@ from trainkit.config.sections import (
     SchedulerConfig,
     TokenizerConfig,
     TrainConfig,
-    check_metric,
     sweep,
 )
 from trainkit.config.sources import absent, read_config
@@ -49,7 +48,6 @@ __all__ = [
     "TrackerEntry",
     "TrainConfig",
     "absent",
-    "check_metric",
     "default_config",
     "differences",
     "dotted",

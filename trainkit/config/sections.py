@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule
 from trainkit.config.base import EvalMetric, Plain, SamplingConfig, Section
 from trainkit.config.entries import MOST, EngineEntry, ShardingEntry, TrackerEntry, named_once
-from trainkit.errors import ConfigError, suggest
 from trainkit.security import HUB_TOKENS, MASK
 
 
@@ -293,34 +292,6 @@ def sweep(eval_kwargs: Plain) -> list[tuple[str, Plain]]:
     for name in _swept(eval_kwargs):
         return [(f"@{name}={value}", {**eval_kwargs, name: value}) for value in eval_kwargs[name]]
     return [("", eval_kwargs)]
-
-
-def check_metric(config: Any, metric: str, setting: str) -> None:
-    """Check that a run has evaluations, and one at the value of a swept setting that a metric names.
-
-    Args:
-        config: the `TRLConfig` of the run.
-        metric: the name of a metric of evaluations. Which of them a run has is known when the first one has been made.
-        setting: what reads the metric, for messages.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    if not config.train.eval_interval:
-        raise ConfigError(
-            f"{setting} compares evaluations, and train.eval_interval is 0, so there are none; set it to the steps "
-            f"between them, or remove {setting}"
-        )
-    known = [suffix for suffix, _ in sweep(config.rollout.eval_kwargs)]
-    named = re.search(r"@\w+=[^@]*$", metric)
-    if named and named[0] not in known:
-        told = (
-            f"they are at {', '.join(suffix[1:] for suffix in known)}" if known != [""] else "it is no list of values"
-        )
-        raise ConfigError(
-            f"{setting} compares {metric!r}, and no evaluation is at {named[0][1:]} (rollout.eval_kwargs: {told})"
-            f"{suggest(named[0], known)}"
-        )
 
 
 def _swept(settings: Plain) -> list[str]:

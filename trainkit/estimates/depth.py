@@ -51,8 +51,8 @@ def shallow(config: TRLConfig[Any]) -> Shallow | None:
         for less in range(above + max(period, LEAST), (depth - period + 1) // 2):
             known = kinds[less - above - period :]  # which blocks are trained is counted from the last one
             if not (depth - less) % period and known[period:] == known[:-period]:
-                made = (_with_blocks(config, model_config, depth, count) for count in (less, less + period))
-                return Shallow(*made, periods=(depth - less) // period)
+                few, more = (_with_blocks(config, model_config, depth, count) for count in (less, less + period))
+                return Shallow(few, more, periods=(depth - less) // period)
     return None
 
 
@@ -90,4 +90,4 @@ def _with_blocks(config: TRLConfig[Any], model_config: PreTrainedConfig, depth: 
     fields = {**changed.to_diff_dict(), "model_type": changed.model_type}
     fields.pop("router_aux_loss_coef", None)  # changes nothing, and is refused where it is asked for
     kwargs = {key: value for key, value in config.model.kwargs.items() if key not in HUB}
-    return config.update({"model.model_path": fields, "model.kwargs": kwargs})
+    return config.model_copy(update={"model": config.model.model_copy(update={"model_path": fields, "kwargs": kwargs})})

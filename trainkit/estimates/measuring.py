@@ -146,7 +146,7 @@ def measure(
 def _deep(fewer: Shallow, less: Need, more: Need) -> Need:
     """Return the need of the whole model."""
     names = [each.name for each in dataclasses.fields(Need) if type(getattr(less, each.name)) is int]
-    found = {name: fewer.whole(getattr(less, name), getattr(more, name)) for name in names}
+    found: dict[str, Any] = {name: fewer.whole(getattr(less, name), getattr(more, name)) for name in names}
     return replace(less, **found, again=lambda count: fewer.whole(less.again(count), more.again(count)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainkit.estimates.measuring import Need
-from trainkit.runs.run import VERIFIED
+from trainkit.models.reloading import VERIFIED
 from trainkit.trainer.parking import SMALLEST
 
 FREE = 0.1

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from trainkit.config import PluginConfig, TRLConfig, check_metric
+from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.loading import length_limit
 
@@ -57,7 +57,7 @@ def check_run(config: Config) -> None:
             steps,
         )
     if best := config.train.save_best:
-        check_metric(config, "eval/reward" if isinstance(best, bool) else best.metric, "train.save_best")
+        config.check_metric("eval/reward" if isinstance(best, bool) else best.metric, "train.save_best")
     for entry in (*config.plugins, *config.train.trackers):
         if isinstance(entry, PluginConfig):
             entry.check(config)

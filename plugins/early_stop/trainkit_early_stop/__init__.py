@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trainkit import AcceleratedLoop, PluginConfig, TRLConfig, hookimpl, register_hooks
-from trainkit.config import EvalMetric, check_metric
+from trainkit import AcceleratedLoop, EvalMetric, PluginConfig, TRLConfig, hookimpl, register_hooks
 from trainkit.errors import ConfigError, suggest
 
 
@@ -26,7 +25,7 @@ class EarlyStopConfig(PluginConfig):
 
     def check(self, config: TRLConfig[Any]) -> None:
         """Raise a ConfigError if the run has no evaluations, or none at the setting that `metric` names."""
-        check_metric(config, self.metric, "early_stop")
+        config.check_metric(self.metric, "early_stop")
 
 
 @register_hooks("early_stop", EarlyStopConfig)
