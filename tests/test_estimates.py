@@ -80,7 +80,7 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     changes = {"train__gradient_checkpointing": again, "train__seq_length": 64}
     if name == "packed":
         name, changes["method__packing"] = "sft", True
-    need = measure(of(name, **changes))
+    need = measure(of(name, **changes), device="cuda")
     long = "abcdefgh" * 20
     pair = {"prompt": "a", "chosen": long, "rejected": long[1:]}
     samples: list[Any] = [("a", long)] * 8 if name == "sft" else [pair] * 8
@@ -121,6 +121,7 @@ SPARSE: dict[str, Any] = {
     "num_experts_per_tok": 2, "mlp_only_layers": [0, 1],
 }  # fmt: skip
 """The first two blocks are dense, the others mixtures of experts."""
+SIX = tiny_gpt2(10, n_layer=6)
 EIGHT = tiny_llama(10, num_hidden_layers=8)
 DEEP = [
     ("grpo", EIGHT, {"train__mixed_precision": "bf16"}, 5),
@@ -131,11 +132,12 @@ DEEP = [
     ("sft", SPARSE, {"model__dtype": "bfloat16"}, 7),
     ("sft", EIGHT, {"model__peft_config": {**LORA, "target_modules": ["q_proj"], "layers_to_transform": [6]}}, None),
     ("sft", tiny_gpt2(10, n_layer=5), {}, None),
+    ("sft", SIX, {}, 5),
 ]
 """With the blocks of both shallow models together; None if there are none."""
 
 
-@pytest.mark.daily(name=("ppo",))
+@pytest.mark.daily(model=(SIX,))
 @pytest.mark.parametrize(("name", "model", "changes", "blocks"), DEEP)
 def test_a_deep_model_needs_what_shallow_ones_say(
     name: str, model: dict[str, Any], changes: dict[str, Any], blocks: int | None, monkeypatch: pytest.MonkeyPatch

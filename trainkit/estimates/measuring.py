@@ -79,7 +79,8 @@ class Need:
     first: int
     """The most that a step's first forward and backward pass needs besides weights: it makes the gradients."""
     update: int
-    """The most that a later one needs besides weights and gradients."""
+    """The most that a later one needs besides weights and gradients. On CPUs `first` is as much and the
+    gradients: glibc seldom gives activations the memory that those of the step before have left in pieces."""
     experience: int
     """The same of passes without gradient: old policy, reference."""
     prefill: int
@@ -178,6 +179,7 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, ro
     optimizer = optim.make_optimizer(trainer.config.optimizer, policy)
     blocks = [sum(held(tensors_of(block)).values()) for block in blocks_of(policy)]
 
+    gradients = sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained)
     try:
         first, needed = (_update(trainer, counter, example, rows, lengths) for _ in range(2))
         step = counter.most(optimizer.step)
@@ -197,7 +199,7 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, ro
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
         trained=sum(each.numel() for each in trained),
         weights=sum(own.values()),
-        gradients=sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained),
+        gradients=gradients,
         optimizer=state,
         reference=sum(others.values()),
         block=max(blocks, default=0),
@@ -209,7 +211,7 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, ro
         lengths=lengths,
         rows=rows,
         batch=trainer.config.train.batch_size,
-        first=first,
+        first=first if device != "cpu" else needed + gradients,
         update=needed,
         experience=experience,
         prefill=prefill,
