@@ -79,8 +79,8 @@ class Need:
     first: int
     """The most that a step's first forward and backward pass needs besides weights: it makes the gradients."""
     update: int
-    """The most that a later one needs besides weights and gradients. On CPUs `first` is as much and the
-    gradients: glibc seldom gives activations the memory that those of the step before have left in pieces."""
+    """The most that a later one needs besides weights and gradients. On CPUs `first` is this and the gradients:
+    glibc seldom gives activations the memory that the gradients of the step before have left in pieces."""
     experience: int
     """The same of passes without gradient: old policy, reference."""
     prefill: int
