@@ -104,6 +104,26 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     assert need.again(4) == pytest.approx(need.update, rel=0.1)
 
 
+@pytest.mark.daily(shared=(True,))
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_shared_prompt_is_counted_once(shared: bool, tmp_path: Path) -> None:
+    length: dict[str, Any] = {"rollout__max_new_tokens": 20, "rollout__min_new_tokens": 20}
+    changes = {"train__share_prompts": shared, "method__group_size": 4, **length}
+    need = measure(of("grpo", rollout__num_rollouts=4, **changes), prompt=60, device="cuda")
+    trainer = tiny_trainer(
+        "grpo", tmp_path, model__model_path=tiny_gpt2(10, **WIDE), rollout__num_rollouts=4,
+        arguments={"prompts": ["abcdef" * 10]}, **changes,
+    )  # fmt: skip
+    trainer.collect()
+    assert trainer.progress.shares_prompts is shared
+    batch, counter = trainer.store.experience, Counter()
+    trainer.policy.train()
+    with counter:
+        trainer.measure(batch)[0].backward()
+        peak = counter.most(lambda: trainer.measure(batch)[0].backward())
+    assert need.update == pytest.approx(peak, rel=0.15)
+
+
 def test_recomputed_activations_need_less() -> None:
     plain, again = (measure(of("sft", train__gradient_checkpointing=on)).update for on in (False, True))
     assert again < 0.7 * plain

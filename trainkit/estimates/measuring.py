@@ -14,22 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from trainkit.config import TRLConfig
 from trainkit.data import Batch, Sequences
+from trainkit.data.batches import COPIED
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.estimates.depth import Shallow, shallow
 from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
 from trainkit.models.backend import attention_as_on
 from trainkit.models.loading import length_limit, load_tokenizer
-from trainkit.models.policy import Policy
+from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.reward import Scorer
 from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
 from trainkit.rollouts.packing import bytes_of_packs
 from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit.trainer import optim, parking
+from trainkit.trainer import optim, parking, sharing
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
 from trainkit.trainer.master_weights import MasterWeights
@@ -135,7 +138,6 @@ def measure(
     trainer = _trainer(config, tokenizer)
     lengths = _lengths(trainer, prompt, tokens, chosen)
     example = _example(config)
-    rows = rows or _rows(trainer, lengths, max(len(_sequences(example)), 1), device)
     fewer = shallow(config)
     if fewer is not None:
         less, more = (_trainer(each, tokenizer) for each in (fewer.less, fewer.more))
@@ -151,7 +153,7 @@ def _deep(fewer: Shallow, less: Need, more: Need) -> Need:
     return replace(less, **found, again=lambda count: fewer.whole(less.again(count), more.again(count)))
 
 
-def _measured(trainer: Any, lengths: Lengths, example: Batch, rows: int, device: str) -> Need:
+def _measured(trainer: Any, lengths: Lengths, example: Batch, rows: int | None, device: str) -> Need:
     """Return the need of the model of a trainer, from passes through it."""
     shapes, counter = Shapes(), Counter()
     with attention_as_on(device), without_data(lengths.chosen, shapes, counter):
@@ -164,8 +166,9 @@ def _measured(trainer: Any, lengths: Lengths, example: Batch, rows: int, device:
     return replace(found, again=again)
 
 
-def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int, device: str) -> Need:
+def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, given: int | None, device: str) -> Need:
     policy = trainer.unwrapped
+    rows = given or _rows(trainer, lengths, max(len(_sequences(example)), 1), device)
     own = held(tensors_of(policy))
     reference = trainer._make_reference(policy) if trainer.needs_reference else None
     compared: list[nn.Module] = [each.policy for each in ([] if reference is None else [reference])]
@@ -311,8 +314,34 @@ def _rows(trainer: Any, lengths: Lengths, per_row: int, device: str) -> int:
     batch: int = train.batch_size
     if isinstance(train.microbatch_size, int):
         return min(train.microbatch_size, batch)
-    most = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (lengths.tokens * per_row), 1)
+    most = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (_as_run(trainer, lengths).tokens * per_row), 1)
     return math.ceil(batch / math.ceil(batch / most))  # they are about equally large
+
+
+def _as_run(trainer: Any, lengths: Lengths, rows: int | None = None) -> Lengths:
+    """Return the tokens of each row as a pass runs them: its part of a prompt that rows share, and the copy of that.
+
+    Args:
+        trainer: the trainer.
+        lengths: the tokens of a row.
+        rows: how many rows there are; None: whole groups.
+    """
+    each = trainer.samples_per_prompt if trainer.online else 2  # the two of a pair
+    groups = 1 / each if rows is None or not trainer.online else math.ceil(rows / each) / rows
+    prompt = (lengths.tokens - lengths.chosen) * (groups + 1 / COPIED)
+    shared = replace(lengths, tokens=lengths.chosen + math.ceil(prompt))
+    pays = shared.tokens <= sharing.GAIN * lengths.tokens  # without the cost of a pass, which depends on the depth
+    return shared if _can_share(trainer) and (pays or trainer.config.train.share_prompts) else lengths
+
+
+def _can_share(trainer: Any) -> bool:
+    """Return whether prompts can be shared, as far as it is known without the passes of `Policy.why_not_shared`."""
+    policy, train = trainer.unwrapped, trainer.config.train
+    if train.share_prompts is False or train.gradient_checkpointing or not sharing.has_common_prompts(trainer):
+        return False
+    if not isinstance(policy, CausalPolicy) or policy.has_trunk or policy.critic is not None:
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=policy.model.config).layers)
 
 
 def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any, stored: bool = True) -> Any:
@@ -341,7 +370,7 @@ def _with_trunk(batch: Any, policy: Any) -> Any:
 
 def _update(trainer: Any, counter: Counter, example: Batch, rows: int, lengths: Lengths) -> int:
     """Return the most that a forward and backward pass needs, with the gradients that it makes."""
-    batch = _batch(example, rows, lengths, trainer.unwrapped, trainer.online)
+    batch = _batch(example, rows, _as_run(trainer, lengths, rows), trainer.unwrapped, trainer.online)
 
     def run() -> None:
         trainer.policy.train()
@@ -359,7 +388,7 @@ def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example:
         return 0
     count = min(trainer.config.rollout.batch_size, trainer.collection_rows * trainer.samples_per_prompt)
     count = count if trainer.online else rows * len(_sequences(example))
-    sequences = _batch(_sequences(example)[0], count, lengths, policy)
+    sequences = _batch(_sequences(example)[0], count, _as_run(trainer, lengths, count), policy)
 
     def run() -> None:
         with torch.no_grad(), trainer.accelerator.autocast():
