@@ -12,7 +12,6 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from trainkit.config.base import OF_EVALUATIONS
 from trainkit.config.entries import given_entry, settings_class
 from trainkit.config.names import dotted, near_value, note
 from trainkit.config.places import PYTHON, Places, nearest_place, place_of, value_at
@@ -106,9 +105,6 @@ def _said(each: Mapping[str, Any], key: Key) -> str:
         return f"should be a mapping, with a setting and its value in each line{_as_mapping(value, key)}"
     if kind == "string_pattern_mismatch" and key[-1:] == ("push_to_hub",):
         return "should be the id of a repository, owner/name"
-    if kind == "string_pattern_mismatch" and each["ctx"]["pattern"] == OF_EVALUATIONS:
-        meant = "" if "eval" in value.lower() else f"; did you mean {f'eval/{value}'!r}?"
-        return f"should be a metric of evaluations, such as 'eval/reward' or 'eval/loss/total'{meant}"
     return message
 
 
