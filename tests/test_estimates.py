@@ -16,9 +16,10 @@ from trainkit import TRLConfig, default_config
 from trainkit.cli import app
 from trainkit.cli.estimate import size
 from trainkit.errors import ConfigError
-from trainkit.estimates import Lengths, Need, choose, measure, plan
+from trainkit.estimates import Lengths, Need, choose, depth, measure, measuring, plan
 from trainkit.estimates.tracing import Counter, held, tensors_of
 from trainkit.models import backend
+from trainkit.models.loading import load_model_config
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
 
@@ -79,7 +80,7 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     changes = {"train__gradient_checkpointing": again, "train__seq_length": 64}
     if name == "packed":
         name, changes["method__packing"] = "sft", True
-    need = measure(of(name, **changes))
+    need = measure(of(name, **changes), device="cuda")
     long = "abcdefgh" * 20
     pair = {"prompt": "a", "chosen": long, "rejected": long[1:]}
     samples: list[Any] = [("a", long)] * 8 if name == "sft" else [pair] * 8
@@ -95,10 +96,32 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
 
     counter = Counter()
     with counter:
-        run()  # makes the gradients
-        peak = counter.most(run)
+        run()  # makes what stays, such as masks
+        trainer.unwrapped.zero_grad()
+        first, peak = counter.most(run), counter.most(run)
+    assert need.first == pytest.approx(first, rel=0.1)  # it makes the gradients
     assert need.update == pytest.approx(peak, rel=0.1)
     assert need.again(4) == pytest.approx(need.update, rel=0.1)
+
+
+@pytest.mark.daily(shared=(True,))
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_shared_prompt_is_counted_once(shared: bool, tmp_path: Path) -> None:
+    length: dict[str, Any] = {"rollout__max_new_tokens": 20, "rollout__min_new_tokens": 20}
+    changes = {"train__share_prompts": shared, "method__group_size": 4, **length}
+    need = measure(of("grpo", rollout__num_rollouts=4, **changes), prompt=60, device="cuda")
+    trainer = tiny_trainer(
+        "grpo", tmp_path, model__model_path=tiny_gpt2(10, **WIDE), rollout__num_rollouts=4,
+        arguments={"prompts": ["abcdef" * 10]}, **changes,
+    )  # fmt: skip
+    trainer.collect()
+    assert trainer.progress.shares_prompts is shared
+    batch, counter = trainer.store.experience, Counter()
+    trainer.policy.train()
+    with counter:
+        trainer.measure(batch)[0].backward()
+        peak = counter.most(lambda: trainer.measure(batch)[0].backward())
+    assert need.update == pytest.approx(peak, rel=0.15)
 
 
 def test_recomputed_activations_need_less() -> None:
@@ -106,10 +129,59 @@ def test_recomputed_activations_need_less() -> None:
     assert again < 0.7 * plain
 
 
+PERIODIC: dict[str, Any] = {
+    "model_type": "gemma3_text", "vocab_size": 10, "num_hidden_layers": 12, "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
+    "max_position_embeddings": 64, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+"""Every third block attends to all tokens, the others to eight."""
+SPARSE: dict[str, Any] = {
+    **tiny_llama(10), "model_type": "qwen3_moe", "num_hidden_layers": 9, "moe_intermediate_size": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "mlp_only_layers": [0, 1],
+}  # fmt: skip
+"""The first two blocks are dense, the others mixtures of experts."""
+SIX = tiny_gpt2(10, n_layer=6)
+EIGHT = tiny_llama(10, num_hidden_layers=8)
+DEEP = [
+    ("grpo", EIGHT, {"train__mixed_precision": "bf16"}, 5),
+    ("ppo", tiny_gpt2(10, n_layer=10), {"model__num_layers_unfrozen": 2}, 9),
+    ("sft", EIGHT, {"model__peft_config": LORA, "train__gradient_checkpointing": True}, 5),
+    ("dpo", EIGHT, {"model__dtype": "bfloat16"}, 5),
+    ("grpo", PERIODIC, {}, 9),
+    ("sft", SPARSE, {"model__dtype": "bfloat16"}, 7),
+    ("sft", EIGHT, {"model__peft_config": {**LORA, "target_modules": ["q_proj"], "layers_to_transform": [6]}}, None),
+    ("sft", tiny_gpt2(10, n_layer=5), {}, None),
+    ("sft", SIX, {}, 5),
+]
+"""With the blocks of both shallow models together; None if there are none."""
+
+
+@pytest.mark.daily(model=(SIX,))
+@pytest.mark.parametrize(("name", "model", "changes", "blocks"), DEEP)
+def test_a_deep_model_needs_what_shallow_ones_say(
+    name: str, model: dict[str, Any], changes: dict[str, Any], blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of(name, model__model_path=model, rollout__max_new_tokens=20, train__seq_length=40, **changes)
+    found = depth.shallow(config)
+    counts = (
+        None
+        if found is None
+        else sum(load_model_config(each.model).num_hidden_layers for each in (found.less, found.more))
+    )
+    assert counts == blocks
+    quick = measure(config)
+    monkeypatch.setattr(measuring, "shallow", lambda _: None)
+    whole = measure(config)
+    assert quick.facts() == whole.facts()
+    assert quick.again(2) == whole.again(2)
+
+
 LLAMA_7B = Need(
     parameters=7 * 10**9, trained=7 * 10**9, weights=28 * 10**9, gradients=28 * 10**9, optimizer=56 * 10**9,
-    reference=28 * 10**9, block=800 * 10**6, root=10**9, reference_root=10**9, leaves=False, step=0,
-    lengths=Lengths(2048, 1024), rows=8, update=10 * 10**9, experience=2 * 10**9, sampling=9 * 10**9, cache=8 * 10**9,
+    reference=28 * 10**9, block=800 * 10**6, verify=None, root=10**9, reference_root=10**9, leaves=False, step=0,
+    lengths=Lengths(2048, 1024), rows=8, batch=128, first=38 * 10**9, update=10 * 10**9, experience=2 * 10**9,
+    prefill=8 * 10**9, decoding=9 * 10**9, cache=8 * 10**9,
     again=lambda rows: rows * 10**9 + 2 * 10**9,
 )  # fmt: skip
 """A model of 7B weights in float32, with P = 7e9: 4 P bytes of weights, 4 P of gradients, 8 P of Adam's moments."""
@@ -135,6 +207,10 @@ def test_7b_on_8_gpus_by_arithmetic() -> None:
     assert totals(parked, "none", 8)["update"] == pytest.approx(28 + 28 + 56 + 10)
     assert totals(parked, "none", 8)["experience"] == alone["experience"]
     assert totals(parked, "fsdp2", 8) == totals(LLAMA_7B, "fsdp2", 8)
+    only = replace(LLAMA_7B, batch=64, first=33 * 10**9, verify=True)  # gradients are made while activations go
+    assert totals(only, "none", 8)["update"] == pytest.approx(28 + 33 + 56 + 28)
+    assert totals(only, "none", 8)["saving"] == pytest.approx(28 + 28 + 56 + 28)  # the export, loaded again
+    assert totals(only, "fsdp2", 8) == totals(LLAMA_7B, "fsdp2", 8)
     shared = totals(LLAMA_7B, "fsdp2", 8)
     # 112 / 8, the reference's 28 / 8 and its root 1, two blocks 1.6 and the root 1, the gradients of one 0.8 and 1
     assert shared["update"] == pytest.approx(14 + 3.5 + 1 + 2.6 + 1.8 + 10)
@@ -148,8 +224,9 @@ def test_70b_on_64_gpus_by_arithmetic() -> None:
     """docs/scale.md#memory: 280 * 4 / 64 = 17.5 GB, two blocks of 3.5, the gradient of one, the root twice: 45 GB."""
     need = Need(
         parameters=70 * 10**9, trained=70 * 10**9, weights=280 * 10**9, gradients=280 * 10**9, optimizer=560 * 10**9,
-        reference=0, block=3500 * 10**6, root=8400 * 10**6, reference_root=0, leaves=False, step=0,
-        lengths=Lengths(4096, 4095), rows=4, update=80 * 10**9, experience=0, sampling=0, cache=0,
+        reference=0, block=3500 * 10**6, verify=None, root=8400 * 10**6, reference_root=0, leaves=False, step=0,
+        lengths=Lengths(4096, 4095), rows=4, batch=256, first=80 * 10**9, update=80 * 10**9,
+        experience=0, prefill=0, decoding=0, cache=0,
         again=lambda rows: rows * 20 * 10**9,
     )  # fmt: skip
     assert totals(need, "fsdp2", 64)["update"] == pytest.approx(17.5 + 7 + 3.5 + 2 * 8.4 + 80)

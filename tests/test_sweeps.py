@@ -173,6 +173,10 @@ def test_all_faults_of_a_sweep_are_told_with_their_lines(work: Path) -> None:
             "run.task (s.yaml:3): there is no file 'taks.py'; did you mean 'task.py'?\n"
             "  run.samples (s.yaml:4): there is no file 'no/a.csv'",
         ),
+        (
+            {"metric": "reward"},
+            "should be a metric of evaluations, such as 'eval/reward' or 'eval/loss/total'; did you mean",
+        ),
         ({"parameters": {"optimizer.lrr": [1e-3]}}, "unknown field; did you mean 'lr'?"),
         ({"parameters": {"optimizer.lr": [1e-3, -1.0]}}, "-1.0 is refused: optimizer.lr: should be greater than 0"),
         ({"parameters": {"train.seed": [1, 2]}}, "no parameter of a sweep; give seeds"),

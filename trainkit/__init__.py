@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainkit.api import train
     from trainkit.config import (
         EngineEntry,
+        EvalMetric,
         GroupSize,
         MethodConfig,
         PluginConfig,
@@ -43,6 +44,7 @@ _HOMES = {
     "BaseRLTrainer": "trainkit.trainer.base",
     "Batch": "trainkit.data.batches",
     "EngineEntry": "trainkit.config.entries",
+    "EvalMetric": "trainkit.config.base",
     "GroupSize": "trainkit.config.base",
     "MethodConfig": "trainkit.config",
     "PluginConfig": "trainkit.config",
@@ -76,6 +78,7 @@ __all__ = [
     "BaseRLTrainer",
     "Batch",
     "EngineEntry",
+    "EvalMetric",
     "GroupSize",
     "MethodConfig",
     "PluginConfig",

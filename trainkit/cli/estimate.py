@@ -150,6 +150,9 @@ def _show(need: Need, planned: Plan, advice: str) -> None:
     console.print(f"{need.parameters:,} weights, {need.trained:,} of them trained")
     console.print(table)
     console.print(f"most: {planned.largest.total / 1e9:.3f} GB in the phase {planned.largest.name!r}")
-    console.print("not counted: Python and its libraries, the context of a GPU, fragments; padding")
+    console.print(
+        "not counted: Python and its libraries, the context of a GPU; padding; fragments, of which glibc on "
+        "CPUs may keep a third more"
+    )
     if advice:
         console.print(advice)

@@ -6,7 +6,7 @@ class.
 
 from __future__ import annotations
 
-from trainkit.config.base import GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
+from trainkit.config.base import EvalMetric, GroupSize, MethodConfig, Plain, PluginConfig, SamplingConfig, Section
 from trainkit.config.entries import EngineEntry, HooksEntry, ShardingEntry, TrackerEntry
 from trainkit.config.names import dotted, note
 from trainkit.config.places import differences
@@ -29,6 +29,7 @@ __all__ = [
     "DataConfig",
     "EngineEntry",
     "EnvironmentConfig",
+    "EvalMetric",
     "GroupSize",
     "HooksEntry",
     "MethodConfig",

@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -144,11 +145,33 @@ GroupSize = Annotated[int, Field(ge=2), BeforeValidator(_two_to_compare)]
 """A setting of a method: the number of responses to each prompt, for algorithms that compare them with each other."""
 
 
+def _of_evaluations(name: str) -> str:
+    if len(name) > len(EVAL) and name.startswith(EVAL):
+        return name
+    meant = "" if EVAL[:-1] in name.lower() else f"; did you mean {EVAL + name!r}?"
+    raise ValueError(f"should be a metric of evaluations, such as 'eval/reward' or 'eval/loss/total'{meant}")
+
+
+EVAL = "eval/"
+EvalMetric = Annotated[str, AfterValidator(_of_evaluations), Field(json_schema_extra={"pattern": f"^{EVAL}."})]
+"""A metric of evaluations, as it is logged, such as `eval/reward` or `eval/loss/total`."""
+
+
 class PluginConfig(Section):
     """Base class of the settings of hooks and trackers. Subclass it, and register the subclass with their class."""
 
     name: str
     """The name of the plugin."""
+
+    def check(self, config: Any) -> None:
+        """Check the settings with the others of a run, before anything is loaded; `trainkit config check` does, too.
+
+        Args:
+            config: the `TRLConfig` of the run.
+
+        Raises:
+            ConfigError: they do not fit each other.
+        """
 
 
 SHORT = 80

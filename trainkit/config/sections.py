@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from trainkit.config.arguments import check_adapter, check_optimizer, check_schedule
-from trainkit.config.base import Plain, SamplingConfig, Section
+from trainkit.config.base import EvalMetric, Plain, SamplingConfig, Section
 from trainkit.config.entries import MOST, EngineEntry, ShardingEntry, TrackerEntry, named_once
 from trainkit.security import HUB_TOKENS, MASK
 
@@ -347,7 +347,7 @@ class RewardFunctionConfig(Section):
 class Best(Section):
     """What the best evaluation is."""
 
-    metric: str = Field(pattern=r"^eval/.")
+    metric: EvalMetric
     """The metric of evaluations, as it is logged, such as `eval/loss/total`."""
     mode: Literal["max", "min"]
     """Whether higher (`max`) or lower (`min`) values are better."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -250,6 +251,31 @@ class TRLConfig(Frozen, Generic[M]):
         for part in ("model", "tokenizer") if trust_remote_code else ():
             plain[part]["kwargs"].setdefault(TRUST, True)
         return self if plain == given else self.from_dict(plain, self.places)
+
+    def check_metric(self, metric: str, setting: str) -> None:
+        """Check that a run has evaluations, and one at the value of a swept setting that a metric names.
+
+        Args:
+            metric: the name of a metric of evaluations. Which of them a run has is known when the first one is made.
+            setting: what reads the metric, for messages.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if not self.train.eval_interval:
+            raise ConfigError(
+                f"{setting} compares evaluations, and train.eval_interval is 0, so there are none; set it to the steps "
+                f"between them, or remove {setting}"
+            )
+        known = [suffix for suffix, _ in sweep(self.rollout.eval_kwargs)]
+        named = re.search(r"@\w+=[^@]*$", metric)
+        if named and named[0] not in known:
+            told = (
+                "it is no list of values" if known == [""] else f"they are at {', '.join(each[1:] for each in known)}"
+            )
+            raise ConfigError(
+                f"{setting} compares {metric!r}, and no evaluation is at {named[0][1:]} (rollout.eval_kwargs: {told})"
+            )
 
     def __str__(self) -> str:
         return to_yaml(self.to_dict())

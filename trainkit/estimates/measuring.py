@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from trainkit.config import TRLConfig
 from trainkit.data import Batch, Sequences
+from trainkit.data.batches import COPIED
 from trainkit.errors import ConfigError, TrainkitError
+from trainkit.estimates.depth import Shallow, shallow
 from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
 from trainkit.models.backend import attention_as_on
 from trainkit.models.loading import length_limit, load_tokenizer
-from trainkit.models.policy import Policy
+from trainkit.models.policy import CausalPolicy, Policy
 from trainkit.models.reward import Scorer
 from trainkit.plugins import get_trainer
 from trainkit.rollouts.decoding import _cache
 from trainkit.rollouts.packing import bytes_of_packs
 from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
-from trainkit.trainer import optim, parking
+from trainkit.trainer import optim, parking, sharing
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
 from trainkit.trainer.master_weights import MasterWeights
@@ -61,26 +65,40 @@ class Need:
     """Weights of the reference and of further frozen models that are not shared with the trained model."""
     block: int
     """Weights of the largest block."""
+    verify: bool | None
+    """Whether exports are loaded again, beside the model; None: if the weights are few."""
     root: int
     """Weights that are in no block: embeddings, head, and what follows the blocks."""
     reference_root: int
     leaves: bool
-    """Whether the reference leaves memory after its only pass, where the model is not divided."""
+    """Whether the reference leaves memory after its only pass, where the model is not divided and it is large."""
     step: int
     """The most that the optimizer's step needs besides."""
     lengths: Lengths
     rows: int
     """Rows of a micro-batch."""
+    batch: int
+    """Rows of a step."""
+    first: int
+    """The most that a step's first forward and backward pass needs besides weights: it makes the gradients."""
     update: int
-    """The most that a forward and backward pass needs besides weights and gradients."""
+    """The most that a later one needs besides weights and gradients. On CPUs `first` is this and the gradients:
+    glibc seldom gives activations the memory that the gradients of the step before have left in pieces."""
     experience: int
     """The same of passes without gradient: old policy, reference."""
-    sampling: int
-    """The same of sampling by `local`: the cache of keys and values, and the pass over the prompts."""
+    prefill: int
+    """The same of the pass over the prompts, as `local` samples, with the cache of keys and values."""
+    decoding: int
+    """The same of the passes over single tokens."""
     cache: int
-    """Of that, the cache of keys and values."""
+    """Of both, the cache of keys and values."""
     again: Callable[[int], int] = field(repr=False, default=int)
     """Returns `update` for another number of rows."""
+
+    @property
+    def sampling(self) -> int:
+        """The most that sampling by `local` needs besides weights; 0 if it does not sample."""
+        return max(self.prefill, self.decoding)
 
     def with_rows(self, rows: int) -> Need:
         """Return the need with another number of rows in a micro-batch."""
@@ -89,7 +107,8 @@ class Need:
     def facts(self) -> dict[str, Any]:
         """Return the numbers as plain data."""
         names = [each.name for each in dataclasses.fields(self) if each.name not in ("again", "lengths")]
-        return {name: getattr(self, name) for name in names} | dataclasses.asdict(self.lengths)
+        found = {name: getattr(self, name) for name in names} | {"sampling": self.sampling}
+        return found | dataclasses.asdict(self.lengths)
 
 
 def measure(
@@ -115,26 +134,41 @@ def measure(
     Raises:
         ConfigError: the model cannot be found, or a pass of the algorithm cannot be made without data.
     """
-    trainer = _trainer(config)
+    tokenizer = _tokenizer(config)
+    trainer = _trainer(config, tokenizer)
     lengths = _lengths(trainer, prompt, tokens, chosen)
     example = _example(config)
-    per_row = max(len(_sequences(example)), 1)
-    rows = rows or _rows(trainer, lengths, per_row, device)
+    fewer = shallow(config)
+    if fewer is not None:
+        less, more = (_trainer(each, tokenizer) for each in (fewer.less, fewer.more))
+        if not less.frozen_models:  # they would be run twice, with all their blocks
+            return _deep(fewer, *(_measured(each, lengths, example, rows, device) for each in (less, more)))
+    return _measured(trainer, lengths, example, rows, device)
+
+
+def _deep(fewer: Shallow, less: Need, more: Need) -> Need:
+    """Return the need of the whole model."""
+    names = [each.name for each in dataclasses.fields(Need) if type(getattr(less, each.name)) is int]
+    found: dict[str, Any] = {name: fewer.whole(getattr(less, name), getattr(more, name)) for name in names}
+    return replace(less, **found, again=lambda count: fewer.whole(less.again(count), more.again(count)))
+
+
+def _measured(trainer: Any, lengths: Lengths, example: Batch, rows: int | None, device: str) -> Need:
+    """Return the need of the model of a trainer, from passes through it."""
     shapes, counter = Shapes(), Counter()
     with attention_as_on(device), without_data(lengths.chosen, shapes, counter):
-        found = _measured(trainer, counter, lengths, example, rows, device)
+        found = _passes(trainer, counter, lengths, example, rows, device)
 
     def again(count: int) -> int:
         with attention_as_on(device), without_data(lengths.chosen, shapes, counter):
-            return counter.most(
-                lambda: _backward(trainer, _batch(example, count, lengths, trainer.unwrapped, trainer.online))
-            )
+            return _update(trainer, counter, example, count, lengths)
 
     return replace(found, again=again)
 
 
-def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int, device: str) -> Need:
+def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, given: int | None, device: str) -> Need:
     policy = trainer.unwrapped
+    rows = given or _rows(trainer, lengths, max(len(_sequences(example)), 1), device)
     own = held(tensors_of(policy))
     reference = trainer._make_reference(policy) if trainer.needs_reference else None
     compared: list[nn.Module] = [each.policy for each in ([] if reference is None else [reference])]
@@ -148,18 +182,14 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
     optimizer = optim.make_optimizer(trainer.config.optimizer, policy)
     blocks = [sum(held(tensors_of(block)).values()) for block in blocks_of(policy)]
 
-    def update(count: int) -> int:
-        batch = _batch(example, count, lengths, policy, trainer.online)
-        return counter.most(lambda: _backward(trainer, batch))
-
+    gradients = sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained)
     try:
-        update(1)  # makes the gradients
-        needed = update(rows)
+        first, needed = (_update(trainer, counter, example, rows, lengths) for _ in range(2))
         step = counter.most(optimizer.step)
         state = sum(held(_tensors_in(optimizer)).values())
         experience = _without_gradient(trainer, counter, lengths, example, rows)
         samples = trainer.online and not trainer._samples_apart
-        sampling, cache = _sampling(trainer, counter, lengths, device) if samples else (0, 0)
+        prefill, decoding, cache = _sampling(trainer, counter, lengths, device) if samples else (0, 0, 0)
     except TrainkitError:
         raise
     except Exception as error:  # of operators that need data, which depend on the model and the algorithm
@@ -172,21 +202,23 @@ def _measured(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, 
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
         trained=sum(each.numel() for each in trained),
         weights=sum(own.values()),
-        gradients=sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained),
+        gradients=gradients,
         optimizer=state,
         reference=sum(others.values()),
         block=max(blocks, default=0),
+        verify=trainer.config.train.verify_export,
         root=sum(own.values()) - sum(blocks),
         reference_root=_root(compared, others),
-        leaves=not trainer.online
-        and parking.can_leave(trainer, reference)
-        and sum(others.values()) >= parking.SMALLEST,
+        leaves=not trainer.online and parking.can_leave(trainer, reference),
         step=max(step - state, 0),
         lengths=lengths,
         rows=rows,
+        batch=trainer.config.train.batch_size,
+        first=first if device != "cpu" else needed + gradients,
         update=needed,
         experience=experience,
-        sampling=sampling,
+        prefill=prefill,
+        decoding=decoding,
         cache=cache,
     )
 
@@ -204,7 +236,14 @@ def _root(models: list[nn.Module], own: dict[int, int]) -> int:
     return sum(size for key, size in own.items() if key not in inside)
 
 
-def _trainer(config: TRLConfig[Any]) -> Any:
+def _tokenizer(config: TRLConfig[Any]) -> Any:
+    try:
+        return load_tokenizer(config)
+    except ConfigError:  # it is not needed: rows have no text
+        return character_tokenizer(LETTERS)
+
+
+def _trainer(config: TRLConfig[Any], tokenizer: Any) -> Any:
     """Return a trainer of the configuration without trackers and plugins, in one process."""
     changed: dict[str, Any] = {"train.trackers": [], "train.sharding": "none", "train.push_to_hub": None, "plugins": []}
     alone = config.update({**changed, "tokenizer.tokenizer_path": None})
@@ -214,10 +253,6 @@ def _trainer(config: TRLConfig[Any]) -> Any:
             f"{config.method.name!r} trains no language model, and the memory of other models is not estimated; train "
             "a few steps with train.microbatch_size 'auto'"
         )
-    try:
-        tokenizer = load_tokenizer(config)
-    except ConfigError:  # it is not needed: rows have no text
-        tokenizer = character_tokenizer(LETTERS)
     with _quiet():
         return cls(alone, tokenizer=tokenizer)
 
@@ -279,8 +314,34 @@ def _rows(trainer: Any, lengths: Lengths, per_row: int, device: str) -> int:
     batch: int = train.batch_size
     if isinstance(train.microbatch_size, int):
         return min(train.microbatch_size, batch)
-    most = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (lengths.tokens * per_row), 1)
+    most = max(MICROBATCH_TOKENS.get(device, OTHER_TOKENS) // (_as_run(trainer, lengths).tokens * per_row), 1)
     return math.ceil(batch / math.ceil(batch / most))  # they are about equally large
+
+
+def _as_run(trainer: Any, lengths: Lengths, rows: int | None = None) -> Lengths:
+    """Return the tokens of each row as a pass runs them: its part of a prompt that rows share, and the copy of that.
+
+    Args:
+        trainer: the trainer.
+        lengths: the tokens of a row.
+        rows: how many rows there are; None: whole groups.
+    """
+    each = trainer.samples_per_prompt if trainer.online else 2  # the two of a pair
+    groups = 1 / each if rows is None or not trainer.online else math.ceil(rows / each) / rows
+    prompt = (lengths.tokens - lengths.chosen) * (groups + 1 / COPIED)
+    shared = replace(lengths, tokens=lengths.chosen + math.ceil(prompt))
+    pays = shared.tokens <= sharing.GAIN * lengths.tokens  # without the cost of a pass, which depends on the depth
+    return shared if _can_share(trainer) and (pays or trainer.config.train.share_prompts) else lengths
+
+
+def _can_share(trainer: Any) -> bool:
+    """Return whether prompts can be shared, as far as it is known without the passes of `Policy.why_not_shared`."""
+    policy, train = trainer.unwrapped, trainer.config.train
+    if train.share_prompts is False or train.gradient_checkpointing or not sharing.has_common_prompts(trainer):
+        return False
+    if not isinstance(policy, CausalPolicy) or policy.has_trunk or policy.critic is not None:
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=policy.model.config).layers)
 
 
 def _batch(example: Batch, rows: int, lengths: Lengths, policy: Any, stored: bool = True) -> Any:
@@ -307,11 +368,17 @@ def _with_trunk(batch: Any, policy: Any) -> Any:
     return replace(batch, **{name: _with_trunk(value, policy) for name, value in parts.items()})
 
 
-def _backward(trainer: Any, batch: Batch) -> None:
-    trainer.policy.train()
-    with trainer.accelerator.autocast():
-        loss, _ = trainer.loss(batch)
-    loss.backward()
+def _update(trainer: Any, counter: Counter, example: Batch, rows: int, lengths: Lengths) -> int:
+    """Return the most that a forward and backward pass needs, with the gradients that it makes."""
+    batch = _batch(example, rows, _as_run(trainer, lengths, rows), trainer.unwrapped, trainer.online)
+
+    def run() -> None:
+        trainer.policy.train()
+        with trainer.accelerator.autocast():
+            loss, _ = trainer.loss(batch)
+        loss.backward()
+
+    return counter.most(run)
 
 
 def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int) -> int:
@@ -321,7 +388,7 @@ def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example:
         return 0
     count = min(trainer.config.rollout.batch_size, trainer.collection_rows * trainer.samples_per_prompt)
     count = count if trainer.online else rows * len(_sequences(example))
-    sequences = _batch(_sequences(example)[0], count, lengths, policy)
+    sequences = _batch(_sequences(example)[0], count, _as_run(trainer, lengths, count), policy)
 
     def run() -> None:
         with torch.no_grad(), trainer.accelerator.autocast():
@@ -333,8 +400,8 @@ def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example:
     return counter.most(run)
 
 
-def _sampling(trainer: Any, counter: Counter, lengths: Lengths, device: str) -> tuple[int, int]:
-    """Return the most that sampling needs, and the bytes of the cache of keys and values."""
+def _sampling(trainer: Any, counter: Counter, lengths: Lengths, device: str) -> tuple[int, int, int]:
+    """Return the most that the pass over prompts and those over single tokens need, and the bytes of the cache."""
     model, rollout = trainer.unwrapped.model, trainer.config.rollout
     prompt, vocabulary = lengths.tokens - lengths.chosen, model.config.get_text_config().vocab_size
     rows = min(rollout.batch_size, rollout.num_rollouts)
@@ -359,4 +426,4 @@ def _sampling(trainer: Any, counter: Counter, lengths: Lengths, device: str) -> 
     prefill = counter.most(run)
     logits = 4 * rows * vocabulary * 4  # logits, probabilities and their log, and a sorted or masked copy: float32
     packs = bytes_of_packs(model, rows, trainer.accelerator.mixed_precision == "bf16") if device == "cpu" else 0
-    return max(prefill, cache + logits + packs), cache
+    return prefill, cache + logits + packs, cache

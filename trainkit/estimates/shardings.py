@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainkit.estimates.measuring import Need
+from trainkit.models.reloading import VERIFIED
+from trainkit.trainer.parking import SMALLEST
 
 FREE = 0.1
 """The part of a device's memory that is left for what is not counted: the context of the device, fragments."""
@@ -52,6 +54,9 @@ class Plan:
 def plan(need: Need, sharding: str, processes: int) -> Plan:
     """Return what each process holds with a sharding, ``none`` or ``fsdp2``.
 
+    If a step is one micro-batch, its pass makes the gradients while activations go, unless the model is divided: then
+    all of both are counted.
+
     FSDP2 gathers two blocks at a time, with the gradient of one, and what is in no block: embeddings and head. While
     the engine `local` samples, every process has the whole weights besides its part.
     """
@@ -63,11 +68,15 @@ def plan(need: Need, sharding: str, processes: int) -> Plan:
     gathered = 2 * need.block + need.root if divided else 0
     unreduced = trained * (need.block + need.root) if divided else 0
     root = need.reference_root if divided else 0
-    stays = 0 if need.leaves and not divided else reference + root
+    parked = need.leaves and not divided and need.reference >= SMALLEST
+    stays = 0 if parked else reference + root
+    alone = not divided and need.rows * processes >= need.batch
+    passes = max(need.first - need.gradients, 0) if alone else need.update
+    verify = need.weights <= VERIFIED if need.verify is None else need.verify
     phases = [
-        Phase("update", weights + gathered, gradients + unreduced, optimizer, stays, need.update),
+        Phase("update", weights + gathered, gradients + unreduced, optimizer, stays, passes),
         Phase("step", weights, gradients, optimizer, stays, need.step / share),
-        Phase("saving", weights, 0, optimizer, stays),
+        Phase("saving", weights + (need.weights if verify and not divided else 0), 0, optimizer, stays),
     ]
     whole = need.weights if divided and need.sampling else 0
     compared = need.reference if divided and need.sampling else root

@@ -20,6 +20,8 @@ from trainkit.models.unloaded import decided
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+VERIFIED = 4e9
+"""The most bytes of weights with which exports are verified by default."""
 QUANTISED = 0.1
 """The largest relative difference for a quantised model, whose kernels depend on how its weights are packed."""
 

@@ -40,6 +40,7 @@ from trainkit.models import backend
 from trainkit.models.adapters import MARK
 from trainkit.models.policy import Policy
 from trainkit.models.reference import fingerprint
+from trainkit.models.reloading import VERIFIED
 from trainkit.runs import card, checkpoint, provenance, saving
 from trainkit.runs.console import without_progress_bars
 from trainkit.runs.fingerprints import differing
@@ -87,9 +88,6 @@ CANNOT_CHANGE = ("method.name", "optimizer.name")
 """Settings that may not differ even with ``allow_drift``: the state in a checkpoint depends on them."""
 LENGTH = ("train.total_steps", "train.epochs", "train.health", "plugins")
 """Settings that decide how long a run is. If one is changed, a run that `trainer.stop` ended continues."""
-
-VERIFIED = 4e9
-"""The most bytes of weights with which exports are verified by default."""
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from trainkit.config import Section
+from trainkit.config import EvalMetric, Section
 
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 CHOICES, RANGE = "choices", "range"
@@ -105,7 +105,7 @@ class SweepConfig(Section):
     """What a trial is."""
     parameters: Annotated[dict[str, Parameter], Field(min_length=1)]
     """Settings by dotted path: a list of choices, or a range."""
-    metric: str = "eval/reward"
+    metric: EvalMetric = "eval/reward"
     """The metric of evaluations. Of a run, its last evaluation counts."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether the metric should be large or small."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from trainkit.config import TRLConfig
+from trainkit.config import PluginConfig, TRLConfig
 from trainkit.errors import ConfigError
 from trainkit.models.loading import length_limit
 
@@ -44,7 +44,10 @@ def check_distribution(config: Config) -> None:
 
 
 def check_run(config: Config) -> None:
-    """Raise a `ConfigError` if the best evaluation of none is asked for; log if the warm-up is longer than the run."""
+    """Raise a `ConfigError` if the settings of evaluations or of a plugin do not fit the others.
+
+    A warm-up that is longer than the run is logged.
+    """
     steps, warmup = config.train.total_steps, config.scheduler.warmup_steps
     if steps and warmup > steps:
         log.warning(
@@ -53,11 +56,11 @@ def check_run(config: Config) -> None:
             warmup,
             steps,
         )
-    if config.train.save_best and not config.train.eval_interval:
-        raise ConfigError(
-            "train.save_best compares evaluations, and train.eval_interval is 0, so there are none; set it to the "
-            "steps between them, or save_best to false"
-        )
+    if best := config.train.save_best:
+        config.check_metric("eval/reward" if isinstance(best, bool) else best.metric, "train.save_best")
+    for entry in (*config.plugins, *config.train.trackers):
+        if isinstance(entry, PluginConfig):
+            entry.check(config)
 
 
 def check_length(config: Config, model: PreTrainedConfig, virtual: int, *, online: bool) -> int | None:

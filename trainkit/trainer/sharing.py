@@ -12,7 +12,7 @@ from trainkit.data import Sequences
 from trainkit.data.batches import COPIED, pass_cost
 from trainkit.errors import ConfigError
 from trainkit.models.prompts import different_prompts
-from trainkit.models.unloaded import decided
+from trainkit.models.unloaded import decided, reads_weights
 from trainkit.plugins.hooks import name_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def prepare(trainer: Trainer, policy: Any) -> None:
     """
     train = trainer.config.train
     if train.share_prompts is False or not has_common_prompts(trainer) or not hasattr(policy, "why_not_shared"):
+        return
+    if not reads_weights():  # a pass without data shares nothing
         return
     with trainer._as_trained():
         fault = decided(policy.why_not_shared)

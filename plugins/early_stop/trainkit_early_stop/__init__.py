@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trainkit import AcceleratedLoop, PluginConfig, hookimpl, register_hooks
+from trainkit import AcceleratedLoop, EvalMetric, PluginConfig, TRLConfig, hookimpl, register_hooks
 from trainkit.errors import ConfigError, suggest
 
 
 class EarlyStopConfig(PluginConfig):
     """When a run ends."""
 
-    metric: str = "eval/reward"
+    metric: EvalMetric = "eval/reward"
     """The metric of evaluations to watch, as it is logged, such as `eval/reward` or `eval/loss/total`."""
     mode: Literal["max", "min"] = "max"
     """Whether higher (`max`) or lower (`min`) values are better."""
@@ -22,6 +22,10 @@ class EarlyStopConfig(PluginConfig):
     """End the run after this many evaluations in succession without an improvement."""
     min_delta: float = Field(0.0, ge=0)
     """A value is an improvement if it is better than the best one so far by more than this."""
+
+    def check(self, config: TRLConfig[Any]) -> None:
+        """Raise a ConfigError if the run has no evaluations, or none at the setting that `metric` names."""
+        config.check_metric(self.metric, "early_stop")
 
 
 @register_hooks("early_stop", EarlyStopConfig)
@@ -39,11 +43,11 @@ class EarlyStop:
 
     @hookimpl
     def on_train_begin(self, trainer: AcceleratedLoop[Any]) -> None:
-        """Check that the run has evaluations."""
-        interval = trainer.config.train.eval_interval
-        if not interval or not (trainer.eval_rows or trainer.eval_samples):
-            missing = "eval_prompts or eval_samples" if interval else "train.eval_interval above 0"
-            raise ConfigError(f"early_stop watches evaluations, and this run has none; give {missing}")
+        """Check that there is something to evaluate on."""
+        if not (trainer.eval_rows or trainer.eval_samples):
+            raise ConfigError(
+                "early_stop watches evaluations, and this run has none; give eval_prompts or eval_samples"
+            )
 
     @hookimpl
     def on_evaluate(self, trainer: AcceleratedLoop[Any], step: int, metrics: dict[str, float]) -> None:
