@@ -244,9 +244,16 @@ def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
     if (kept := _kept.get()) is not None:
         return kept
-    places = tuple((path, _changed(path)) for path in sys.path)
-    settled = time.time_ns() - max((changed for _, changed in places), default=0) > SETTLED
-    claims = (_read if settled else _read.__wrapped__)(places)
+    found: dict[tuple[str, str], PluginInfo] = {}
+    seen: set[str] = set()
+    for path in sys.path:
+        changed = _changed(path)
+        settled = time.time_ns() - changed > SETTLED
+        for name, plugins in (_read if settled else _read.__wrapped__)(path, changed):
+            if name not in seen:  # of two copies on the path the first is the one in use
+                seen.add(name)
+                found |= {(p.name, f"{p.distribution} {p.module}"): p for p in plugins}
+    claims = sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module))
     return [_judged(plugin, claims) for plugin in claims]
 
 
@@ -262,21 +269,14 @@ def _changed(path: str) -> int:
         return 0
 
 
-@lru_cache(maxsize=8)
-def _read(places: tuple[tuple[str, int], ...]) -> tuple[PluginInfo, ...]:
-    """Return the plugins that are installed in ``places``; reading all metadata takes milliseconds."""
+@lru_cache(maxsize=64)
+def _read(path: str, changed: int) -> list[tuple[str, list[PluginInfo]]]:  # noqa: ARG001  (what was read then)
+    """Return the distributions in ``path`` with plugins, and these; reading all metadata takes milliseconds."""
     from importlib.metadata import distributions  # slow, and not needed for --help
 
-    found: dict[tuple[str, str], PluginInfo] = {}
-    seen: set[str] = set()
-    for dist in distributions(path=[path for path, _ in places]):
-        if f"[{GROUP}]" not in _text(dist, "entry_points.txt"):
-            continue
-        name, version = _identity(dist)
-        if canonical(name) not in seen:  # of two copies on the path the first is the one in use
-            seen.add(canonical(name))
-            found |= {(p.name, f"{p.distribution} {p.module}"): p for p in _plugins_of(dist, name, version)}
-    return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module)))
+    found = [dist for dist in distributions(path=[path]) if f"[{GROUP}]" in _text(dist, "entry_points.txt")]
+    named = [(dist, *_identity(dist)) for dist in found]
+    return [(canonical(name), list(_plugins_of(dist, name, version))) for dist, name, version in named]
 
 
 def _identity(dist: Distribution) -> tuple[str, str]:
