@@ -99,8 +99,8 @@ def fails(*arguments: str) -> str:
 def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None:
     """First those that do not read YAML, then modules, then what reads, checks and compares configurations."""
     config, bad = tmp_path / "run.yaml", tmp_path / "bad.yaml"
-    config.write_text("method: {name: ppo, gamma: 0.9}\nmodel: {peft_config: {r: 2}}\n", encoding="utf-8")
-    bad.write_text("method: rloo\noptimizer: {kwargs: {betaz: 1}}\n", encoding="utf-8")
+    config.write_text("method: {name: ppo, gamma: 0.9}\nmodel: {num_layers_unfrozen: 2}\n", encoding="utf-8")
+    bad.write_text("method: rloo\noptimizer: {learning_rate: 1}\n", encoding="utf-8")
     light = ["--help", "--version", "plugins", "plugins list --json", "train --help", "examples list"]
     statements = [
         "import trainkit.api, trainkit.plugins.registry",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -530,48 +526,9 @@ def test_the_schema_has_every_setting_with_its_description_and_all_that_it_refer
     assert own == set(available_trainers())
 
 
-# ----------------------------------------------------------------------------------- arguments of installed libraries
-
-
-def test_arguments_read_from_the_sources_are_those_of_the_libraries() -> None:
-    for name, made in arguments.OPTIMIZERS.items():
-        live = set(inspect.signature(getattr(torch.optim, made)).parameters)
-        assert {*arguments._read("torch", arguments._optimizers)[name]} == live - arguments.OWN
+def test_schedules_are_the_functions_that_transformers_has_for_them() -> None:
     for name, made in arguments.SCHEDULES.items():
-        live = set(inspect.signature(getattr(transformers.optimization, made)).parameters)
-        assert {*arguments._read("transformers", arguments._schedules)[name]} == live - arguments.OWN
         assert transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION[transformers.SchedulerType(name)].__name__ == made
-
-
-def test_fields_of_adapters_read_from_the_sources_are_those_of_peft() -> None:
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    read = arguments._read("peft", arguments._adapters)
-    live = {
-        kind.value: {field.name for field in dataclasses.fields(cls)}
-        for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-    }
-    assert set(read) <= set(live)
-    assert {"LORA", "ADALORA", "IA3", "OFT", "VERA"} <= set(read)
-    for kind, fields in read.items():
-        assert set(fields) == live[kind], kind
-
-
-def test_what_was_read_is_kept_by_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls = []
-
-    def read(folder: Path) -> dict[str, list[str]]:
-        calls.append(folder)
-        return {"a": ["b"]}
-
-    for _ in range(2):
-        arguments._read.cache_clear()
-        assert arguments._read("torch", read) == {"a": ["b"]}
-    assert len(calls) == 1
-    (key,) = json.loads((tmp_path / "trainkit" / "arguments.json").read_text(encoding="utf-8"))
-    assert version("torch") in key
-    arguments._read.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------- packages of plugins

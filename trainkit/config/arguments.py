@@ -1,24 +1,21 @@
-"""The arguments of optimizers, schedules and adapters, and what they take, read from the sources of the libraries.
+"""The arguments of optimizers, schedules and adapters, and what they take.
 
-Nothing of these libraries is imported, which takes seconds. What was read is kept by the library's version.
+The libraries, whose import takes seconds, are imported when such arguments are given.
 """
 
 from __future__ import annotations
 
-import ast
+import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from trainkit.config.names import dotted
 from trainkit.errors import suggest
-from trainkit.plugins.cache import read_cache, write_cache
 
 Arguments = dict[str, dict[str, str]]
 """What values arguments take, in words, by their names, by what takes them; empty words: it cannot be told."""
@@ -64,7 +61,8 @@ def check_optimizer(name: str, given: Mapping[str, Any]) -> None:
     Raises:
         ValidationError: it does not take one of them, or not this value.
     """
-    _check(given, name, _read("torch", _optimizers), f"argument of torch.optim.{OPTIMIZERS[name]}")
+    if given:
+        _check(given, name, _optimizers(), f"argument of torch.optim.{OPTIMIZERS[name]}")
 
 
 def check_schedule(name: str, given: Mapping[str, Any]) -> None:
@@ -73,8 +71,8 @@ def check_schedule(name: str, given: Mapping[str, Any]) -> None:
     Raises:
         ValidationError: it does not take one of them, or not this value.
     """
-    known = {**_read("transformers", _schedules), **_read("torch", _torch_schedules), "constant": {}}
-    _check(given, name, known, f"argument of the schedule {name!r}")
+    if given:
+        _check(given, name, _schedules(), f"argument of the schedule {name!r}")
 
 
 def check_adapter(given: Mapping[str, Any]) -> None:
@@ -83,9 +81,7 @@ def check_adapter(given: Mapping[str, Any]) -> None:
     Raises:
         ValidationError: peft has no such type, or the type no such field, or the field does not take this value.
     """
-    types, kind = _read("peft", _adapters), str(given.get("peft_type", "LORA"))
-    if not types:
-        return
+    types, kind = _adapters(), str(given.get("peft_type", "LORA"))
     if kind.upper() not in types:
         reason = f"unknown type of adapter{suggest(kind.upper(), types)}; known: {', '.join(sorted(types))}"
         raise _refused([("peft_type", kind, reason)])
@@ -94,8 +90,7 @@ def check_adapter(given: Mapping[str, Any]) -> None:
 
 def _check(given: Mapping[str, Any], taker: str, arguments: Arguments, what: str) -> None:
     """Check the arguments that are given to one of those that take some."""
-    if (known := arguments.get(taker)) is None:  # its source cannot be read; making it will tell
-        return
+    known = arguments[taker]
     listed = f"known: {', '.join(known)}" if known else "there are none; remove it"
     faults = [
         (
@@ -143,111 +138,51 @@ def _refused(faults: list[tuple[str, Any, str]]) -> ValidationError:
 
 
 @cache
-def _read(package: str, reader: Callable[[Path], Arguments]) -> Arguments:
-    """Return what ``reader`` finds in the folder of the package; nothing if there is no source that can be read."""
-    try:
-        spec, key = find_spec(package), f"{package} {version(package)}"
-    except (ValueError, PackageNotFoundError):
-        return {}
-    if spec is None or not spec.origin:
-        return {}
-    mine = Path(__file__).stat().st_mtime_ns  # also read anew by another version of this module
-    key = f"{key} {reader.__name__} {spec.origin} {mine}"
-    known = read_cache("arguments")
-    if key not in known:
-        try:
-            known[key] = reader(Path(spec.origin).parent)
-        except (OSError, SyntaxError, ValueError, StopIteration):
-            return {}
-        write_cache("arguments", known)
-    return dict(known[key])
+def _optimizers() -> Arguments:
+    import torch
+
+    return {name: _parameters(getattr(torch.optim, made)) for name, made in OPTIMIZERS.items()}
 
 
-def _optimizers(folder: Path) -> Arguments:
-    files = {name: folder / "optim" / f"{name}.py" for name in OPTIMIZERS}
-    hidden = {name: file.with_name(f"_{file.name}") for name, file in files.items() if not file.exists()}
-    return {name: _constructors({**files, **hidden}[name])[made] for name, made in OPTIMIZERS.items()}
+@cache
+def _schedules() -> Arguments:
+    from torch.optim import lr_scheduler
+    from transformers import optimization
+
+    makers = {name: getattr(optimization, made) for name, made in SCHEDULES.items()}
+    makers |= {name: getattr(lr_scheduler, name) for name in TORCH_SCHEDULES}
+    return {"constant": {}, **{name: _parameters(maker) for name, maker in makers.items()}}
 
 
-def _torch_schedules(folder: Path) -> Arguments:
-    found = _constructors(folder / "optim" / "lr_scheduler.py")
-    return {name: found[name] for name in TORCH_SCHEDULES}
+@cache
+def _adapters() -> Arguments:
+    """Return the fields of each type's dataclass."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-
-def _constructors(file: Path) -> Arguments:
-    """Return the arguments of the classes of a module."""
     return {
-        node.name: _parameters(each)
-        for node in _parsed(file)
-        if isinstance(node, ast.ClassDef)
-        for each in node.body
-        if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+        kind.value: {field.name: _kind(field.type, None) for field in dataclasses.fields(made)}
+        for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     }
 
 
-def _schedules(folder: Path) -> Arguments:
-    functions = {node.name: node for node in _parsed(folder / "optimization.py") if isinstance(node, ast.FunctionDef)}
-    return {name: _parameters(functions[made]) for name, made in SCHEDULES.items() if made in functions}
+def _parameters(maker: Any) -> dict[str, str]:
+    found = inspect.signature(maker).parameters.items()
+    return {name: _kind(each.annotation, each.default) for name, each in found if name not in OWN}
 
 
-def _parameters(function: ast.FunctionDef) -> dict[str, str]:
-    taken = function.args
-    plain = [*taken.posonlyargs, *taken.args]
-    defaults = [None] * (len(plain) - len(taken.defaults)) + taken.defaults + taken.kw_defaults
-    arguments = zip([*plain, *taken.kwonlyargs], defaults, strict=True)
-    return {each.arg: _kind(each.annotation, default) for each, default in arguments if each.arg not in OWN}
-
-
-def _kind(annotation: ast.expr | None, default: ast.expr | None) -> str:
+def _kind(annotation: Any, default: Any) -> str:
     """Return what an argument takes according to its type or default, in words; empty for other types."""
-    value = default.value if isinstance(default, ast.Constant) else None
-    text = type(value).__name__ if annotation is None else ast.unparse(annotation)
+    if annotation is inspect.Parameter.empty:
+        annotation = type(default)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     inner = re.fullmatch(r"Optional\[(.*)\]", text)
     null = NULL if inner or text.endswith("| None") else ""
     text = (inner[1] if inner else text).removesuffix("| None").strip()
     names = set(re.findall(r"\w+", text))
     if text.startswith("Literal["):
         return f"one of {text[8:-1]}{null}"
-    if "float" in names and text.lower().startswith("tuple[") and isinstance(default, ast.Tuple):
-        return f"a list of {len(default.elts)} numbers{null}"
-    if names and names <= {"int", "float", "Tensor", "Union"}:
+    if "float" in names and text.lower().startswith("tuple[") and isinstance(default, tuple):
+        return f"a list of {len(default)} numbers{null}"
+    if names and names <= {"int", "float", "torch", "Tensor", "Union"}:
         return f"a number{null}"
     return f"true or false{null}" if names == {"bool"} else ""
-
-
-def _adapters(folder: Path) -> Arguments:
-    """Return the fields of each type's dataclass, those of its base classes included."""
-    homes: dict[str, Path] = {}
-    for file in (folder / "config.py", *sorted(folder.glob("tuners/*.py")), *sorted(folder.glob("tuners/*/config.py"))):
-        for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE):
-            homes.setdefault(name, file)
-
-    def fields(name: str) -> Iterator[tuple[str, str]]:
-        for node in _parsed(homes[name]) if name in homes else ():
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                for base in node.bases:
-                    yield from fields(base.id if isinstance(base, ast.Name) else "")
-                for each in node.body:
-                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                        yield each.target.id, _kind(each.annotation, None)
-
-    return {
-        kind: dict(fields(made))
-        for file in sorted(folder.glob("tuners/*/__init__.py"))
-        for kind, made in _registered(file)
-    }
-
-
-def _registered(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the type and the dataclass of each method that a module registers."""
-    for node in (each for statement in _parsed(file) for each in ast.walk(statement)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "register_peft_method":
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            name, made = given.get("name"), given.get("config_cls")
-            if isinstance(name, ast.Constant) and isinstance(made, ast.Name):
-                yield str(name.value).upper(), made.id
-
-
-@cache
-def _parsed(file: Path) -> list[ast.stmt]:
-    return ast.parse(file.read_text(encoding="utf-8")).body
