@@ -234,11 +234,10 @@ def test_a_plugin_that_imports_what_is_not_installed_is_shown_as_broken(install:
     assert rows["fake-needs"]["why"] == "fake-needs 1.0: fake_needs imports gone.far, which is not installed"
 
 
-def test_what_a_probe_has_found_is_shown_until_something_changes(
-    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_probe_finds_what_the_source_does_not_show(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = install("fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7")
+    install("fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7")
     install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
     assert listed()["fake-bad"]["state"] == "ok"
@@ -246,11 +245,6 @@ def test_what_a_probe_has_found_is_shown_until_something_changes(
     assert (rows["fake-bad"]["state"], rows["fake-bad"]["why"]) == ("broken", "fake-broken 0.7: SystemExit: gone")
     assert (rows["fake-watch"]["state"], rows["ppo"]["state"]) == ("ok", "blocked")
     assert not {"fake_bad", "fake_watch"} & set(sys.modules)
-    assert listed()["fake-bad"]["why"] == "fake-broken 0.7: SystemExit: gone"
-    (place / "fake_bad.py").write_text(OBSERVES)
-    assert listed()["fake-bad"]["state"] == "ok"
-    (tmp_path / "cache" / "trainkit" / "plugins.json").write_text("[")
-    assert listed()["fake-bad"]["state"] == "ok"
 
 
 def test_plugins_list_says_what_states_and_exit_codes_mean() -> None:

@@ -52,11 +52,10 @@ def listed(*flags: str, **variables: str) -> dict[tuple[str, str], dict[str, str
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a configuration and a task; what probes find is kept in another."""
+def work(tmp_path: Path) -> Path:
+    """A directory with a configuration and a task."""
     (tmp_path / "task_for_cli.py").write_text(TASK, encoding="utf-8")
     (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -89,7 +88,7 @@ def test_e1_broken_plugins(install: Callable[..., Path], work: Path, figure: Cal
         assert row["why"].startswith(f"{row['distribution']} 0.7: ")
         assert why in row["why"]
     assert rows["fake-sound", "fake-sound"]["state"] == "ok"
-    strict = shell("plugins", "list", "--strict-plugins", **disabled)
+    strict = shell("plugins", "list", "--probe", "--strict-plugins", **disabled)
     assert strict.returncode == 1
     assert all(f"fake-{name} 0.7" in strict.stderr for name in BROKEN)
     run = shell(*TRAIN, "plugins=[fake-sound]", "train.run_dir=out", cwd=work)
@@ -250,7 +249,6 @@ def test_e6_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Cal
         (info / "entry_points.txt").write_text(f"[trainkit]\nfake-{number} = fake_{number}\n")
         (site / f"fake_{number}.py").write_text(trainer_source(f"fake-{number}"))
     monkeypatch.setattr(sys, "path", [str(site), *sys.path])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert len([row for row in listed().values() if row["name"].startswith("fake-")]) == 30
     help_, list_ = ([sys.executable, "-m", "trainkit.cli", *words] for words in (["--help"], ["plugins", "list"]))
     for command in (help_, list_):

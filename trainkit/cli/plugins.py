@@ -63,13 +63,12 @@ def list_plugins(
 
     ok: can be used. broken: its import fails. blocked: disabled, or made for another version of trainkit. shadowed:
     its name is also used by trainkit or by another plugin. Without --probe, a plugin is shown as broken if reading its
-    source reveals it, or if the last --probe has found it, and neither its files nor what is installed has changed.
+    source reveals it.
     """
     from dataclasses import asdict
 
     from trainkit.plugins import discover
     from trainkit.plugins.discovery import unknown_disabled
-    from trainkit.plugins.verdicts import recalled, remember
 
     for _, message in unknown_disabled():
         typer.echo(f"warning: {printable(message)}", err=True)
@@ -78,9 +77,6 @@ def list_plugins(
         from trainkit.plugins.probe import probe
 
         found = probe(found)
-        remember(found)
-    else:
-        found = recalled(found)
     rows = [{key: printable(value) for key, value in asdict(plugin).items()} for plugin in found]
     typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(rows))
     if strict_plugins:
