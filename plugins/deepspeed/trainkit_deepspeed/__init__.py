@@ -49,7 +49,7 @@ class ZeRO(Sharding):
                 f"{name}, with which {', '.join(SHOWN)} are shown to be trained as without it, and "
                 f"{config.method.name!r} is not; set train.sharding to 'fsdp2'"
             )
-        if config.train.mixed_precision != "no":
+        if config.train.mixed_precision not in (None, "no"):
             raise ConfigError(
                 f"{name}, which is shown to train at float32, and train.mixed_precision is "
                 f"{config.train.mixed_precision!r}; set it to 'no', or train.sharding to 'fsdp2'"
