@@ -7,6 +7,7 @@ run saves checkpoints.
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated, Any
 
 import typer
@@ -109,4 +110,7 @@ app.add_typer(of_plugins, name="plugins")
 
 def main() -> None:
     """Run the command line; the console script calls this."""
-    app(prog_name="trainkit")
+    try:
+        app(prog_name="trainkit")
+    finally:
+        gc.freeze()  # Python looks for garbage before it ends: with torch and transformers, for a second

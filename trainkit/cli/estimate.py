@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +42,8 @@ def estimate(
     Only the model's configuration is read, no weights. Without data, sequences are taken to be as long as they may be.
     """
     limit = None if memory is None else size(memory)
+    if data is not None and prompt_tokens is not None:
+        raise ConfigError("--data and --prompt-tokens are given, and both say how long prompts are; give one of them")
     from trainkit.config import read_config
     from trainkit.plugins.hooks import name_of
 
@@ -46,16 +51,15 @@ def estimate(
     sharding = name_of(config.train.sharding)
     if sharding not in ("none", "fsdp2"):
         raise ConfigError(f"train.sharding is {sharding!r}, of which no memory is estimated; set it to none or fsdp2")
-    from trainkit.estimates import choose, measure, plan
-
-    if data is not None and prompt_tokens is not None:
-        raise ConfigError("--data and --prompt-tokens are given, and both say how long prompts are; give one of them")
-    longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
     if gpus is not None and config.train.mixed_precision is None:
         config = config.evolve(train={"mixed_precision": "bf16"})
-    need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
-    planned = plan(need, sharding, gpus or 1)
-    fits = None if limit is None else choose(need, gpus or 1, limit)
+    with _garbage_kept():
+        from trainkit.estimates import choose, measure, plan
+
+        longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
+        need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
+        planned = plan(need, sharding, gpus or 1)
+        fits = None if limit is None else choose(need, gpus or 1, limit)
     advice = "" if limit is None else _advice(need, fits, gpus or 1, limit)
     if as_json:
         typer.echo(json.dumps(_plain(need, planned, fits, limit), indent=2))
@@ -63,6 +67,16 @@ def estimate(
         _show(need, planned, advice)
     if limit is not None and fits is None:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Look for no garbage: among what is imported there is none, but much to look through."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def longest_of(source: str, config: Any) -> dict[str, int]:

@@ -184,7 +184,8 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, gi
 
     gradients = sum(each.numel() * (each.grad_dtype or each.dtype).itemsize for each in trained)
     try:
-        first, needed = (_update(trainer, counter, example, rows, lengths) for _ in range(2))
+        first = _update(trainer, counter, example, rows if device != "cpu" else 1, lengths)
+        needed = _update(trainer, counter, example, rows, lengths)
         step = counter.most(optimizer.step)
         state = sum(held(_tensors_in(optimizer)).values())
         experience = _without_gradient(trainer, counter, lengths, example, rows)
