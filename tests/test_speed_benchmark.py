@@ -122,6 +122,15 @@ def test_every_stage_of_a_gpu_runs_on_a_cpu_and_is_not_run_again(tmp_path: Path)
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == len(rows)
 
 
+@pytest.mark.parity
+def test_trl_makes_the_steps_that_are_measured_on_a_gpu(tmp_path: Path) -> None:
+    run("gpu.py", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "sft", "dpo", "grpo")
+    rows = [json.loads(line)["row"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    cases = {row.removesuffix(", trl") for row in rows if row.endswith(", trl")}
+    assert len(cases) == 3
+    assert {f"{case}, trainkit" for case in cases} <= set(rows)
+
+
 @pytest.mark.slow
 def test_growth_is_measured_and_fitted(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
