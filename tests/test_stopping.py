@@ -19,7 +19,6 @@ from trainkit.cli import app
 from trainkit.errors import ConfigError, RewardError
 from trainkit.metrics import Mean
 from trainkit.runs import newest_whole, read_state
-from trainkit.runs.processes import everywhere
 from trainkit.runs.stopping import Interrupted
 from trainkit.testing.trainers import tiny_trainer
 
@@ -298,7 +297,7 @@ def test_processes_leave_in_the_same_way(own: str, others: str) -> None:
     )
     kind = next((type(made[name]) for name in ("failed", "interrupted") if name in (own, others)), None)
     if kind is None:
-        everywhere(trainer, here)
+        trainer.parallel.sync_errors(here)
         return
     with pytest.raises(kind):
-        everywhere(trainer, here)
+        trainer.parallel.sync_errors(here)

@@ -199,7 +199,7 @@ def push_at_end(trainer: Trainer) -> None:
     others do not wait for it.
     """
     repo = trainer.config.train.push_to_hub
-    if repo is None or not trainer.accelerator.is_main_process:
+    if repo is None or not trainer.parallel.is_main:
         return
     assert trainer.run_dir is not None
     export = trainer.run_dir / "model"

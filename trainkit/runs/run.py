@@ -46,7 +46,6 @@ from trainkit.runs.console import without_progress_bars
 from trainkit.runs.fingerprints import differing
 from trainkit.runs.journal import append
 from trainkit.runs.lock import RunLock
-from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.record import STARTS
 from trainkit.runs.resharding import divided_like, own_rows
 from trainkit.runs.saving import METHOD, PARTS, identity, trained
@@ -114,7 +113,7 @@ def running(trainer: Trainer) -> Iterator[None]:
     trainer._clock = time.perf_counter()
     trainer._before, trainer._torn = None, False  # an earlier run may have ended with an error
     stop, config = trainer._stop, trainer.config.train
-    limit = config.timeout if trainer.accelerator.num_processes > 1 else None
+    limit = config.timeout if trainer.parallel.world > 1 else None
     try:
         with without_progress_bars(), signals_noted(stop, bool(config.save_interval)), watched(stop, limit):
             yield
@@ -136,7 +135,7 @@ def running(trainer: Trainer) -> Iterator[None]:
 
 
 def _lost(trainer: Trainer, limit: float) -> ProcessError:
-    rank, step = trainer.accelerator.process_index, trainer.progress.step
+    rank, step = trainer.parallel.rank, trainer.progress.step
     return ProcessError(
         f"process {rank} waited for another process after step {step}, which has ended, or made no progress for "
         f"{limit:g} s (train.timeout); its own error, or its stacks, say why"
@@ -167,7 +166,7 @@ def requests(trainer: Trainer) -> tuple[int, bool]:
     stop = trainer._stop
     stop.progressed()
     asked, saves = stop.asked, stop.saves
-    if trainer.accelerator.num_processes > 1:
+    if trainer.parallel.world > 1:
         found = trainer.max(torch.tensor([float(asked), float(saves)]))
         asked, saves = int(found[0]), bool(found[1])
     stop.saves = False
@@ -179,11 +178,11 @@ def ends_early(trainer: Trainer) -> bool:
 
     The reason is that of the first process that has one. If the run is done anyway, `trainer.stop` has no effect.
     """
-    if trainer.done or not anywhere(trainer, bool(trainer._stop.reason)):
+    if trainer.done or not trainer.parallel.any_rank(bool(trainer._stop.reason)):
         return False
     at = trainer.progress
     at.stop_reason = next(filter(None, trainer.gather([trainer._stop.reason])))
-    if trainer.accelerator.is_main_process:
+    if trainer.parallel.is_main:
         log.warning("the run ends after step %d: %s", at.step, printable(at.stop_reason))
     return True
 
@@ -195,7 +194,7 @@ def heed(trainer: Trainer, verdicts: list[Verdict]) -> None:
     """
     mode, at = trainer.config.train.health, trainer.progress
     for verdict in verdicts if mode != "off" else ():
-        if trainer.accelerator.is_main_process:
+        if trainer.parallel.is_main:
             log.warning("health (step %d): %s", at.step, printable(verdict.message))
             try:
                 append(trainer.run_dir, "health.jsonl", [{"step": at.step, **asdict(verdict)}])
@@ -229,15 +228,15 @@ def begin(trainer: Trainer) -> None:
     config = trainer.config
     name = f"{file_name(config.method.name)}-{datetime.now():%Y%m%d-%H%M%S}"
     trainer.began  # noqa: B018  (all processes read it together)
-    run_dir = Path(on_main(trainer, lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
+    run_dir = Path(trainer.parallel.on_main(lambda: config.train.run_dir or str(_unused(Path("runs") / name))))
     _lock(trainer, run_dir)
     try:
-        on_main(trainer, lambda: _check_directory(run_dir, config))  # before anything is written
+        trainer.parallel.on_main(lambda: _check_directory(run_dir, config))  # before anything is written
         with without_progress_bars():
             resume(trainer, run_dir / "checkpoints")
             trainer.policy  # noqa: B018  (all processes create it together, before anything is written)
         trainer.run_dir = run_dir
-        everywhere(trainer, lambda: _tidy(trainer, run_dir) if trainer.accelerator.is_main_process else None)
+        trainer.parallel.sync_errors(lambda: _tidy(trainer, run_dir) if trainer.parallel.is_main else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
     except BaseException:
         trainer.learning = False
@@ -247,10 +246,10 @@ def begin(trainer: Trainer) -> None:
 
 def _lock(trainer: Trainer, run_dir: Path) -> None:
     def lock() -> None:
-        if trainer._lock is None and trainer.accelerator.is_main_process:
+        if trainer._lock is None and trainer.parallel.is_main:
             trainer._lock = RunLock(run_dir)
 
-    everywhere(trainer, lock)
+    trainer.parallel.sync_errors(lock)
 
 
 def _unlock(trainer: Trainer) -> None:
@@ -294,7 +293,7 @@ def _start(trainer: Trainer) -> dict[str, Any]:
         "versions": provenance.library_versions(),
         "makers": trainer.makers,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "processes": trainer.accelerator.num_processes,
+        "processes": trainer.parallel.world,
     }
 
 
@@ -352,7 +351,7 @@ def resume(trainer: Trainer, root: Path) -> None:
     """
     wanted = trainer.config.train.resume
     if wanted == "auto":
-        if found := on_main(trainer, lambda: checkpoint.newest_whole(root)):
+        if found := trainer.parallel.on_main(lambda: checkpoint.newest_whole(root)):
             load(trainer, found)
         elif broken := sorted(path.name for path in root.glob("step_*")):
             raise CheckpointError(
@@ -370,7 +369,7 @@ def load(trainer: Trainer, path: Path) -> None:
         CheckpointError: there is none, it is not intact, or it belongs to another configuration or initial model.
     """
     saving.finish(trainer)
-    path = on_main(trainer, lambda: _found_at(path))
+    path = trainer.parallel.on_main(lambda: _found_at(path))
     state = checkpoint.read_state(path, "loop")
     state |= _own_method(trainer, path, state["processes"])
     drift = [*_check_identity(trainer, state, path), *provenance.changes(state.get("makers"), trainer.makers)]
@@ -406,7 +405,7 @@ def _own_method(trainer: Trainer, path: Path, there: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the run has another number of processes.
     """
-    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    rank, world = trainer.parallel.rank, trainer.parallel.world
     if not (path / f"{METHOD}-00000.json").exists():
         return {}
     if there != world:
@@ -439,7 +438,7 @@ def _load_held(trainer: Trainer, path: Path, there: int, filled: int) -> None:
 
     ``filled`` are the prompts, or samples, of an offline store in this process.
     """
-    at, rank, world = trainer.progress, trainer.accelerator.process_index, trainer.accelerator.num_processes
+    at, rank, world = trainer.progress, trainer.parallel.rank, trainer.parallel.world
     read = [rank] if there == world else range(there)
     if (path / "store-00000.json").exists():
         parts = [checkpoint.read_state(path, f"store-{index:05d}")["experience"] for index in read]
@@ -582,7 +581,7 @@ def export(trainer: Trainer, directory: str | Path | None = None) -> Path:
         return ""
 
     with trainer.sharding.collected():
-        fault = on_main(trainer, build)
+        fault = trainer.parallel.on_main(build)
     if fault:
         kept = saving.save_once(trainer)
         raise CheckpointError(

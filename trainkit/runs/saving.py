@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trainkit.errors import CheckpointError, NonFiniteError, TrainkitError
 from trainkit.runs import checkpoint
-from trainkit.runs.processes import anywhere, everywhere, on_main
 from trainkit.runs.resharding import local
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def unless_it_goes_on(trainer: Trainer) -> Iterator[None]:
     except CheckpointError as error:
         if trainer.config.train.on_save_error == "stop":
             raise
-        if trainer.accelerator.is_main_process:
+        if trainer.parallel.is_main:
             log.error("step %d: %s. The run goes on (train.on_save_error)", trainer.progress.step, error)
 
 
@@ -113,8 +112,8 @@ def save(trainer: Trainer, root: Path | None = None) -> Path:
     step, keep = trainer.progress.step, trainer.config.train.keep_checkpoints
     with _building(trainer, root) as building:
         apart = _states_differ(trainer)
-        everywhere(trainer, lambda: _parts(trainer, partial(checkpoint.write_state, building), apart))
-        target = on_main(trainer, lambda: checkpoint.commit(building, step, keep))
+        trainer.parallel.sync_errors(lambda: _parts(trainer, partial(checkpoint.write_state, building), apart))
+        target = trainer.parallel.on_main(lambda: checkpoint.commit(building, step, keep))
     trainer.hooks.hook.on_save(trainer=trainer, step=step, path=target)
     return target
 
@@ -133,7 +132,7 @@ def save_later(trainer: Trainer) -> None:
 
     with _building(trainer) as building:
         apart = _states_differ(trainer)
-        everywhere(trainer, lambda: _parts(trainer, keep, apart))
+        trainer.parallel.sync_errors(lambda: _parts(trainer, keep, apart))
         trainer._saving = Saving(building, trainer.progress.step, parts)
 
 
@@ -148,16 +147,16 @@ def finish(trainer: Trainer, *, wait: bool = True) -> None:
         CheckpointError: as `save`.
     """
     saving = trainer._saving
-    if saving is None or (not wait and anywhere(trainer, not saving.job.done())):
+    if saving is None or (not wait and trainer.parallel.any_rank(not saving.job.done())):
         return
     try:
         with _explained(trainer, saving.building):
             if not saving.committing:
-                everywhere(trainer, saving.job.result)
-                saving.commit(trainer.config.train.keep_checkpoints if trainer.accelerator.is_main_process else None)
+                trainer.parallel.sync_errors(saving.job.result)
+                saving.commit(trainer.config.train.keep_checkpoints if trainer.parallel.is_main else None)
                 if not wait:
                     return
-            target = on_main(trainer, saving.job.result)
+            target = trainer.parallel.on_main(saving.job.result)
     except TrainkitError:
         abandon(trainer)
         raise
@@ -170,7 +169,7 @@ def save_after_error(trainer: Trainer, error: BaseException) -> None:
 
     With several processes this needs all of them, so it is only done if all have the error.
     """
-    alone = trainer.accelerator.num_processes == 1
+    alone = trainer.parallel.world == 1
     agreed = alone or getattr(error, "everywhere", False)
     if not (agreed and trainer.config.train.save_interval and isinstance(error, Exception)):
         return
@@ -187,7 +186,7 @@ def save_once(trainer: Trainer) -> Path:
     assert trainer.run_dir is not None
     finish(trainer)
     target = checkpoint.path_of(trainer.run_dir / "checkpoints", trainer.progress.step)
-    if not on_main(trainer, target.exists):
+    if not trainer.parallel.on_main(target.exists):
         save(trainer)
         log.warning("the run ends with an error after step %d; saved %s", trainer.progress.step, target)
     return target
@@ -199,7 +198,7 @@ def finish_after_error(trainer: Trainer) -> None:
     With several processes it is abandoned: they cannot agree on anything then. Earlier checkpoints remain.
     """
     try:
-        if trainer.accelerator.num_processes == 1:
+        if trainer.parallel.world == 1:
             finish(trainer)
     except TrainkitError as error:
         log.error("%s", error)
@@ -219,7 +218,7 @@ def _building(trainer: Trainer, root: Path | None = None) -> Iterator[Path]:
     assert trainer.run_dir is not None
     root, step = root or trainer.run_dir / "checkpoints", trainer.progress.step
     with _explained(trainer, root / "new"):
-        building = Path(on_main(trainer, lambda: str(checkpoint.building_directory(root, step))))
+        building = Path(trainer.parallel.on_main(lambda: str(checkpoint.building_directory(root, step))))
     with _explained(trainer, building):
         yield building
 
@@ -257,14 +256,14 @@ def _bytes(trainer: Trainer) -> int:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     own = sum(local(tensor).nbytes for tensor in (*trained(trainer.unwrapped).values(), *state))
-    return own * (trainer.accelerator.num_processes if trainer.sharding.divides else 1)
+    return own * (trainer.parallel.world if trainer.sharding.divides else 1)
 
 
 def _states_differ(trainer: Trainer) -> bool:
     """Return whether the state of the algorithm is not the same on all processes."""
-    if trainer.accelerator.num_processes == 1:
+    if trainer.parallel.world == 1:
         return False
-    own = everywhere(trainer, lambda: checkpoint.digest(trainer.state_dict()))
+    own = trainer.parallel.sync_errors(lambda: checkpoint.digest(trainer.state_dict()))
     return len(set(trainer.gather([own]))) > 1
 
 
@@ -273,7 +272,7 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object], apa
 
     The state of the algorithm is one of them if it is that of this process alone (``apart``).
     """
-    rank = trainer.accelerator.process_index
+    rank = trainer.parallel.rank
     if not trainer.collects_once and len(trainer.store):
         put(f"store-{rank:05d}", {"experience": trainer.store.experience})
     if trainer.ahead is not None:
@@ -287,10 +286,10 @@ def _parts(trainer: Trainer, put: Callable[[str, checkpoint.State], object], apa
         put(f"{PARTS}-{rank:05d}", {"model": trained(trainer.unwrapped), "optimizer": state})
     else:
         with trainer.sharding.whole():
-            if trainer.accelerator.is_main_process:
+            if trainer.parallel.is_main:
                 refuse_non_finite(trainer)
                 put("model", trained(trainer.unwrapped))
-    if trainer.accelerator.is_main_process:
+    if trainer.parallel.is_main:
         put("loop", loop)
 
 
@@ -311,7 +310,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config.to_dict(),
         "reference": trainer.start,
         "frozen": [each.fingerprint for each in trainer.frozen_models],
-        "processes": trainer.accelerator.num_processes,
+        "processes": trainer.parallel.world,
         "makers": trainer.makers,
         "data": trainer.fingerprints,
     }

@@ -248,7 +248,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         if not self.sharding.stays_divided or "_prepared" in vars(self):  # otherwise, when it is divided
             model.to(device)
             if not isinstance(source, str | Mapping):
-                self._make_equal(model)  # any other is equal on all processes
+                self.parallel.make_equal(model)  # any other is equal on all processes
         with torch.autocast(device.type, enabled=False), self._as_trained():
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
@@ -386,7 +386,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         found = self.max(torch.stack([differ, differ.new_tensor(len(scores)), *ends]).double())
         different, most, high, low = found.tolist()
         equal = not different if k > 1 else high == -low
-        if not equal or most * self.accelerator.num_processes < 2:
+        if not equal or most * self.parallel.world < 2:
             return
         self._equal_scores_told = True
         log.warning(
@@ -452,7 +452,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         outputs: TokenOutputs = self.unwrapped(rollouts.sequences, entropy=True)
         if rollouts.logprobs is None and self.config.rollout.correction == "auto" and self.correction != "none":
             self.correction = "none"
-            if self._is_main:
+            if self.parallel.is_main:
                 log.warning(
                     "the engine %r gives no log-probabilities, so rollouts are trained on as if they were sampled with "
                     "the newest weights",
@@ -565,16 +565,12 @@ class AccelerateRLTrainer(TextTrainer[M]):
                 "importance weights; set rollout.correction to 'decoupled' or 'masked', or remove it"
             )
         uncorrected = self.online and self.correction == "none" and rollout.correction == "auto"
-        if uncorrected and (rollout.staleness or not self.engine_class.exact) and self._is_main:
+        if uncorrected and (rollout.staleness or not self.engine_class.exact) and self.parallel.is_main:
             log.warning(
                 "%s corrects for no difference between the weights that sample and those that are trained; its "
                 "rollouts are trained on as if they were sampled with the newest weights",
                 name,
             )
-
-    @property
-    def _is_main(self) -> bool:
-        return bool(self.accelerator.is_main_process)
 
     @property
     def _sampler_name(self) -> str:

@@ -105,7 +105,7 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
         yield from dynamic.sampled(trainer, collection)
         return
     assert trainer.pipeline is not None
-    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    rank, world = trainer.parallel.rank, trainer.parallel.world
     taken = trainer.pipeline.take(collection.cursor, trainer.collection_rows, rank=rank, world=world)
     collection.taken, collection.prompts = trainer.collection_rows, len(taken)
     rows = [row for row in taken for _ in range(trainer.samples_per_prompt)]
@@ -131,7 +131,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "trainkit-sampling") if trainer.engine_class.own_copy else None
         self.group: Any = None
         """The group in which the sampling threads of several processes communicate, beside those that train."""
-        if self._thread is not None and trainer.accelerator.num_processes > 1:
+        if self._thread is not None and trainer.parallel.world > 1:
             limit = timedelta(seconds=trainer.config.train.timeout)
             self.group = torch.distributed.new_group(backend="gloo", timeout=limit)
 
@@ -190,7 +190,8 @@ class Ahead:
             earlier = before.result()
             collection.cursor = earlier.cursor + earlier.taken
         beside = one_library() if self._thread is None else beside_training()
-        with beside, trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
+        within = trainer.parallel.within(self.group)
+        with beside, within, trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
             for rollouts, scores in sampled(trainer, collection):
                 collection.parts.append((replace(rollouts, hidden=None), scores))  # values are those of later weights
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
@@ -236,7 +237,7 @@ class Ahead:
 
 def dealt_anew(trainer: Trainer, parts: list[Collection]) -> Collection:
     """Return this process's part of a collection, whose ``parts`` are those of another number of processes."""
-    rank, world, k = trainer.accelerator.process_index, trainer.accelerator.num_processes, trainer.samples_per_prompt
+    rank, world, k = trainer.parallel.rank, trainer.parallel.world, trainer.samples_per_prompt
     mine = own_items([dynamic.groups_of(part.parts, k) for part in parts], rank, world)
     per_part = max(trainer.config.rollout.batch_size // k, 1)
     joined = [dynamic.joined(mine[start : start + per_part]) for start in range(0, len(mine), per_part)]

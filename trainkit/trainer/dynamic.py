@@ -62,7 +62,7 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     dropped = _count_dropped(trainer, collection) // trainer.samples_per_prompt
     mine = _dealt(trainer, found, collection.taken, dropped)
     collection.prompts = len(mine)
-    if trainer.keeps and total < need and trainer.accelerator.is_main_process:
+    if trainer.keeps and total < need and trainer.parallel.is_main:
         log.warning(
             "step %d: %s trains on %d of %d prompts sampled within rollout.max_refills %d, and %d were wanted; it goes "
             "on with %d",
@@ -72,7 +72,7 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
             collection.taken,
             trainer.config.rollout.max_refills,
             need,
-            total - total % trainer.accelerator.num_processes,
+            total - total % trainer.parallel.world,
         )
     collection.rollouts.clear()  # of the groups that are not kept
     per_part = max(trainer.config.rollout.batch_size // trainer.samples_per_prompt, 1)
@@ -85,8 +85,8 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
 def _kept_of(trainer: Trainer, collection: Collection, count: int) -> list[Group]:
     """Sample and score responses to ``count`` prompts of the stream, and return this process's groups that are kept."""
     assert trainer.pipeline is not None
-    world, k, start = trainer.accelerator.num_processes, trainer.samples_per_prompt, collection.cursor
-    taken = trainer.pipeline.take(start + collection.taken, count, rank=trainer.accelerator.process_index, world=world)
+    world, k, start = trainer.parallel.world, trainer.samples_per_prompt, collection.cursor
+    taken = trainer.pipeline.take(start + collection.taken, count, rank=trainer.parallel.rank, world=world)
     per_part = max(trainer.config.rollout.batch_size // k, 1)
     count = math.ceil(math.ceil(count / world) / per_part)  # equally many on all processes
     parts = [[row for row in taken[part * per_part : (part + 1) * per_part] for _ in range(k)] for part in range(count)]
@@ -121,7 +121,7 @@ def _count_dropped(trainer: Trainer, collection: Collection) -> int:
     collection.scores = [scores[usable(scores, k)] for scores in collection.scores]
     count(trainer, "reward/dropped", collection.dropped)
     dropped = sum(trainer.gather([collection.dropped]))
-    if dropped and not trainer._drops_told and trainer.accelerator.is_main_process:
+    if dropped and not trainer._drops_told and trainer.parallel.is_main:
         trainer._drops_told = True
         log.warning(
             "step %d: %d of %d responses are dropped, because %s not finite. Further ones are not logged: the metric "
@@ -154,7 +154,7 @@ def _dealt(trainer: Trainer, found: list[Group], taken: int, dropped: int) -> li
     If their number is not a multiple of W, the last ones are dropped. ``dropped`` of ``taken`` groups had no usable
     score; if that leaves too few, there is none.
     """
-    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    world, rank = trainer.parallel.world, trainer.parallel.rank
     order = sorted(trainer.gather([group.position for group in found]))
     if len(order) < world and (dropped == taken or not trainer.keeps):
         return []

@@ -16,7 +16,6 @@ from trainkit.errors import DataError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, means, measure
 from trainkit.runs import run
-from trainkit.runs.processes import everywhere
 from trainkit.seeding import placed
 from trainkit.trainer.returns import checked_batch
 from trainkit.trainer.scoring import dealt_with
@@ -49,7 +48,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
                 found |= held_out(trainer)
     at, hook = trainer.progress, trainer.hooks.hook
     at.evaluated, at.evaluation = at.step, dict(found)
-    if trainer.accelerator.is_main_process:
+    if trainer.parallel.is_main:
         hook.log_metrics(trainer=trainer, step=at.step, metrics=dict(found))
     run.heed(trainer, trainer.health.evaluated(found))
     hook.on_evaluate(trainer=trainer, step=at.step, metrics=dict(found), samples=samples)
@@ -126,8 +125,8 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
             records.extend(each)
             aggregates.append((len(rollouts), whole))
 
-    everywhere(trainer, measure_mine)
-    records = everywhere(trainer, lambda: dealt_with(trainer, trainer.gather(records)))
+    trainer.parallel.sync_errors(measure_mine)
+    records = trainer.parallel.sync_errors(lambda: dealt_with(trainer, trainer.gather(records)))
     return means(records, trainer.gather(aggregates)), records
 
 

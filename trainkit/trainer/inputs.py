@@ -72,7 +72,7 @@ class TrainerInputs(PreparedTrainer[M]):
                 f"eval_samples are measured by the loss, and {self.config.method.name!r} learns from what it samples "
                 "itself; give eval_prompts"
             )
-        rows, world = self.read_samples(samples, rewards), self.accelerator.num_processes
+        rows, world = self.read_samples(samples, rewards), self.parallel.world
         if len(rows) < world:
             raise DataError(f"there are {len(rows)} eval_samples for {world} processes; give at least one for each")
         self.eval_samples, self.held_out = rows, None
@@ -167,7 +167,7 @@ class TrainerInputs(PreparedTrainer[M]):
         if not self.collects_once:
             return self.config.rollout.num_rollouts // self.samples_per_prompt
         assert isinstance(self.pipeline, Pipeline)
-        world = int(self.accelerator.num_processes)
+        world = int(self.parallel.world)
         return math.ceil(len(self.pipeline) / world) * world  # equally many for each; the first rows fill up
 
     @property

@@ -106,11 +106,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             raise DataError(
                 f"{type(self).__name__} learns from {' and '.join(self.inputs)}; give {' and '.join(missing)}"
             )
-        if (
-            self.config.train.save_best
-            and not (self.eval_rows or self.eval_samples)
-            and self.accelerator.is_main_process
-        ):
+        if self.config.train.save_best and not (self.eval_rows or self.eval_samples) and self.parallel.is_main:
             log.warning("train.save_best has no effect without evaluations; give eval_prompts or eval_samples")
         with run.running(self):
             try:
@@ -124,7 +120,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Train and export, unless the run is finished."""
         if run.finished(self):
             return
-        if self.progress.step == 0 and not self.total_steps and self.accelerator.is_main_process:
+        if self.progress.step == 0 and not self.total_steps and self.parallel.is_main:
             log.warning("train.total_steps is 0: nothing is trained, and the model is exported as it is")
         evaluate_if(self, self._evaluation_missing)
         for batch in self._minibatches():
@@ -206,7 +202,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _tell_short_step(self, rows: int, total: int) -> None:
         """Log, once, that a step has fewer rows than `train.batch_size`; ``total`` rows are in the collection."""
         size = self.config.train.batch_size
-        if rows >= size or self._short_step_told or not self.accelerator.is_main_process:
+        if rows >= size or self._short_step_told or not self.parallel.is_main:
             return
         self._short_step_told = True
         some = self.rows_vary or self._collection.dropped or total < self.experience_rows
@@ -223,14 +219,14 @@ class AcceleratedLoop(TrainerInputs[M]):
     def _tell_repeated(self) -> None:
         """Log how many rows a collection uses beyond the epochs of the run."""
         at, rows = self.progress, self.rows_to_use
-        if not isinstance(self.pipeline, Pipeline) or rows is None or not self.accelerator.is_main_process:
+        if not isinstance(self.pipeline, Pipeline) or rows is None or not self.parallel.is_main:
             return
         if self.collects_once and at.taken > len(self.pipeline):
             log.warning(
                 "%d of %d rows of the dataset are used twice in every epoch: %d processes need equally many",
                 at.taken - len(self.pipeline),
                 len(self.pipeline),
-                self.accelerator.num_processes,
+                self.parallel.world,
             )
         elif at.cursor + at.taken > rows:
             log.warning(
@@ -247,14 +243,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         Raises:
             PluginError: processes have made different numbers of rows.
         """
-        rows, world = len(self.store), self.accelerator.num_processes
+        rows, world = len(self.store), self.parallel.world
         counts = self.gather([rows])
         if len(set(counts)) > 1:
             raise PluginError(
                 f"{self.config.method.name!r} made {' and '.join(map(str, counts))} rows of experience on {world} "
                 "processes; prepare_experience must return equally many on each, as for trainer.gather"
             )
-        return Layout(self.rows_of_a_prompt(rows), world, self.accelerator.process_index)
+        return Layout(self.rows_of_a_prompt(rows), world, self.parallel.rank)
 
     def rows_of_a_prompt(self, rows: int) -> int:
         """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds; 1 if that varies."""
@@ -315,7 +311,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 self._torn = False
         if drops:
             self._count_unusable()
-        self.progress.samples += len(self.store) * self.accelerator.num_processes
+        self.progress.samples += len(self.store) * self.parallel.world
 
     def _count_unusable(self) -> None:
         """Count collections in a row that leave nothing to train on.
@@ -341,7 +337,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     def collect_experience(self) -> None:
         """Push the experience of one collection to the store."""
         assert self.pipeline is not None
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        rank, world = self.parallel.rank, self.parallel.world
         taken = self.pipeline.take(self.progress.cursor, self.collection_rows, rank=rank, world=world)
         self._collection.taken, self._collection.prompts = self.collection_rows, len(taken)
         rows = [row for row in taken for _ in range(self.samples_per_prompt)]
@@ -371,7 +367,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         Which rows are made together then does not depend on the length of the run, or on where it is resumed.
         """
         self._collection.ordered = True
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        rank, world = self.parallel.rank, self.parallel.world
         steps = parking.steps_at_a_time(self)
         parts = self._order(0, self.collection_rows).split(steps * self.config.train.batch_size)
         for number, rows in enumerate(parts):
@@ -434,7 +430,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     @property
     def _runs_alone(self) -> bool:
         """Whether what this process makes now can be ended at any time, because no other one takes part in it."""
-        return self.accelerator.num_processes == 1 and self.ahead is None
+        return self.parallel.world == 1 and self.ahead is None
 
     @property
     def _samples_alone(self) -> bool:
@@ -487,7 +483,7 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def _learn_from_store(self, passes: int) -> dict[str, float]:
         """Make the steps of ``passes`` over the collection in the store, and return their metrics."""
-        self.progress.samples += len(self.store) * self.accelerator.num_processes
+        self.progress.samples += len(self.store) * self.parallel.world
         self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
         for _ in range(passes):
             for batch in self._one_pass():
@@ -528,7 +524,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
         if verdict is Verdict.STEP and not self._overflowed:
-            at.trained += len(batch) * self.accelerator.num_processes
+            at.trained += len(batch) * self.parallel.world
             self._after_step()
         self._torn = False
         return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
@@ -560,7 +556,7 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
-        share = weight / self.accelerator.num_processes  # because gradients are averaged over processes
+        share = weight / self.parallel.world  # because gradients are averaged over processes
         prepared = self._prepared_for_step(batch)
         recorded = self._pending
         while (found := self._attempt(self.micro_batches(prepared), share)) is None:
@@ -607,7 +603,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             error.everywhere = True
             raise error
         limit.rows = int(least) if least < math.inf else None
-        if failed and self.accelerator.is_main_process:
+        if failed and self.parallel.is_main:
             log.warning(
                 "step %d does not fit into memory; it is made again with micro-batches of %d rows (gradient unchanged)",
                 self.progress.step + 1,
@@ -617,7 +613,7 @@ class AcceleratedLoop(TrainerInputs[M]):
 
     def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
         """Make the passes of a step: accumulate the gradient, and return the metrics."""
-        device, rank = self.accelerator.device, self.accelerator.process_index
+        device, rank = self.accelerator.device, self.parallel.rank
         found: m.Metrics = {}
         self.policy.train()
         with global_rng(self.config.train.seed, "dropout", self.progress.step, rank, device=device):

@@ -66,7 +66,7 @@ def steps_at_a_time(trainer: Trainer) -> int:
     """Return of how many steps' rows experience is made at a time: one, or more where weights are moved for it."""
     if trainer.accelerator.device.type == "cpu" or not _leaving(trainer):
         return 1
-    world: int = trainer.accelerator.num_processes
+    world: int = trainer.parallel.world
     return math.ceil(ROWS * world / trainer.config.train.batch_size)
 
 

@@ -15,7 +15,6 @@ from trainkit.errors import RewardError
 from trainkit.functional import per_response
 from trainkit.rollouts import Record, name_of
 from trainkit.rollouts.rewards import FURTHER
-from trainkit.runs.processes import everywhere
 
 if TYPE_CHECKING:
     from trainkit.trainer.accelerate import AccelerateRLTrainer
@@ -35,7 +34,7 @@ def scored(trainer: Trainer, parts: list[list[Row]]) -> Iterator[Scored]:
     trainer._begin_sampling([rows for rows in parts if rows])
     for rows in parts:
         trainer._stop_if_asked()
-        found = everywhere(trainer, lambda: _scored_here(trainer, rows))  # noqa: B023
+        found = trainer.parallel.sync_errors(lambda: _scored_here(trainer, rows))  # noqa: B023
         if found is not None:
             yield found
     _agree_on_names(trainer)
@@ -46,7 +45,7 @@ def _agree_on_names(trainer: Trainer) -> None:
 
     Which of it are numbers may differ between processes, and metrics are summed by their names.
     """
-    if trainer.reward_fn is None or trainer.accelerator.num_processes == 1:
+    if trainer.reward_fn is None or trainer.parallel.world == 1:
         return
     own = [name for name in trainer._recorded if name.startswith(FURTHER)]
     nothing = torch.zeros((), dtype=torch.float64)
@@ -67,7 +66,7 @@ def usable(scores: Tensor, k: int) -> Tensor:
 
 def count(trainer: Trainer, name: str, number: int) -> None:
     """Record a number of this process as a metric, which is the sum over all processes; once in a collection."""
-    share = torch.tensor(1 / trainer.accelerator.num_processes, dtype=torch.float64)
+    share = torch.tensor(1 / trainer.parallel.world, dtype=torch.float64)
     trainer.record({name: m.Mean(torch.tensor(float(number), dtype=torch.float64), share)})
 
 
@@ -91,7 +90,7 @@ def clipped(trainer: Trainer, parts: list[Scored]) -> list[Scored]:
                 "there is none that reward.on_nonfinite 'clip' could set infinite ones to; look at the reward function"
             )
 
-    everywhere(trainer, check)
+    trainer.parallel.sync_errors(check)
     count(trainer, "reward/clipped", len(values) - len(finite))
     found = [(rollouts, scores.nan_to_num(posinf=high, neginf=-low)) for rollouts, scores in parts]
     own = trainer._sampling.scores

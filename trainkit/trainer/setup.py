@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -44,7 +43,6 @@ from trainkit.runs import Record, RunLock, hub, provenance, run, saving
 from trainkit.runs.fingerprints import Fingerprints
 from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
-from trainkit.runs.processes import on_main
 from trainkit.runs.record import first_start
 from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen, global_rng
@@ -53,6 +51,7 @@ from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
 from trainkit.trainer.master_weights import low_precision
+from trainkit.trainer.parallel import Parallel
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
@@ -131,6 +130,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
             config = config.evolve(train={"mixed_precision": precision})
         super().__init__(config, **kwargs)
         self.accelerator: Accelerator = make_accelerator(precision, config.train.timeout)
+        self._stop = Stop()
+        self.parallel = Parallel(self.accelerator, self._stop)
+        """The processes of the run."""
         self._leave_out_disabled()
         config = self.config
         use_fast_exact_matmul(self.accelerator.device)
@@ -141,7 +143,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.sharding = make_sharding(config.train.sharding, self.accelerator)
         """How the trained model is divided among the processes."""
         self.sharding.check(config)
-        check_split(config, self.samples_per_prompt, self.accelerator.num_processes)
+        check_split(config, self.samples_per_prompt, self.parallel.world)
         check_run(config)
         self._check_retries()
         self._check_collecting()
@@ -154,7 +156,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.given_optimizer, self.given_scheduler = optimizer, scheduler
         """The optimizer and the schedule of the user, or functions that make them; None: those of the configuration."""
         optim.check_given(config, optimizer, scheduler, replicated=type(self.sharding) is Replicated)
-        if config.train.push_to_hub is not None and self.accelerator.is_main_process:
+        if config.train.push_to_hub is not None and self.parallel.is_main:
             hub.check(config.train.push_to_hub)
         self.live_model = model
         self.chosen_reference: Any = self._choose_reference(reference)
@@ -175,12 +177,12 @@ class PreparedTrainer(BaseRLTrainer[M]):
         trackers = [entry for entry in config.train.trackers if entry not in others]
         own = self._own_plugin()
         self.hooks = hook_manager(
-            [*own, *config.plugins, *(trackers if self.accelerator.is_main_process else [])],
+            [*own, *config.plugins, *(trackers if self.parallel.is_main else [])],
             [*callbacks, *run.trackers(others, self.accelerator)],
         )
         self._plugin_names = [*own, *map(name_of, [*config.plugins, *trackers])]
         self.progress = Progress()
-        size, alone = config.train.microbatch_size, self.accelerator.num_processes == 1
+        size, alone = config.train.microbatch_size, self.parallel.world == 1
         usual = alone and self.sharding.repeats and self.accelerator.device.type != "cpu"
         auto = size == "auto" or (size is None and usual)
         self.row_limit = RowLimit(lambda: self.progress) if auto else None
@@ -207,7 +209,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.resumed: list[str] = []
         """Messages to log about the checkpoint that the run resumes from."""
         self._lock: RunLock | None = None
-        self._stop = Stop()
         self._pending: m.Metrics = {}
         self._collection = Collection()
         self.ahead: Ahead | None = None
@@ -294,7 +295,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         if plugins != config.plugins or trackers != config.train.trackers:
             train = config.train.model_copy(update={"trackers": trackers})
             self.config = config.model_copy(update={"plugins": plugins, "train": train})
-        for message in told if self.accelerator.is_main_process else ():
+        for message in told if self.parallel.is_main else ():
             log.warning("%s", message)
 
     def _own_plugin(self) -> list[str]:
@@ -305,7 +306,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def began(self) -> datetime:
         """When the run began; if it is resumed, when its first process did. All processes read it together."""
         config = self.config.train
-        return on_main(self, lambda: first_start(config.run_dir, config.resume))
+        return self.parallel.on_main(lambda: first_start(config.run_dir, config.resume))
 
     @cached_property
     def makers(self) -> list[provenance.Maker]:
@@ -353,7 +354,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
             model = self.unwrapped
             if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
                 model = model.to(self.accelerator.device)
-                self._make_equal(model)  # as DDP will do, but before the reference is made
+                self.parallel.make_equal(model)  # as DDP will do, but before the reference is made
             with self._as_trained():
                 reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
             for frozen in self.frozen_models:
@@ -374,7 +375,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
         without = self.given_optimizer is not None or type(self.sharding) is FSDP2
         low = low_precision(model.parameters())
-        if self.accelerator.is_main_process and without and low:
+        if self.parallel.is_main and without and low:
             log.warning(
                 "the weights are %s, and %s makes its steps on them, so changes of less than half of their precision "
                 "are lost; set model.dtype to float32, and train.mixed_precision to bf16",
@@ -402,7 +403,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _loading_once(self) -> AbstractContextManager[None]:
         """Return a context in which only the main process loads weights, if no other one needs them whole."""
         once = self.sharding.stays_divided and not self._copies_model
-        return loaded_by_one(self.accelerator.is_main_process) if once else nullcontext()
+        return loaded_by_one(self.parallel.is_main) if once else nullcontext()
 
     @property
     def _copies_model(self) -> bool:
@@ -411,14 +412,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def _before_dividing(self, reference: Any) -> None:
         """Do what needs whole models, before they are divided for good."""
-        self.start = on_main(self, lambda: run.fingerprint_start(self, reference))
+        self.start = self.parallel.on_main(lambda: run.fingerprint_start(self, reference))
         for frozen in self.frozen_models:
-            frozen.fingerprint = on_main(self, lambda frozen=frozen: frozen.fingerprint)  # type: ignore[misc]
-
-    def _make_equal(self, model: nn.Module) -> None:
-        """Copy the weights and buffers of the main process's ``model`` to all other processes."""
-        if self.accelerator.num_processes > 1:
-            broadcast([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+            frozen.fingerprint = self.parallel.on_main(lambda frozen=frozen: frozen.fingerprint)  # type: ignore[misc]
 
     def _make_reference(self, model: nn.Module) -> Any:
         return self.make_reference(model) if self.chosen_reference is None else self._load_reference()
@@ -521,12 +517,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         ahead: Collection | None = getattr(self._ahead, "collection", None)
         return self._collection if ahead is None else ahead
 
-    @property
-    def _sampling_group(self) -> Any:
-        """The group for numbers of all processes in a thread that samples beside the training; None elsewhere."""
-        ahead = getattr(self._ahead, "collection", None)
-        return None if ahead is None or self.ahead is None else self.ahead.group
-
     @contextmanager
     def _sampling_ahead(self, collection: Collection) -> Iterator[None]:
         """Sample ``collection``, which is ahead of its turn, inside the block and in this thread."""
@@ -604,39 +594,19 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return ``x`` summed over all processes, on the device it came from."""
-        if self.accelerator.num_processes == 1:
-            return x
-        if self._sampling_group is not None:
-            return self._each(x).sum(0, dtype=x.dtype)
-        total: Tensor = self.accelerator.reduce(x.to(self.accelerator.device), "sum")
-        return total.to(x.device)
+        return self.parallel.reduce(x)
 
     def min(self, x: Tensor) -> Tensor:
         """Return the elementwise minimum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
-        return self._each(x).amin(0) if self.accelerator.num_processes > 1 else x
+        return self.parallel.min(x)
 
     def max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum of ``x`` over all processes, on the device it came from; NaN if one is NaN."""
-        return self._each(x).amax(0) if self.accelerator.num_processes > 1 else x
-
-    def _each(self, x: Tensor) -> Tensor:
-        """Return ``x`` of each process, stacked, on the device it came from. -> [processes, *]."""
-        if (group := self._sampling_group) is not None:
-            parts = [torch.empty_like(x, device="cpu") for _ in range(self.accelerator.num_processes)]
-            torch.distributed.all_gather(parts, x.detach().cpu().contiguous(), group=group)
-            return torch.stack(parts).to(x.device)
-        every: Tensor = self.accelerator.gather(x.to(self.accelerator.device).unsqueeze(0))
-        return every.to(x.device)
+        return self.parallel.max(x)
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """Return the ``items`` of all processes as one list, those of the first process first."""
-        mine = list(items)
-        if (group := self._sampling_group) is not None:
-            parts: list[Any] = [None] * self.accelerator.num_processes
-            torch.distributed.all_gather_object(parts, mine, group=group)
-            return [item for part in parts for item in part]
-        found: list[T] = gather_object(mine) if self.accelerator.num_processes > 1 else mine
-        return found
+        return self.parallel.gather(items)
 
     def stop(self, reason: str) -> None:
         """End the run after the step at hand, with the evaluation, checkpoint and export of a regular end.
@@ -659,7 +629,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
         found = m.compute(self._pending, self.reduce)
         self._pending = {}
-        if self.accelerator.is_main_process:
+        if self.parallel.is_main:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
         run.heed(self, self.health.trained(found))
         return found
@@ -711,9 +681,9 @@ class PreparedTrainer(BaseRLTrainer[M]):
         id = repo if repo is not None else self.config.train.push_to_hub
         if id is None:
             raise ConfigError("push_to_hub() needs the id of a repository: give owner/name, or set train.push_to_hub")
-        on_main(self, lambda: hub.check(id, token))
+        self.parallel.on_main(lambda: hub.check(id, token))
         export = self.save_pretrained()
-        return on_main(self, lambda: hub.push(export, id, private=private, revision=revision, token=token))
+        return self.parallel.on_main(lambda: hub.push(export, id, private=private, revision=revision, token=token))
 
     @abstractmethod
     def write_model(self, building: Path, target: Path) -> None:
@@ -772,7 +742,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         of_user = self.given_scheduler is not None
         before: list[float] = state["scheduler"]["_last_lr"]
         optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
-        if (now := self.scheduler.get_last_lr()) != before and self.accelerator.is_main_process:
+        if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
             rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
             log.warning(
                 "after step %d the learning rate jumps to %s, from %s in the run so far: it follows from optimizer.lr, "

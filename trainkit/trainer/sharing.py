@@ -66,7 +66,7 @@ def prepare(trainer: Trainer, policy: Any) -> None:
     policy.can_share_prompts = fault is None
     if fault is not None and train.share_prompts:
         raise ConfigError(f"train.share_prompts is true, and prompts cannot be shared: {fault}; remove it")
-    if fault is not None and trainer.accelerator.is_main_process:
+    if fault is not None and trainer.parallel.is_main:
         log.info("prompts are run once for each row, not shared: %s", fault)
 
 

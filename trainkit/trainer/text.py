@@ -139,7 +139,7 @@ class TextTrainer(AcceleratedLoop[M]):
         STARTS[self.tokenizer] = self.began
         self.model_config = model.config if model is not None else load_model_config(config.model)
         check_trainable(config.model, self.model_config, live=model is not None)
-        if balances_experts(self.model_config) and self.accelerator.is_main_process:
+        if balances_experts(self.model_config) and self.parallel.is_main:
             log.warning(
                 "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s",
                 config.method.name,
@@ -306,7 +306,7 @@ class TextTrainer(AcceleratedLoop[M]):
         rated = [kind.removesuffix("s") for kind in self.inputs if kind in ("rewards", "labels")]
         self._tell_unread(rows, {*own, *rated}, "samples")
         self._tell_unrendered(samples, "sample")
-        if cut and self.accelerator.is_main_process:
+        if cut and self.parallel.is_main:
             log.warning("%d of %d samples were truncated to %s tokens: %s", cut, len(rows), self.limit, self._lost)
         return rows
 
@@ -317,7 +317,7 @@ class TextTrainer(AcceleratedLoop[M]):
             found.update(unrendered(row, self.tokenizer, f"{what} {index}"))
         new = {name: count for name, count in found.items() if f"unrendered {name}" not in self._unread}
         self._unread |= {f"unrendered {name}" for name in new}
-        if new and self.accelerator.is_main_process:
+        if new and self.parallel.is_main:
             named = ", ".join(f"{name} of {count}" for name, count in new.items())
             log.warning(
                 "the chat template does not render everything that the %ss say (%s), so the model does not see it; "
@@ -332,7 +332,7 @@ class TextTrainer(AcceleratedLoop[M]):
         known = {*read, *SETTINGS, *self.columns, *self._unread}
         new = [str(name) for name in found if name not in known]
         self._unread |= {*new}
-        if new and self.accelerator.is_main_process:
+        if new and self.parallel.is_main:
             columns, name = f"column{'s' * (len(new) > 1)} {', '.join(map(repr, new))}", self.config.method.name
             log.warning("%s does not read the %s of the %s", name, columns, what)
 
@@ -379,7 +379,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def _tell_equal(self, equal: list[int], count: int) -> None:
         """Log which pairs are skipped, of ``count``."""
-        if self.accelerator.is_main_process:
+        if self.parallel.is_main:
             log.warning(
                 "%d of %d pairs are skipped, because chosen and rejected are the same%s: sample%s %s",
                 len(equal),
@@ -499,8 +499,8 @@ class TextTrainer(AcceleratedLoop[M]):
                 "beside_training": self.ahead is not None,
                 **({"steer": self.steer} if self._steers else {}),
             },
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
+            process=self.parallel.rank,
+            processes=self.parallel.world,
             divided=self.sharding.stays_divided,
         )
 
@@ -522,7 +522,7 @@ class TextTrainer(AcceleratedLoop[M]):
         for ability, what in needed.items():
             if ability not in engine.abilities:
                 raise ConfigError(f"the engine {name!r} cannot {what}; set rollout.engine to 'local'")
-        engine.check(None if isinstance(entry, str) else entry, self.accelerator.num_processes)
+        engine.check(None if isinstance(entry, str) else entry, self.parallel.world)
 
     @property
     def _steers(self) -> bool:
@@ -694,7 +694,7 @@ class TextTrainer(AcceleratedLoop[M]):
         mine = [(len(failures), sum(len(part) for part in self._rollouts), failures[:1])]
         counts = self.gather(mine)
         failed, played = sum(count for count, _, _ in counts), sum(count for _, count, _ in counts)
-        if 0 < failed == played and self.accelerator.is_main_process:
+        if 0 < failed == played and self.parallel.is_main:
             reason = printable(next(first[0] for _, _, first in counts if first))
             log.warning("step %d: all %d episodes of the collection failed: %s", self.progress.step, played, reason)
 
