@@ -557,7 +557,7 @@ def test_a_checkpoint_from_before_the_teacher_was_used_can_be_resumed_from(name:
 def test_a_teacher_is_loaded_with_the_policy_and_not_at_construction(tmp_path: Path) -> None:
     trainer = tiny_trainer("distil", tmp_path, rollout__temperature=0.7, arguments={"logit_mask": NO_REPEATS})
     assert not trainer.teacher.loaded
-    trainer.policy  # noqa: B018  (makes the model)
+    trainer.models.build()  # makes the model
     assert trainer.teacher.loaded
     assert trainer.teacher.policy.temperature == 0.7
     assert torch.equal(trainer.teacher.policy.logit_mask, NO_REPEATS)

@@ -238,7 +238,7 @@ def test_the_reference_is_the_policy_with_its_first_virtual_tokens(name: str, ki
     penalty = {"method__kl_coef": 0.05} if name == "grpo" else {}  # without it there is no reference
     trainer = tiny_trainer(name, tmp_path, model__peft_config=KINDS[kind], optimizer__lr=1e-1, **penalty)
     probe = Sequences.from_lists([[0, 1], [2]], [[3, 4], [5, 6, 7]])
-    trainer.policy  # noqa: B018  (it is made when it is first used)
+    trainer.models.build()  # it is made when it is first used
     reference = Reference(trainer.unwrapped) if trainer.reference is None else trainer.reference
 
     def divergence() -> torch.Tensor:

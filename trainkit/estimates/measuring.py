@@ -141,7 +141,7 @@ def measure(
     fewer = shallow(config)
     if fewer is not None:
         less, more = (_trainer(each, tokenizer) for each in (fewer.less, fewer.more))
-        if not less.frozen_models:  # they would be run twice, with all their blocks
+        if not less.models.frozen:  # they would be run twice, with all their blocks
             return _deep(fewer, *(_measured(each, lengths, example, rows, device) for each in (less, more)))
     return _measured(trainer, lengths, example, rows, device)
 
@@ -172,8 +172,8 @@ def _passes(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, gi
     own = held(tensors_of(policy))
     reference = trainer._make_reference(policy) if trainer.needs_reference else None
     compared: list[nn.Module] = [each.policy for each in ([] if reference is None else [reference])]
-    compared += [each.policy for each in trainer.frozen_models]
-    vars(trainer)["_prepared"] = (policy, None, reference)
+    compared += [each.policy for each in trainer.models.frozen]
+    trainer.models.use(policy, None, reference)
     for each in (policy, *compared):
         if isinstance(each, Policy | Scorer):
             each.one_pass = True  # rows are of one length
@@ -384,7 +384,7 @@ def _update(trainer: Any, counter: Counter, example: Batch, rows: int, lengths: 
 
 def _without_gradient(trainer: Any, counter: Counter, lengths: Lengths, example: Batch, rows: int) -> int:
     """Return the most that passes of the old policy and the reference need, as experience is made."""
-    policy, reference = trainer.unwrapped.eval(), trainer._prepared[2]
+    policy, reference = trainer.unwrapped.eval(), trainer.models.reference
     if not isinstance(policy, Policy) or not (trainer.online or reference is not None):
         return 0
     count = min(trainer.config.rollout.batch_size, trainer.collection_rows * trainer.samples_per_prompt)

@@ -234,7 +234,7 @@ def begin(trainer: Trainer) -> None:
         trainer.parallel.on_main(lambda: _check_directory(run_dir, config))  # before anything is written
         with without_progress_bars():
             resume(trainer, run_dir / "checkpoints")
-            trainer.policy  # noqa: B018  (all processes create it together, before anything is written)
+            trainer.models.build()  # all processes create it together, before anything is written
         trainer.run_dir = run_dir
         trainer.parallel.sync_errors(lambda: _tidy(trainer, run_dir) if trainer.parallel.is_main else None)
         trainer.hooks.hook.on_train_begin(trainer=trainer)
@@ -380,7 +380,7 @@ def load(trainer: Trainer, path: Path) -> None:
     if trainer.collects_once:
         trainer.fill_store()  # an offline store is not saved: the dataset and the initial model determine it
     filled = trainer.progress.prompts
-    trainer.policy  # noqa: B018  (creates model, optimizer and reference from the initial weights)
+    trainer.models.build()  # creates model, optimizer and reference from the initial weights
     try:
         _load_trained(trainer, _model_state(path, state), state)
         trainer.load_loop_state(state)
@@ -529,7 +529,7 @@ def check_frozen(trainer: Trainer, policy: Policy) -> None:
     there = trainer._recorded_frozen
     if there is None:
         return
-    known = [each.fingerprint for each in trainer.frozen_models if each.loaded]
+    known = [each.fingerprint for each in trainer.models.frozen if each.loaded]
     here = [*known, fingerprint(policy.state_dict())]
     if not _differ(there, here):
         return

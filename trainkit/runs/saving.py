@@ -309,7 +309,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     return {
         "config": trainer.config.to_dict(),
         "reference": trainer.start,
-        "frozen": [each.fingerprint for each in trainer.frozen_models],
+        "frozen": [each.fingerprint for each in trainer.models.frozen],
         "processes": trainer.parallel.world,
         "makers": trainer.makers,
         "data": trainer.fingerprints,

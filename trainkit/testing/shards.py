@@ -102,7 +102,7 @@ def draws(folder: Path, given: Said) -> Said:
     found = {}
     for place, entry in (("replicated", "none"), ("divided", given["sharding"])):
         trainer = _made(folder, given, place, entry)
-        trainer.policy  # noqa: B018  (all processes make it together)
+        trainer.models.build()  # all processes make it together
         with trainer.inference():
             times = 2 - trainer.accelerator.process_index
             drawn = [trainer.generate(["ab", "cde"]).sequences.input_ids for _ in range(times)]

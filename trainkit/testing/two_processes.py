@@ -136,7 +136,7 @@ def _step(name: str, folder: Path, rank: int, given: Said) -> Said:
     """Make one step on the given rows, of which the first process takes fewer and shorter ones."""
     changes = {**given["settings"], "train__max_grad_norm": None, "train__microbatch_size": 3}
     trainer = tiny_trainer(name, folder / "stepped", **changes)
-    trainer.policy  # noqa: B018  (made before weights are loaded)
+    trainer.models.build()  # made before weights are loaded
     trainer.unwrapped.load_state_dict(given["weights"])
     trainer.load_state_dict(given["state"])
     batch = given["batch"]

@@ -144,10 +144,9 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    @cached_property
-    def unwrapped(self) -> Any:
-        """The policy itself, without the wrapper of accelerate."""
-        policy, own = super().unwrapped, getattr(self.live_model, "v_head", None)
+    def _finish(self, policy: Any) -> None:
+        """Check a new policy, and set what it needs to know of the run."""
+        own = getattr(self.live_model, "v_head", None)
         if own is not None and getattr(policy, "value_head", None) is not own:
             log.warning("%s trains no value head; the live model's stays as it is", self.config.method.name)
         path = self.config.model.model_path if self.live_model is None else None
@@ -174,7 +173,6 @@ class AccelerateRLTrainer(TextTrainer[M]):
         sharing.prepare(self, policy)
         if has_adapter(policy.model):
             self._store_frozen(policy.model, path, self.model_config)
-        return policy
 
     def _store_frozen(self, model: Any, path: Any, config: Any, beside: nn.Module | None = None) -> None:
         """Keep frozen weights in 16 bits if the checkpoint at ``path`` and the run's precision are of the same ones."""
@@ -205,7 +203,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         return made
 
     def _load_reference(self) -> Frozen:
-        return self.frozen_models[0]
+        return self.models.frozen[0]
 
     def frozen(self, path_or_model: Any) -> Frozen:
         """Return a second model, frozen, such as a teacher: ``frozen(sequences) -> TokenOutputs``.
@@ -230,9 +228,9 @@ class AccelerateRLTrainer(TextTrainer[M]):
         """Check the second model that ``source`` is or names, and return it, to be loaded later."""
         check_frozen(self.model_config, load_frozen_config(self.config.model, source, key), key, self.limit)
         check_tokens(self.tokenizer, self.config.model, source, key)
-        made = Frozen(partial(self._load_frozen, source, key, len(self.frozen_models)))
-        self.frozen_models.append(made)
-        if "_prepared" in vars(self):
+        made = Frozen(partial(self._load_frozen, source, key, len(self.models.frozen)))
+        self.models.frozen.append(made)
+        if self.models.built:
             made.policy  # noqa: B018  (loads it, on all processes together)
         return made
 
@@ -245,11 +243,11 @@ class AccelerateRLTrainer(TextTrainer[M]):
             raise ConfigError(
                 f"the model of {key} shares weights with the trained model, and would change with it; give a copy"
             )
-        if not self.sharding.stays_divided or "_prepared" in vars(self):  # otherwise, when it is divided
+        if not self.sharding.stays_divided or self.models.built:  # otherwise, when it is divided
             model.to(device)
             if not isinstance(source, str | Mapping):
                 self.parallel.make_equal(model)  # any other is equal on all processes
-        with torch.autocast(device.type, enabled=False), self._as_trained():
+        with torch.autocast(device.type, enabled=False), self.models.as_trained():
             if isinstance(own, Policy):
                 policy = make_policy(model, temperature=own.temperature, logit_mask=own.logit_mask)
                 policy.vocabulary = own.vocabulary
@@ -693,7 +691,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
         own, classifier = self.unwrapped, None
         if isinstance(own, Scorer) and own.head is None:
             classifier = partial(_scores, own)
-        with self._as_trained():
+        with self.models.as_trained():
             return fault_of(directory, own.model, classifier, self.tokenizer.eos_token_id)
 
     def model_card(self) -> dict[str, str]:

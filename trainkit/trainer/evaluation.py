@@ -35,7 +35,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
             "there are no evaluation prompts and no held-out samples; give eval_prompts or eval_samples, or call "
             "add_eval_pipeline(prompts)"
         )
-    trainer.policy  # noqa: B018  (all processes must make it together, also one without rows)
+    trainer.models.build()  # all processes must make it together, also one without rows
     found: dict[str, float] = {}
     samples: list[Record] = []
     unchanged = nullcontext() if trainer.row_limit is None else trainer.row_limit.unchanged()

@@ -297,7 +297,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Fill the store with one collection of experience."""
         at = self.progress
         self._collection = Collection(at.collection, at.collection, at.cursor)
-        self.policy  # noqa: B018  (all processes make it together, also one that samples nothing)
+        self.models.build()  # all processes together, also one that samples nothing
         with self.inference():
             self.collect_experience()
             at.taken, at.prompts = self._collection.taken, self._collection.prompts
@@ -510,7 +510,8 @@ class AcceleratedLoop(TrainerInputs[M]):
             NonFiniteError: the loss or the gradient is not finite; neither the weights nor the optimizer have changed.
         """
         self.unit = batch.unit
-        at, scheduler = self.progress, self.scheduler  # the schedule must exist before the optimizer steps
+        self.models.build()
+        at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
         self._warn_past_the_end()
         weight = self.reduce(batch.weight.to(self.accelerator.device))
         found, verdict = {}, Verdict.SKIP
@@ -519,7 +520,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             verdict = self._judged(found)
         found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
         self.optimizer.zero_grad()
-        rate = self._lr  # the one of this step; the schedule moves on to that of the next
+        rate = self.models.learning_rate  # the one of this step; the schedule moves on to that of the next
         optim.advance(scheduler)
         self.unwrapped.eval()
         at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
@@ -551,7 +552,7 @@ class AcceleratedLoop(TrainerInputs[M]):
                 self.progress.step + 1,
                 end,
                 name,
-                self._lr,
+                self.models.learning_rate,
             )
 
     def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
@@ -746,10 +747,6 @@ class AcceleratedLoop(TrainerInputs[M]):
             "rewards, lower optimizer.lr, or set train.max_grad_norm"
         )
 
-    @property
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
     # ------------------------------------------------------------------------------------- evaluating and logging
 
     def evaluate(self) -> dict[str, float]:
@@ -768,7 +765,7 @@ class AcceleratedLoop(TrainerInputs[M]):
     @contextmanager
     def _sampling_model(self) -> Iterator[None]:
         """Let every process sample with the model inside the block."""
-        self.policy  # noqa: B018  (all processes make it together)
+        self.models.build()  # all processes together
         with self.sharding.whole():
             yield
 

@@ -55,7 +55,7 @@ def park(trainer: Trainer) -> None:
 
 def _leaving(trainer: Trainer) -> list[nn.Parameter]:
     """Return the weights that leave memory; none if they are not to, or are few."""
-    reference = trainer._prepared[2]
+    reference = trainer.models.reference
     if not (trainer.collects_once and can_leave(trainer, reference)):
         return []
     own = _own_weights(reference.policy, trainer.unwrapped)

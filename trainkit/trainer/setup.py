@@ -7,10 +7,10 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,6 @@ from trainkit import metrics as m
 from trainkit.config import MethodConfig, TRLConfig
 from trainkit.data import Batch, Pipeline, Row, Stream
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.models.adapters import bare
 from trainkit.models.backend import (
     use_exact_convolutions,
     use_fast_exact_matmul,
@@ -31,10 +30,6 @@ from trainkit.models.backend import (
     warn_of_slow_bf16,
 )
 from trainkit.models.fitting import RowLimit
-from trainkit.models.policy import Policy
-from trainkit.models.recomputing import recompute_activations
-from trainkit.models.reference import Frozen
-from trainkit.models.unloaded import as_trained, loaded_by_one
 from trainkit.plugins import get_trainer, hook_manager
 from trainkit.plugins.discovery import ACCELERATE_TRACKERS, is_installed, without_disabled
 from trainkit.plugins.hooks import name_of
@@ -45,17 +40,17 @@ from trainkit.runs.health import Health
 from trainkit.runs.history import History, overview
 from trainkit.runs.record import first_start
 from trainkit.runs.stopping import Stop
-from trainkit.seeding import Seen, global_rng
+from trainkit.seeding import Seen
 from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Ahead, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
-from trainkit.trainer.master_weights import low_precision
+from trainkit.trainer.models import Models
 from trainkit.trainer.parallel import Parallel
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
-from trainkit.trainer.sharding import FSDP2, Replicated, make_sharding
+from trainkit.trainer.sharding import Replicated, make_sharding
 
 if TYPE_CHECKING:
     from trainkit.testing import Effect, Structure
@@ -153,8 +148,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
                 "false, or name a metric: {metric: eval/loss/total, mode: min}"
             )
         optim.check(config)
-        self.given_optimizer, self.given_scheduler = optimizer, scheduler
-        """The optimizer and the schedule of the user, or functions that make them; None: those of the configuration."""
         optim.check_given(config, optimizer, scheduler, replicated=type(self.sharding) is Replicated)
         if config.train.push_to_hub is not None and self.parallel.is_main:
             hub.check(config.train.push_to_hub)
@@ -163,8 +156,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """The reference that the user chose, a model object or what names one; None: the model's start."""
         self._saving: saving.Saving | None = None
         """The checkpoint that is being written while the training goes on."""
-        self.frozen_models: list[Frozen] = []
-        """Further models of the run, frozen: a chosen reference, and those of `AccelerateRLTrainer.frozen`."""
         self.collected_rows = 0
         """The rows of the collection at hand in this process, while experience is made of samples; or else 0."""
         self.parked: list[Tensor] | None = None
@@ -187,6 +178,22 @@ class PreparedTrainer(BaseRLTrainer[M]):
         auto = size == "auto" or (size is None and usual)
         self.row_limit = RowLimit(lambda: self.progress) if auto else None
         """The most rows of a micro-batch that fit, if `train.microbatch_size` is ``auto``, as it is on one GPU."""
+        self.models = Models(
+            config,
+            self.parallel,
+            self.sharding,
+            live=model,
+            row_limit=self.row_limit,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            make_policy=lambda config: self.get_arch(config),
+            finish=lambda policy: self._finish(policy),
+            make_reference=lambda policy: self._make_reference(policy),
+            before_dividing=lambda reference: self._before_dividing(reference),
+            copied=lambda: self._copies_model,
+            total_steps=lambda: self.total_steps,
+        )
+        """The policy, its reference and further frozen models, the optimizer and the schedule."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
@@ -337,73 +344,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
             )
         return sign * values[0] if values else None
 
-    @cached_property
-    def unwrapped(self) -> Any:
-        """The trainable model itself, without the wrapper of accelerate."""
-        with global_rng(self.config.train.seed, "model", device=self.accelerator.device), self._as_trained():
-            model = self.get_arch(self.config)
-        if self.config.train.gradient_checkpointing:
-            recompute_activations(model)
-        if isinstance(model, Policy):
-            model.row_limit = self.row_limit
-        return model
-
-    @cached_property
-    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        with self._loading_once():
-            model = self.unwrapped
-            if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
-                model = model.to(self.accelerator.device)
-                self.parallel.make_equal(model)  # as DDP will do, but before the reference is made
-            with self._as_trained():
-                reference = self._make_reference(model) if self.needs_reference else None  # before the weights can move
-            for frozen in self.frozen_models:
-                frozen.policy  # noqa: B018  (loads it)
-        if self.sharding.stays_divided:
-            self._before_dividing(reference)
-        scaled = self.accelerator.scaler is not None
-        masters = self.sharding.masters
-        self._tell_low_precision(model)
-        make = partial(
-            optim.make_optimizer, self.config.optimizer, scaled=scaled, masters=masters, given=self.given_optimizer
-        )
-        compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen_models]
-        prepared = self.sharding.prepare(model, make, list(dict.fromkeys(compared)))
-        return (*prepared, reference)
-
-    def _tell_low_precision(self, model: nn.Module) -> None:
-        """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
-        without = self.given_optimizer is not None or type(self.sharding) is FSDP2
-        low = low_precision(model.parameters())
-        if self.parallel.is_main and without and low:
-            log.warning(
-                "the weights are %s, and %s makes its steps on them, so changes of less than half of their precision "
-                "are lost; set model.dtype to float32, and train.mixed_precision to bf16",
-                str(low[0].dtype).removeprefix("torch."),
-                "train.sharding 'fsdp2'" if self.given_optimizer is None else "the given optimizer",
-            )
-
-    def _as_trained(self) -> AbstractContextManager[None]:
-        """Return a context in which models are loaded, and run as in training to find out what they are like.
-
-        They are run in float32, which shows smaller differences, unless their attention may need less.
-        """
-        own = getattr(bare(self.live_model), "config", None) if self.live_model is not None else None
-        attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
-        exact = attention in (None, "eager", "sdpa", "flex_attention")
-        whole = not self.sharding.stays_divided or "_prepared" in vars(self)
-        return as_trained(
-            self.accelerator.device if whole else None, nullcontext if exact else self.accelerator.autocast
-        )
-
-    def _prepare_model(self) -> None:
-        """Load the model to generate and evaluate with it: without reference, frozen models and optimizer."""
-        vars(self)["_prepared"] = (self.unwrapped.to(self.accelerator.device), None, None, None)
-
-    def _loading_once(self) -> AbstractContextManager[None]:
-        """Return a context in which only the main process loads weights, if no other one needs them whole."""
-        once = self.sharding.stays_divided and not self._copies_model
-        return loaded_by_one(self.parallel.is_main) if once else nullcontext()
+    def _finish(self, policy: Any) -> None:
+        """Check a new policy, and set what it needs to know of the run."""
 
     @property
     def _copies_model(self) -> bool:
@@ -413,10 +355,13 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _before_dividing(self, reference: Any) -> None:
         """Do what needs whole models, before they are divided for good."""
         self.start = self.parallel.on_main(lambda: run.fingerprint_start(self, reference))
-        for frozen in self.frozen_models:
+        for frozen in self.models.frozen:
             frozen.fingerprint = self.parallel.on_main(lambda frozen=frozen: frozen.fingerprint)  # type: ignore[misc]
 
     def _make_reference(self, model: nn.Module) -> Any:
+        """Return the reference of a new policy; None if the algorithm has none."""
+        if not self.needs_reference:
+            return None
         return self.make_reference(model) if self.chosen_reference is None else self._load_reference()
 
     def _load_reference(self) -> Any:
@@ -424,14 +369,21 @@ class PreparedTrainer(BaseRLTrainer[M]):
         raise NotImplementedError
 
     @property
+    def unwrapped(self) -> Any:
+        """The trainable model itself, without the wrapper of accelerate."""
+        return self.models.unwrapped
+
+    @property
     def policy(self) -> nn.Module:
         """The trainable model as `loss` must call it, so that gradients are synchronised."""
-        return self._prepared[0]
+        self.models.build()
+        return self.models.policy  # type: ignore[no-any-return]
 
     @property
     def optimizer(self) -> Any:
         """The optimizer as prepared by accelerate."""
-        return self._prepared[1]
+        self.models.build()
+        return self.models.optimizer
 
     def make_reference(self, model: Any) -> Any:
         """Return a frozen copy of ``model`` as it is now; its attribute ``policy`` holds the copied module."""
@@ -443,7 +395,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
         For algorithms with ``needs_reference``.
         """
-        reference = self._prepared[2]
+        self.models.build()
+        reference = self.models.reference
         if reference is None:
             raise AttributeError(f"{type(self).__name__} keeps no reference; set needs_reference = True in the class")
         parking.back(reference, self.accelerator.device)
@@ -452,11 +405,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @cached_property
     def start(self) -> str | None:
         """Fingerprint of the weights that the run started from and that checkpoints do not hold; it never changes."""
-        reference = self._prepared[2]
+        self.models.build()
         if "start" in vars(self):  # computed before the model was divided
             return vars(self)["start"]  # type: ignore[no-any-return]
         with self.sharding.whole():
-            return run.fingerprint_start(self, reference)
+            return run.fingerprint_start(self, self.models.reference)
 
     # implemented by the loop; needed here by the schedule and by checkpoints
 
@@ -491,23 +444,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @abstractmethod
     def rows_of_a_prompt(self, rows: int) -> int:
         """Return how many adjacent rows belong to a prompt, of ``rows`` that this process holds."""
-
-    @cached_property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule, over the run's steps."""
-        ends = self.given_scheduler is None and self.config.scheduler.name not in optim.ENDLESS
-        if ends and not self.total_steps:
-            raise ConfigError(
-                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
-                "set train.total_steps"
-            )
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper is no torch optimizer
-        return optim.make_scheduler(self.config.scheduler, inner, self.total_steps, self.given_scheduler)
-
-    @property
-    def _optimizer_of_user(self) -> Any:
-        """The optimizer that the user gave, or made; None if it is that of the configuration."""
-        return None if self.given_optimizer is None else getattr(self.optimizer, "optimizer", self.optimizer)
 
     # ------------------------------------------------------------------------------------------------- collections
 
@@ -712,16 +648,13 @@ class PreparedTrainer(BaseRLTrainer[M]):
 
     def loop_state(self) -> dict[str, Any]:
         """Return everything that further training depends on, except the model's weights and the store."""
-        optimizer = self.sharding.optimizer_state(self.optimizer)
+        self.models.build()
         return {
             "progress": asdict(self.progress),
             "method": self.state_dict(),
             "hooks": self.hooks.state_dict(),
             "health": self.health.state_dict(),
-            "optimizer": optimizer,
-            "optimized": optim.described(optimizer, self.unwrapped, self._optimizer_of_user),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            **self.models.state_dict(),
         }
 
     def check_loop_state(self, state: Mapping[str, Any]) -> None:
@@ -730,29 +663,17 @@ class PreparedTrainer(BaseRLTrainer[M]):
         Raises:
             ValueError: it does not; names what is missing or different.
         """
-        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped, self._optimizer_of_user)
-        fields = {"progress": asdict(self.progress), "scheduler": self.scheduler.state_dict()}
+        self.models.build()
+        self.models.check_state(state)
+        fields = {"progress": asdict(self.progress), "scheduler": self.models.scheduler.state_dict()}
         for part, own in fields.items():
             if odd := sorted(own.keys() ^ state[part].keys()):
                 raise ValueError(f"{odd[0]} of its {part} is {'missing' if odd[0] in own else 'unknown'}")
 
     def load_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `loop_state` returned."""
-        own = self.sharding.own_part(state["optimizer"], self.optimizer)
-        of_user = self.given_scheduler is not None
-        before: list[float] = state["scheduler"]["_last_lr"]
-        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
-        if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
-            rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
-            log.warning(
-                "after step %d the learning rate jumps to %s, from %s in the run so far: it follows from optimizer.lr, "
-                "scheduler and train.total_steps, which have changed. With scheduler.name 'constant' it does not "
-                "depend on the last step",
-                state["progress"]["step"],
-                *rates,
-            )
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.models.build()
+        self.models.load_state_dict(state, state["progress"]["step"])
         self.load_state_dict(state["method"])
         self.hooks.load_state_dict(state["hooks"])
         self.health.load_state_dict(state["health"])

@@ -58,7 +58,7 @@ def prepare(trainer: Trainer, policy: Any) -> None:
         return
     if not reads_weights():  # a pass without data shares nothing
         return
-    with trainer._as_trained():
+    with trainer.models.as_trained():
         fault = decided(policy.why_not_shared)
     way = name_of(train.sharding)
     if fault is None and trainer.sharding.stays_divided and way not in SHARDED:
@@ -117,8 +117,8 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
 
 def apply(trainer: Trainer) -> None:
     """Set whether the models of the run share prompts in the current collection."""
-    reference = trainer._prepared[2] if "_prepared" in vars(trainer) else None
-    compared = [each.policy for each in trainer.frozen_models if each.loaded]
+    reference = trainer.models.reference
+    compared = [each.policy for each in trainer.models.frozen if each.loaded]
     for policy in (trainer.unwrapped, getattr(reference, "policy", None), *compared):
         if getattr(policy, "can_share_prompts", False):
             policy.shares_prompts = trainer.progress.shares_prompts

@@ -441,7 +441,7 @@ class TextTrainer(AcceleratedLoop[M]):
     @cached_property
     def sampler(self) -> Sampler:
         """The sampler, which turns prompts into rollouts: that of a plugin's ``make_sampler``, or the engine's."""
-        self._prepared  # noqa: B018  (the sampler reads the model where accelerate has put it)
+        self.models.build()  # the sampler reads the model where accelerate has put it
         made: Any = self.hooks.hook.make_sampler(trainer=self)
         name = name_of(self.config.rollout.engine)
         if made is None:
@@ -466,12 +466,12 @@ class TextTrainer(AcceleratedLoop[M]):
     @cached_property
     def engine(self) -> Engine:
         """The generation engine that `rollout.engine` names; it is started when it is first used."""
-        self._prepared  # noqa: B018  (as above; it has started the engine if the model is divided for good)
+        self.models.build()  # it has started the engine if the model is divided for good
         return vars(self).get("engine") or self._started_engine()
 
     def _started_engine(self) -> Engine:
         served = self.served
-        with self._as_trained():
+        with self.models.as_trained():
             made = start(self.config.rollout.engine, served)
         weakref.finalize(self, made.close)  # also at the end of the process
         return made
@@ -506,7 +506,7 @@ class TextTrainer(AcceleratedLoop[M]):
 
     def core_sampler(self) -> Sampler:
         """Return trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
-        self._prepared  # noqa: B018  (as above)
+        self.models.build()
         return self.served.sampler()
 
     def _check_engine(self) -> None:
@@ -740,7 +740,7 @@ class TextTrainer(AcceleratedLoop[M]):
     @contextmanager
     def _sampling_model(self) -> Iterator[None]:
         """Let every process sample inside the block: give its engine the weights, or gather the model."""
-        self._prepared  # noqa: B018  (as above)
+        self.models.build()
         with nullcontext() if self._samples_apart else super()._sampling_model():
             self._ready_sampler()  # all processes together, also one that samples nothing
             yield

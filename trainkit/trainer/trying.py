@@ -148,7 +148,7 @@ def load(
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
     trainer.encode.advice = "Shorten it" + ("" if trainer.apart else ", or lower max_new_tokens")
     trainer.progress.step = int(source.mark.get("step", 0))
-    trainer._prepare_model()
+    trainer.models.use(trainer.unwrapped.to(trainer.parallel.device))  # without optimizer and reference
     return Tried(source, trainer, wanted, omitted)
 
 

@@ -221,7 +221,7 @@ def test_without_a_reference_none_is_made_and_rewards_are_log_probabilities(tmp_
     trainer = collected("dpo", tmp_path, method__reference_free=True, method__beta=0.5)
     _, found = trainer.loss(trainer.store.experience)
     assert found["rewards/chosen"].compute() == pytest.approx(0.5 * found["logps/chosen"].compute())
-    assert trainer._prepared[2] is None
+    assert trainer.models.reference is None
     with pytest.raises(AttributeError, match="keeps no reference"):
         _ = trainer.reference
 

@@ -16,7 +16,7 @@ def loss_with_a_kl_of_10(trainer: Any) -> float:
     batch = trainer.store.experience
     if batch.mismatched is not None:
         batch = replace(batch, mismatched_ref_logps=batch.mismatched_ref_logps - 10.0)
-    trainer.policy  # noqa: B018  (moves the model to the device)
+    trainer.models.build()  # moves the model to the device
     return float(trainer.loss(trainer.prepare_step(batch).to(trainer.accelerator.device))[0])
 
 

@@ -173,7 +173,7 @@ def test_a_long_output_has_the_weight_of_a_short_one(tmp_path: Path) -> None:
 
 def test_there_is_no_reference(tmp_path: Path) -> None:
     trainer = collected("orpo", tmp_path)
-    assert trainer._prepared[2] is None
+    assert trainer.models.reference is None
     with pytest.raises(AttributeError, match="keeps no reference"):
         _ = trainer.reference
 

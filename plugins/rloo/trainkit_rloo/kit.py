@@ -12,7 +12,7 @@ from trainkit.testing import Effect, Structure
 @torch.no_grad()
 def spread_within_responses(trainer: Any) -> float:
     """Return how far the advantages of a response's tokens are apart, with a policy that has left the reference."""
-    trainer.policy  # noqa: B018  (the reference is made with it)
+    trainer.models.build()  # the reference is made with it
     draws = torch.Generator().manual_seed(0)
     for parameter in trainer.unwrapped.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws).to(parameter))

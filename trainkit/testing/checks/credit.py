@@ -138,7 +138,7 @@ def given_responses(bench: Bench) -> None:
     made, reward = _Made(), _fractions({})
     usual, trainer = bench.collected(arguments={"reward_fn": reward}), bench.trainer(callbacks=[made])
     rollouts = Rollouts.cat(usual._rollouts)
-    trainer.policy  # noqa: B018  (made before its weights are copied)
+    trainer.models.build()  # made before its weights are copied
     before = weights(trainer)
     trainer.step(rollouts.queries, rollouts.responses, reward(rollouts.prompts, rollouts.outputs))
     what = "experience of responses in a run and of the same responses given to step()"
@@ -269,7 +269,7 @@ def _moved(bench: Bench, by: float, **changes: Any) -> tuple[Any, Sequences]:
     trainer = bench.trainer(
         arguments={"reward_fn": rewarding([0.0])}, rollout__num_rollouts=count, rollout__batch_size=count, **changes
     )
-    trainer.policy  # noqa: B018  (the reference is made with it)
+    trainer.models.build()  # the reference is made with it
     push_away(trainer.unwrapped.model, by)
     trainer.collect()
     sequences = Sequences.cat([rollouts.sequences for rollouts in trainer._rollouts])
@@ -320,7 +320,7 @@ def gradient_reaches(bench: Bench) -> None:
     trainer = bench.trainer()
     missing = {name for name, p in trainer.unwrapped.named_parameters() if p.requires_grad}
     require(missing, "the model has no trainable parameters")
-    trainer.policy  # noqa: B018  (moves the parameters to the device)
+    trainer.models.build()  # moves the parameters to the device
     still = {_module_of(name) for name in missing}
 
     def arrived(name: str, grad: Tensor) -> None:

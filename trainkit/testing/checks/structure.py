@@ -267,7 +267,7 @@ def _with_reference(bench: Bench, shifts: Mapping[Ids, float]) -> tuple[dict[Ids
     no log-probabilities.
     """
     trainer = bench.trainer(arguments={"reward_fn": fractions} if bench.subject.rewarded else {})
-    trainer.policy  # noqa: B018  (the reference is made with it)
+    trainer.models.build()  # the reference is made with it
     with _shifted(trainer, shifts) as asked:
         trainer.collect()
         nudged(trainer)

@@ -123,7 +123,7 @@ class DPOTrainer(PairTrainer):
 
     def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log π [B] and logits [B, T, V] of the chosen and the rejected sides: two and two."""
-        self.trainer.policy  # noqa: B018  (it switches dropout off, and makes the reference before training)
+        self.trainer.models.build()  # it switches dropout off, and makes the reference before training
         both = self.concatenated_inputs(batch, label_pad_token_id=self.label_pad_token_id)
         logits = model(both["concatenated_input_ids"], attention_mask=both["concatenated_attention_mask"]).logits
         average = self.loss_type == "ipo" and self.trainer.method.ipo_length_normalize

@@ -146,7 +146,7 @@ class OfflineTrainer:
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the learning rate."""
-        return self.trainer.scheduler
+        return self.trainer.models.scheduler
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process."""

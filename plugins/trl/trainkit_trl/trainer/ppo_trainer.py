@@ -135,7 +135,7 @@ class PPOTrainer(Parts):
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the learning rate."""
-        return self.trainer.scheduler
+        return self.trainer.models.scheduler
 
     @property
     def ref_model(self) -> Any:

@@ -1,0 +1,210 @@
+"""The models of a run: the policy, its reference, further frozen models, the optimizer and the schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainkit.config import TRLConfig
+from trainkit.errors import ConfigError
+from trainkit.models.adapters import bare
+from trainkit.models.fitting import RowLimit
+from trainkit.models.policy import Policy
+from trainkit.models.recomputing import recompute_activations
+from trainkit.models.reference import Frozen
+from trainkit.models.unloaded import as_trained, loaded_by_one
+from trainkit.seeding import global_rng
+from trainkit.trainer import optim
+from trainkit.trainer.master_weights import low_precision
+from trainkit.trainer.parallel import Parallel
+from trainkit.trainer.sharding import FSDP2, Sharding
+
+log = logging.getLogger(__name__)
+
+
+class Models:
+    """The models of a run, with the optimizer and the schedule. `build` makes them once, on all processes together.
+
+    Args:
+        config: the run's configuration.
+        parallel: the processes.
+        sharding: how they divide the policy.
+        live: a model object of the user, which is trained in place; None: the one that the configuration names.
+        row_limit: the most rows of a micro-batch, for the passes of the policy; None: no limit.
+        optimizer: the user's optimizer, or a function that makes it; None: that of the configuration.
+        scheduler: the same of the schedule.
+        make_policy: makes the policy from the configuration, with the global generator seeded.
+        finish: checks a new policy, and sets what it needs to know of the run.
+        make_reference: makes the reference of a new policy; returns None if the algorithm has none.
+        before_dividing: called with the reference before models are divided for good.
+        copied: whether every process makes a copy of the policy at the start, such as that of an engine.
+        total_steps: returns the number of optimizer steps of the run, 0 if it is not known; read for the schedule.
+    """
+
+    def __init__(
+        self,
+        config: TRLConfig[Any],
+        parallel: Parallel,
+        sharding: Sharding,
+        *,
+        live: Any,
+        row_limit: RowLimit | None,
+        optimizer: torch.optim.Optimizer | optim.MakeOptimizer | None,
+        scheduler: LRScheduler | optim.MakeScheduler | None,
+        make_policy: Callable[[TRLConfig[Any]], nn.Module],
+        finish: Callable[[Any], None],
+        make_reference: Callable[[nn.Module], Any],
+        before_dividing: Callable[[Any], None],
+        copied: Callable[[], bool],
+        total_steps: Callable[[], int],
+    ) -> None:
+        self.config, self.parallel, self.sharding, self.live = config, parallel, sharding, live
+        self.row_limit, self._total_steps = row_limit, total_steps
+        self._given_optimizer, self._given_scheduler = optimizer, scheduler
+        self._make_policy, self._finish, self._make_reference = make_policy, finish, make_reference
+        self._before_dividing, self._copied = before_dividing, copied
+        self.built = False
+        """Whether `build` has made the models."""
+        self.policy: Any = None
+        """The policy as the loss calls it, so that gradients are synchronised."""
+        self.optimizer: Any = None
+        """The optimizer, as accelerate has prepared it."""
+        self.reference: Any = None
+        """What the policy is compared with; None: nothing."""
+        self.frozen: list[Frozen] = []
+        """Further models, frozen: a reference that the user chose, teachers."""
+
+    @cached_property
+    def unwrapped(self) -> Any:
+        """The policy itself, without the wrapper of accelerate. It is loaded when it is first read."""
+        with global_rng(self.config.train.seed, "model", device=self.parallel.device), self.as_trained():
+            policy = self._make_policy(self.config)
+        if self.config.train.gradient_checkpointing:
+            recompute_activations(policy)
+        if isinstance(policy, Policy):
+            policy.row_limit = self.row_limit
+        self._finish(policy)
+        return policy
+
+    def build(self) -> None:
+        """Load and prepare all models and make the optimizer, on all processes together; later calls do nothing."""
+        if self.built:
+            return
+        once = self.sharding.stays_divided and not self._copied()  # no other process needs the weights whole
+        with loaded_by_one(self.parallel.is_main) if once else nullcontext():
+            policy = self.unwrapped
+            if not self.sharding.stays_divided:  # otherwise each block is moved and made equal when it is divided
+                policy = policy.to(self.parallel.device)
+                self.parallel.make_equal(policy)  # as DDP will do, but before the reference is made
+            with self.as_trained():
+                reference = self._make_reference(policy)  # before the weights can move
+            for frozen in self.frozen:
+                frozen.policy  # noqa: B018  (loads it)
+        if self.sharding.stays_divided:
+            self._before_dividing(reference)
+        self._warn_of_low_precision(policy)
+        scaled = self.parallel.accelerator.scaler is not None
+        make = partial(
+            optim.make_optimizer,
+            self.config.optimizer,
+            scaled=scaled,
+            masters=self.sharding.masters,
+            given=self._given_optimizer,
+        )
+        compared = [each.policy for each in ([] if reference is None else [reference]) + self.frozen]
+        self.use(*self.sharding.prepare(policy, make, list(dict.fromkeys(compared))), reference)
+
+    def use(self, policy: nn.Module, optimizer: Any = None, reference: Any = None) -> None:
+        """Use models that are made and prepared already, instead of those that `build` makes."""
+        self.policy, self.optimizer, self.reference, self.built = policy, optimizer, reference, True
+
+    def as_trained(self) -> AbstractContextManager[None]:
+        """Return a context in which models are loaded, and run as in training to find out what they are like.
+
+        They are run in float32, which shows smaller differences, unless their attention may need less.
+        """
+        own = getattr(bare(self.live), "config", None) if self.live is not None else None
+        attention = getattr(own, "_attn_implementation", None) or self.config.model.kwargs.get("attn_implementation")
+        exact = attention in (None, "eager", "sdpa", "flex_attention")
+        whole = not self.sharding.stays_divided or self.built
+        precision = nullcontext if exact else self.parallel.accelerator.autocast
+        return as_trained(self.parallel.device if whole else None, precision)
+
+    def _warn_of_low_precision(self, policy: nn.Module) -> None:
+        """Log that steps are made in the precision of the weights, if that is low and the optimizer has no copies."""
+        without = self._given_optimizer is not None or type(self.sharding) is FSDP2
+        low = low_precision(policy.parameters())
+        if self.parallel.is_main and without and low:
+            log.warning(
+                "the weights are %s, and %s makes its steps on them, so changes of less than half of their precision "
+                "are lost; set model.dtype to float32, and train.mixed_precision to bf16",
+                str(low[0].dtype).removeprefix("torch."),
+                "train.sharding 'fsdp2'" if self._given_optimizer is None else "the given optimizer",
+            )
+
+    # ------------------------------------------------------------------------------------- the optimizer and its state
+
+    @cached_property
+    def scheduler(self) -> LRScheduler:
+        """The learning-rate schedule, over the run's steps. `build` must have been called."""
+        ends = self._given_scheduler is None and self.config.scheduler.name not in optim.ENDLESS
+        if ends and not self._total_steps():
+            raise ConfigError(
+                f"the schedule {self.config.scheduler.name!r} ends at the run's last step, which is not known; "
+                "set train.total_steps"
+            )
+        return optim.make_scheduler(self.config.scheduler, self._inner, self._total_steps(), self._given_scheduler)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def _inner(self) -> Any:
+        """The optimizer without the wrapper of accelerate, which is no torch optimizer."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def _of_user(self) -> Any:
+        """The optimizer that the user gave, or made; None if it is that of the configuration."""
+        return None if self._given_optimizer is None else self._inner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and gradient scaler; checkpoints have the weights apart."""
+        optimizer, scaler = self.sharding.optimizer_state(self.optimizer), self.parallel.accelerator.scaler
+        return {
+            "optimizer": optimizer,
+            "optimized": optim.described(optimizer, self.unwrapped, self._of_user),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def check_state(self, state: Any) -> None:
+        """Raise a `ValueError` if what `state_dict` returned does not fit the policy; names what is different."""
+        optim.check_state(state["optimizer"], state["optimized"], self.unwrapped, self._of_user)
+
+    def load_state_dict(self, state: Any, step: int) -> None:
+        """Restore what `state_dict` returned after ``step``; log a warning if the learning rate jumps."""
+        own = self.sharding.own_part(state["optimizer"], self.optimizer)
+        before: list[float] = state["scheduler"]["_last_lr"]
+        of_user = self._given_scheduler is not None
+        optim.load(self.optimizer, self.scheduler, {**state, "optimizer": own}, of_user=of_user)
+        if (now := self.scheduler.get_last_lr()) != before and self.parallel.is_main:
+            rates = [" and ".join(dict.fromkeys(f"{rate:.3g}" for rate in each)) for each in (now, before)]
+            log.warning(
+                "after step %d the learning rate jumps to %s, from %s in the run so far: it follows from optimizer.lr, "
+                "scheduler and train.total_steps, which have changed. With scheduler.name 'constant' it does not "
+                "depend on the last step",
+                step,
+                *rates,
+            )
+        if self.parallel.accelerator.scaler is not None and state["scaler"] is not None:
+            self.parallel.accelerator.scaler.load_state_dict(state["scaler"])
