@@ -60,8 +60,8 @@ def test_kl_is_exactly_zero_before_the_first_update(name: str, kind: str, tmp_pa
     trainer = tiny_trainer(name, tmp_path, model=tiny_llama(10), model__peft_config=KINDS[kind])
     trainer.collect()
     own = trainer.needs_reference and trainer.chosen_reference is None
-    assert ("policy/kl" in trainer._pending) == own
-    assert not own or trainer._pending["policy/kl"].compute() == 0.0
+    assert ("policy/kl" in trainer.recorder.pending) == own
+    assert not own or trainer.recorder.pending["policy/kl"].compute() == 0.0
     trained = [p for p in trainer.unwrapped.model.parameters() if p.requires_grad]
     assert trained
 

@@ -43,9 +43,11 @@ def test_a_collection_is_filled_with_the_groups_that_are_kept_in_the_order_of_th
     assert used[-1] == trainer.progress.taken - 1 > 3, "no prompt is sampled beyond the last that was needed"
     groups = trainer.store.experience.advantages.view(-1, 4)
     assert bool((groups.std(1) > 0.9).all()), "every group that is trained on has different rewards"
-    kept = trainer._pending["rollout/kept"].compute()
+    kept = trainer.recorder.pending["rollout/kept"].compute()
     assert kept == pytest.approx(4 / trainer.progress.taken)
-    assert trainer._pending["rollout/length"].count == 4 * trainer.progress.taken, "of everything that was sampled"
+    assert trainer.recorder.pending["rollout/length"].count == 4 * trainer.progress.taken, (
+        "of everything that was sampled"
+    )
 
 
 def test_what_is_kept_does_not_depend_on_parts_and_the_stream_goes_on_after_it(tmp_path: Path) -> None:

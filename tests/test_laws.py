@@ -35,7 +35,7 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def test_under_autocast_too_sampler_policy_and_reference_speak_of_one_distribution(model: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer("ppo", tmp_path, model=model(10), train__mixed_precision="bf16")
     trainer.collect()
-    assert trainer._pending["policy/kl"].compute() == 0.0
+    assert trainer.recorder.pending["policy/kl"].compute() == 0.0
     rollouts = trainer._rollouts[0]
     torch.testing.assert_close(rollouts.logprobs, trainer.behaviour(rollouts).logprobs, rtol=0, atol=2e-2)
 

@@ -80,7 +80,7 @@ def test_what_is_trained_on_has_finite_scores_and_groups_are_whole(
     assert 0 < len(kept) < len(groups)
     assert seen == [each for group in kept for each in group]
     dropped = len(sampled) - len(seen)
-    assert trainer._pending["reward/dropped"].compute() == dropped
+    assert trainer.recorder.pending["reward/dropped"].compute() == dropped
     assert trainer.progress.prompts == len(kept)
     assert sum(f"{dropped} of 32 responses are dropped" in record.getMessage() for record in caplog.records) == 1
     trainer.learn()
@@ -154,7 +154,7 @@ def test_an_algorithm_that_keeps_sees_finite_scores_and_the_collection_is_filled
     trainer.keep = keep
     trainer.collect()
     assert len(trainer.store) == 16
-    assert trainer._pending["reward/dropped"].compute() > 0
+    assert trainer.recorder.pending["reward/dropped"].compute() > 0
 
 
 def test_rewards_per_token_are_dropped_with_their_response(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ for name in ("ppo", "rloo", "online_dpo"):
     trainer.add_prompt_pipeline(["a", "bc", "def", "b", "cd"])
     trainer.collect()
     rows = sum(trainer.gather([len(trainer.store)]))
-    dropped = trainer._pending["reward/dropped"]
+    dropped = trainer.recorder.pending["reward/dropped"]
     dropped = [sum(trainer.gather([float(part)])) for part in dropped.tensors()]
     trainer.store.clear()
     trainer.learn()
@@ -227,8 +227,8 @@ def test_infinite_scores_become_the_largest_and_smallest_of_the_collection(tmp_p
     trainer.experience = experience
     trainer.collect()
     assert seen == [5, 7, -2, 1, 7, 0, -2, 4, -2, 7, 0, 1, 3, 3, 3, 3]
-    assert trainer._pending["reward/clipped"].compute() == 4
-    assert trainer._pending["reward/mean"].compute() == pytest.approx(sum([5, -2, 1, 0, 4, 7, 0, 1, 12]) / 12)
+    assert trainer.recorder.pending["reward/clipped"].compute() == 4
+    assert trainer.recorder.pending["reward/mean"].compute() == pytest.approx(sum([5, -2, 1, 0, 4, 7, 0, 1, 12]) / 12)
 
 
 def test_infinite_rewards_per_token_are_clipped_and_padding_stays_zero(tmp_path: Path) -> None:

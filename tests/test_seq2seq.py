@@ -401,7 +401,7 @@ def test_an_adapter_is_trained_exported_and_goes_on(name: str, fields: str, tmp_
     trainer = tiny_trainer(name, tmp_path / "run", model=SHAPES[fields], model__peft_config={"r": 2})
     if name in ONLINE:
         trainer.collect()
-        assert trainer._pending["policy/kl"].compute() == 0.0
+        assert trainer.recorder.pending["policy/kl"].compute() == 0.0
     trainer.learn()
     trained = {n for n, p in trainer.unwrapped.model.named_parameters() if p.requires_grad}
     assert trained

@@ -6,7 +6,6 @@ import json
 import logging
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from trainkit.cli import app
 from trainkit.errors import ConfigError, RewardError
 from trainkit.metrics import Mean
 from trainkit.runs import newest_whole, read_state
-from trainkit.runs.stopping import Interrupted
+from trainkit.runs.stopping import Interrupted, Stop
 from trainkit.testing.trainers import tiny_trainer
+from trainkit.trainer.parallel import Parallel
 
 SAVING = {"train__save_interval": 10, "train__eval_interval": 10}
 """Checkpoints and evaluations that are due at the end of a run only."""
@@ -254,11 +254,11 @@ def test_evaluating_by_hand_keeps_what_training_has_recorded_and_adds_nothing(tm
     trainer.add_eval_samples([("a", "b"), ("c", "d")])
     Records(trainer, "loss")
     trainer.collect()
-    before = dict(trainer._pending)
+    before = dict(trainer.recorder.pending)
     found = trainer.evaluate()
     assert "eval/loss/total" in found
     assert "eval/own/calls" not in found
-    assert trainer._pending == before
+    assert trainer.recorder.pending == before
 
 
 def test_generating_by_hand_records_nothing(tmp_path: Path) -> None:
@@ -267,20 +267,20 @@ def test_generating_by_hand_records_nothing(tmp_path: Path) -> None:
     Records(trainer, "sampler")
     trainer.generate(["a", "bc"])
     trainer.evaluate()
-    assert trainer._pending == {}
+    assert trainer.recorder.pending == {}
     trainer.collect()
-    assert "own/calls" in trainer._pending
+    assert "own/calls" in trainer.recorder.pending
 
 
 def test_records_are_kept_when_an_evaluation_fails(tmp_path: Path) -> None:
     trainer = tiny_trainer("sft", tmp_path)
     trainer.add_eval_samples([("a", "b")])
     trainer.collect()
-    before = dict(trainer._pending)
+    before = dict(trainer.recorder.pending)
     Records(trainer, "prepare_step").honest = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.evaluate()
-    assert trainer._pending == before
+    assert trainer.recorder.pending == before
 
 
 @table("own, others", [*product(["interrupted", "failed", "nothing"], repeat=2)])
@@ -292,12 +292,11 @@ def test_processes_leave_in_the_same_way(own: str, others: str) -> None:
         if made[own] is not None:
             raise made[own]
 
-    trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=2), gather=lambda items: [*items, made[others]]
-    )
+    parallel: Any = Parallel(SimpleNamespace(num_processes=2), Stop())  # type: ignore[arg-type]
+    parallel.gather = lambda items: [*items, made[others]]
     kind = next((type(made[name]) for name in ("failed", "interrupted") if name in (own, others)), None)
     if kind is None:
-        trainer.parallel.sync_errors(here)
+        parallel.sync_errors(here)
         return
     with pytest.raises(kind):
-        trainer.parallel.sync_errors(here)
+        parallel.sync_errors(here)

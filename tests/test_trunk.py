@@ -137,7 +137,7 @@ def test_kl_is_exactly_zero_before_the_first_update(
     trainer = tiny_trainer(name, tmp_path, **settings, rollout__temperature=0.7)
     trainer.collect()
     measured = ("policy/kl", "policy/kl_per_token")
-    found = {name: metric.compute() for name, metric in trainer._pending.items() if name in measured}
+    found = {name: metric.compute() for name, metric in trainer.recorder.pending.items() if name in measured}
     own = trainer.needs_reference and trainer.chosen_reference is None
     assert found == ({"policy/kl": 0.0, "policy/kl_per_token": 0.0} if own else {})
 

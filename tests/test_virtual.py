@@ -299,7 +299,7 @@ def test_a_chosen_reference_can_be_the_model_without_virtual_tokens(tmp_path: Pa
     changes = {"model__model_path": base, "model__peft_config": KINDS["prefix"]}
     trainer = tiny_trainer("ppo", tmp_path / "run", **changes, model__reference_path=base)
     trainer.collect()
-    assert trainer._pending["policy/kl"].compute() > 0
+    assert trainer.recorder.pending["policy/kl"].compute() > 0
     assert virtual_tokens(trainer.reference.policy.model) is None
 
 
@@ -387,7 +387,7 @@ def test_an_export_is_loaded_by_peft_and_trained_further(kind: str, base: str, t
     torch.testing.assert_close(logits(again.unwrapped.model), trained, rtol=0, atol=1e-6)
     assert torch.equal(again.unwrapped.value_head.summary.weight, trainer.unwrapped.value_head.summary.weight)
     again.collect()
-    assert again._pending["policy/kl"].compute() == 0.0
+    assert again.recorder.pending["policy/kl"].compute() == 0.0
     again.learn()
     further = logits(again.unwrapped.model)
     assert not torch.equal(further, trained)

@@ -389,7 +389,7 @@ def load(trainer: Trainer, path: Path) -> None:
     at = trainer.progress
     at.position = _position(trainer, state)
     _load_held(trainer, path, state["processes"], filled)
-    trainer._pending = {}
+    trainer.recorder.pending = {}
     trainer.resumed = [f"resumed from {path} at step {at.step}", *(f"  changed: {line}" for line in drift)]
     if trainer.accelerator.device.type != "cpu":
         trainer.resumed.append(

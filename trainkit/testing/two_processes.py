@@ -78,10 +78,10 @@ class _Watched:
         trainer.prepare_experience = self.prepare
 
     def prepare(self, experience: Any) -> Any:
-        before = set(self.trainer._pending)
+        before = set(self.trainer.recorder.pending)
         prepared = self.honest(experience)
         if not self.said:
-            new = {name: metric for name, metric in self.trainer._pending.items() if name not in before}
+            new = {name: metric for name, metric in self.trainer.recorder.pending.items() if name not in before}
             self.said = {"made": experience, "prepared": prepared, "metrics": compute(new, self.trainer.reduce)}
         return prepared
 

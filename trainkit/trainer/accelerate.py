@@ -312,7 +312,9 @@ class AccelerateRLTrainer(TextTrainer[M]):
             return
         self._collection = self.ahead.turn()
         staleness = torch.tensor(float(self._collection.staleness))
-        self._pending = m.merge(self._pending, self._collection.records, {"rollout/staleness": m.Mean.of(staleness)})
+        self.recorder.pending = m.merge(
+            self.recorder.pending, self._collection.records, {"rollout/staleness": m.Mean.of(staleness)}
+        )
         self._decide_sharing(self._collection.parts)
         for rollouts, scores in self._collection.parts:
             self.store.push(self._experience(rollouts, scores))

@@ -191,7 +191,7 @@ class Ahead:
             collection.cursor = earlier.cursor + earlier.taken
         beside = one_library() if self._thread is None else beside_training()
         within = trainer.parallel.within(self.group)
-        with beside, within, trainer._sampling_ahead(collection), torch.no_grad(), trainer.accelerator.autocast():
+        with beside, within, trainer.recorder.into(collection), torch.no_grad(), trainer.accelerator.autocast():
             for rollouts, scores in sampled(trainer, collection):
                 collection.parts.append((replace(rollouts, hidden=None), scores))  # values are those of later weights
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)

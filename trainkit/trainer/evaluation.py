@@ -39,7 +39,7 @@ def evaluate(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     samples: list[Record] = []
     unchanged = nullcontext() if trainer.row_limit is None else trainer.row_limit.unchanged()
-    with unchanged, trainer._discarding_records(), trainer._stop.interruptible(trainer._runs_alone):
+    with unchanged, trainer.recorder.discarding(), trainer._stop.interruptible(trainer._runs_alone):
         if trainer.eval_rows:
             with trainer._sampling_model():
                 found, samples = trainer.evaluation()
@@ -91,7 +91,7 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
 def prepare_held_out(trainer: AcceleratedLoop[Any]) -> None:
     """Make the experience of the held-out samples, if evaluations will need it; inside `inference`."""
     if trainer.eval_samples and trainer.config.train.eval_interval and trainer.held_out is None:
-        with trainer._discarding_records():
+        with trainer.recorder.discarding():
             trainer.held_out = _experience(trainer)
 
 

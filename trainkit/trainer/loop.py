@@ -289,7 +289,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self._before = None
         if self._in_steps:
             return
-        self._time("time/collect", started)
+        self.recorder.record_seconds("time/collect", started)
         if len(self.store):
             self.hooks.hook.on_experience(trainer=self, experience=self.store.experience, rollouts=self._rollouts)
 
@@ -383,14 +383,14 @@ class AcceleratedLoop(TrainerInputs[M]):
         rows = [row for position in positions for row in self.pipeline.take(position, 1)]
         with self._stop.interruptible(self._runs_alone), self.inference():
             self.collected_rows = len(self.store)
-            with self._discarding_records() if again else nullcontext():
+            with self.recorder.discarding() if again else nullcontext():
                 size = self.config.rollout.batch_size
                 parts = [self._made(rows[start : start + size]).to("cpu") for start in range(0, len(rows), size)]
             self.collected_rows = 0
             parking.park(self)
         made = type(parts[0]).cat(parts)
         if self._in_steps:
-            self._time("time/collect", started)
+            self.recorder.record_seconds("time/collect", started)
             if not again:
                 self.hooks.hook.on_experience(trainer=self, experience=made, rollouts=[])
         return made
@@ -496,7 +496,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         started = time.perf_counter()
         self.record(self.update(batch))
         self._before = None
-        self._time("time/update", started)
+        self.recorder.record_seconds("time/update", started)
         self._log()
         self.hooks.hook.on_step(trainer=self, step=self.progress.step)
 
@@ -559,9 +559,9 @@ class AcceleratedLoop(TrainerInputs[M]):
         """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
         share = weight / self.parallel.world  # because gradients are averaged over processes
         prepared = self._prepared_for_step(batch)
-        recorded = self._pending
+        recorded = self.recorder.pending
         while (found := self._attempt(self.micro_batches(prepared), share)) is None:
-            self._pending = recorded
+            self.recorder.pending = recorded
             self.optimizer.zero_grad()
             release()
         self.sharding.exchange()
@@ -703,7 +703,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         runs_alone = self.sharding.gathered or not self.sharding.stays_divided
         more = 0 if runs_alone else self.sharding.passes(len(items)) - len(items)
         found = [call(item) for item in items]
-        with self._discarding_records():
+        with self.recorder.discarding():
             for _ in range(more):
                 call(items[-1])
         return found

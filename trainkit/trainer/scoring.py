@@ -47,7 +47,7 @@ def _agree_on_names(trainer: Trainer) -> None:
     """
     if trainer.reward_fn is None or trainer.parallel.world == 1:
         return
-    own = [name for name in trainer._recorded if name.startswith(FURTHER)]
+    own = [name for name in trainer.recorder.recorded if name.startswith(FURTHER)]
     nothing = torch.zeros((), dtype=torch.float64)
     trainer.record({name: m.Mean(nothing, nothing) for name in {*trainer.gather(own)} - {*own}})
 

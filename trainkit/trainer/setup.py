@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +47,7 @@ from trainkit.trainer.launch import default_precision, make_accelerator
 from trainkit.trainer.models import Models
 from trainkit.trainer.parallel import Parallel
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
 from trainkit.trainer.sharding import Replicated, make_sharding
@@ -216,11 +216,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.resumed: list[str] = []
         """Messages to log about the checkpoint that the run resumes from."""
         self._lock: RunLock | None = None
-        self._pending: m.Metrics = {}
+        self.recorder = Recorder()
+        """The metrics of the next line of the log."""
         self._collection = Collection()
         self.ahead: Ahead | None = None
         """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
-        self._ahead = threading.local()
         self._clock = time.perf_counter()
         self._warned_past_the_end = False
         self._short_step_told = False
@@ -450,17 +450,8 @@ class PreparedTrainer(BaseRLTrainer[M]):
     @property
     def _sampling(self) -> Collection:
         """The collection that this thread samples, ahead of its turn or not."""
-        ahead: Collection | None = getattr(self._ahead, "collection", None)
+        ahead: Collection | None = self.recorder.collection
         return self._collection if ahead is None else ahead
-
-    @contextmanager
-    def _sampling_ahead(self, collection: Collection) -> Iterator[None]:
-        """Sample ``collection``, which is ahead of its turn, inside the block and in this thread."""
-        self._ahead.collection = collection
-        try:
-            yield
-        finally:
-            self._ahead.collection = None
 
     @property
     def _rollouts(self) -> list[Any]:
@@ -507,26 +498,7 @@ class PreparedTrainer(BaseRLTrainer[M]):
         Raises:
             PluginError: they are no dict of `Mean` and `Std` by name.
         """
-        merged = m.merge(self._recorded, checked_metrics(self, "record", metrics))
-        if (ahead := getattr(self._ahead, "collection", None)) is None:
-            self._pending = merged
-        else:
-            ahead.records = merged
-
-    @property
-    def _recorded(self) -> m.Metrics:
-        """The metrics that this thread has recorded and not logged."""
-        ahead: Collection | None = getattr(self._ahead, "collection", None)
-        return self._pending if ahead is None else ahead.records
-
-    @contextmanager
-    def _discarding_records(self) -> Iterator[None]:
-        """Ignore the metrics that are recorded inside the block, which do not belong to a step of training."""
-        pending = self._pending
-        try:
-            yield
-        finally:
-            self._pending = pending
+        self.recorder.record(checked_metrics(self, "record", metrics))
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return ``x`` summed over all processes, on the device it came from."""
@@ -563,17 +535,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
     def _log(self) -> dict[str, float]:
         now = time.perf_counter()
         self.progress.seconds, self._clock = self.progress.seconds + now - self._clock, now
-        found = m.compute(self._pending, self.reduce)
-        self._pending = {}
+        found = m.compute(self.recorder.take(), self.reduce)
         if self.parallel.is_main:
             self.hooks.hook.log_metrics(trainer=self, step=self.progress.step, metrics=dict(found))
         run.heed(self, self.health.trained(found))
         return found
-
-    def _time(self, name: str, started: float) -> None:
-        """Record the seconds since ``started``; those of several calls for one step are added up."""
-        spent = m.Mean.of(torch.tensor(time.perf_counter() - started, device=self.accelerator.device))
-        self.record({name: replace(spent, count=spent.count * (name not in self._recorded))})
 
     @property
     def history(self) -> History:

@@ -836,7 +836,7 @@ class TextTrainer(AcceleratedLoop[M]):
         rows, settings = self._with_prompts(given, "generate()"), self.settings(**overrides)
         rows = self._next_places(rows)
         seeds = [turn_seed(seed, 0) for seed in self._seeds(rows, "generate")]
-        with self._discarding_records(), self._sampling_model():
+        with self.recorder.discarding(), self._sampling_model():
             sampler = self._reference_sampler() if reference else None
             rollouts = self._respond(rows, self._queries(rows), settings, "generate", seeds, sampler)
         return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
@@ -874,7 +874,7 @@ class TextTrainer(AcceleratedLoop[M]):
         given = generation.prompts_as_rows([] if prompts is None else prompts, None, None, call="best_of()")
         rows = self._with_prompts(given, "best_of()") if self.environment is None else self._as_episodes(given)
         rows = [row for row in self._next_places(rows) for _ in range(n)]
-        with self._discarding_records(), self._sampling_model():
+        with self.recorder.discarding(), self._sampling_model():
             return choose_best(self, rows, settings, self._seeds(rows, "generate"), n, keep, reward_fn)
 
     def _with_prompts(self, given: list[Row], call: str) -> list[Row]:
@@ -936,7 +936,7 @@ class TextTrainer(AcceleratedLoop[M]):
         given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None, call="play()")
         rows, settings = self._as_episodes(given), self.settings(**overrides)
         rows = self._next_places(rows)
-        with self._discarding_records(), self._sampling_model():
+        with self.recorder.discarding(), self._sampling_model():
             return self._sample(rows, settings, "generate", self._seeds(rows, "generate"))
 
     def decode(

@@ -326,7 +326,7 @@ def test_a_step_without_a_preference_is_left_out(name: str, tmp_path: Path) -> N
     before = {key: tensor.clone() for key, tensor in trainer.unwrapped.state_dict().items()}
     trainer.collect()
     assert trainer.update(trainer.store.experience)["train/skipped"].compute() == 1
-    assert trainer._pending["rollout/ties"].compute() == 1
+    assert trainer.recorder.pending["rollout/ties"].compute() == 1
     trainer.learn()
     assert trainer.progress.step == 4
     assert all(torch.equal(before[key], tensor) for key, tensor in trainer.unwrapped.state_dict().items())

@@ -297,7 +297,7 @@ def test_groups_of_equal_rewards_are_replaced_if_it_is_asked_for(tmp_path: Path)
         groups = trainer.store.experience.advantages.view(-1, 4)
         dead[keeps] = int((groups == 0).all(1).sum())
         assert len(groups) == 4
-        assert ("rollout/kept" in trainer._pending) is keeps
+        assert ("rollout/kept" in trainer.recorder.pending) is keeps
     assert dead[False] > 0 == dead[True]
 
 

@@ -255,7 +255,9 @@ def reported_kl(bench: Bench) -> None:
         per_token = float(exact.sum() / sequences.response_mask.sum())
         require(per_token > 0, "the reference has moved with the policy")
         allowed = {"policy/kl_per_token": [per_token], "policy/kl": [per_token, float(exact.sum(1).mean())]}
-        told = {name: value.compute() for name, value in {**trainer._pending, **found}.items() if name in allowed}
+        told = {
+            name: value.compute() for name, value in {**trainer.recorder.pending, **found}.items() if name in allowed
+        }
         for name, value in told.items():
             off = min(abs(value / true - 1) for true in allowed[name])
             under = " of a policy with an adapter" if changes else ""

@@ -210,7 +210,7 @@ def _require_one_collection(trainer: Any, said: list[dict[str, Any]]) -> None:
     with torch.no_grad():
         alone = trainer.prepare_experience(made)
     require_same_rows(alone, prepared, "experience prepared by one process and by two from the same rows")
-    found, both = floats(trainer._pending), said[0]["metrics"]
+    found, both = floats(trainer.recorder.pending), said[0]["metrics"]
     require_same_metrics(
         {name: found[name] for name in both}, both, "metrics of a collection prepared by one process and by two"
     )

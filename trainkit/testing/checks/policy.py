@@ -77,7 +77,7 @@ def require_one_policy(bench: Bench, **changes: Any) -> None:
     bench.learnt(callbacks=[logged], **changes, train__total_steps=1)
     _require_unmoved(logged.steps[1], from_start=start)
     sampling = bench.collected(**changes, model__disable_dropout=False)  # sampling disables dropout nevertheless
-    recorded = {name: value for name, value in sampling._pending.items() if name.startswith("policy/kl")}
+    recorded = {name: value for name, value in sampling.recorder.pending.items() if name.startswith("policy/kl")}
     _require_unmoved({name: float(value.compute()) for name, value in recorded.items()}, from_start=start)
 
 

@@ -32,7 +32,9 @@ def language(subject: Subject) -> bool:
 def require_same_collection(one: Any, other: Any, what: str) -> None:
     """Fail unless two trainers hold the same experience and metrics of it; ``what`` names the two."""
     require_same_experience(one.store.experience, other.store.experience, f"experience {what}")
-    require_same_metrics(floats(one._pending), floats(other._pending), f"metrics of a collection {what}")
+    require_same_metrics(
+        floats(one.recorder.pending), floats(other.recorder.pending), f"metrics of a collection {what}"
+    )
 
 
 @check(where=language)
