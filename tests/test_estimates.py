@@ -92,7 +92,7 @@ def test_a_pass_without_data_needs_what_the_same_pass_with_data_needs(name: str,
     trainer.policy.train()
 
     def run() -> None:
-        trainer.measure(batch)[0].backward()
+        trainer.updater.measure(batch)[0].backward()
 
     counter = Counter()
     with counter:
@@ -119,8 +119,8 @@ def test_a_shared_prompt_is_counted_once(shared: bool, tmp_path: Path) -> None:
     batch, counter = trainer.store.experience, Counter()
     trainer.policy.train()
     with counter:
-        trainer.measure(batch)[0].backward()
-        peak = counter.most(lambda: trainer.measure(batch)[0].backward())
+        trainer.updater.measure(batch)[0].backward()
+        peak = counter.most(lambda: trainer.updater.measure(batch)[0].backward())
     assert need.update == pytest.approx(peak, rel=0.15)
 
 

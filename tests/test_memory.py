@@ -53,7 +53,7 @@ def garbage() -> Iterator[None]:
 
 def gradient(trainer: Any, batch: Any) -> Tensor:
     """The gradient of a step, as the loop computes it."""
-    trainer._gradient(batch, batch.weight)
+    trainer.updater._gradient(batch, batch.weight)
     return flat_gradient(trainer)
 
 
@@ -66,10 +66,10 @@ def kept(trainer: Any, batch: Any) -> int:
         sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    prepared = trainer._prepared_for_step(batch)
+    prepared = trainer.updater._prepared_for_step(batch)
     trainer.policy.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss, _ = trainer.measure(prepared)
+        loss, _ = trainer.updater.measure(prepared)
     del loss
     return sum(size for place, size in sizes.items() if place not in own)
 

@@ -109,7 +109,7 @@ def test_rows_of_one_prompt_are_adjacent_in_minibatches_and_micro_batches(tmp_pa
     seen: list[list[list[int]]] = []
     for batch in trainer._one_pass():
         seen.append([query.tolist() for query in batch.sequences.queries])
-        micros = [query.tolist() for micro in trainer.micro_batches(batch) for query in micro.sequences.queries]
+        micros = [query.tolist() for micro in trainer.updater.micro_batches(batch) for query in micro.sequences.queries]
         assert changes(micros) == len({str(query) for query in micros}) - 1, "k adjacent rows, though sorted by length"
     assert [len(rows) for rows in seen] == [6, 6, 4]
     assert changes([query for rows in seen for query in rows]) == 3

@@ -6,6 +6,7 @@ import json
 import logging
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest

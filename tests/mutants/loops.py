@@ -19,6 +19,7 @@ from trainkit.functional import at_last, per_response
 from trainkit.models import Reference
 from trainkit.seeding import generator
 from trainkit.trainer import optim
+from trainkit.trainer.update import Updater
 
 Loop = AccelerateRLTrainer[Any]
 
@@ -26,70 +27,87 @@ Loop = AccelerateRLTrainer[Any]
 # ------------------------------------------------------------------------------------------------ how a step is made
 
 
-class MeansOfMeans(Loop):
+class WithUpdater(Loop):
+    """A loop whose steps are made by another updater."""
+
+    updater_class: type[Updater]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.updater.__class__ = self.updater_class
+
+
+class MeansOfMeans(WithUpdater):
     """Every micro-batch counts alike, however many tokens it has."""
 
-    def micro_batches(self, batch: Any) -> Any:
-        self.parts = super().micro_batches(batch)
-        return self.parts
+    class updater_class(Updater):
+        def micro_batches(self, batch: Any) -> Any:
+            self.parts = super().micro_batches(batch)
+            return self.parts
 
-    def _backward(self, micro: Any, share: Any) -> Any:
-        loss, found = self.measure(micro)
-        self.accelerator.backward(loss / len(self.parts))
-        return found
+        def _backward(self, micro: Any, share: Any) -> Any:
+            loss, found = self.measure(micro)
+            self.parallel.accelerator.backward(loss / len(self.parts))
+            return found
 
 
-class MicroBatchesSummed(Loop):
+class MicroBatchesSummed(WithUpdater):
     """The gradient is the sum of those of the micro-batches, each of a mean."""
 
-    def _backward(self, micro: Any, share: Any) -> Any:
-        loss, found = self.measure(micro)
-        self.accelerator.backward(loss)
-        return found
+    class updater_class(Updater):
+        def _backward(self, micro: Any, share: Any) -> Any:
+            loss, found = self.measure(micro)
+            self.parallel.accelerator.backward(loss)
+            return found
 
 
 class MeansOfRanks(Loop):
     """Each process normalises by what it holds itself, and reports that alone."""
 
-    def reduce(self, x: Any) -> Any:
-        return x
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parallel.reduce = lambda x: x  # type: ignore[method-assign]
 
 
-class ClippedOnce(Loop):
+class ClippedOnce(WithUpdater):
     """An iterator over the parameters is exhausted after the first step, and nothing is clipped any more."""
 
-    def _make_step(self, found: Any) -> Any:
-        self.exhaustible = getattr(self, "exhaustible", self.policy.parameters())
-        clip = self.accelerator.clip_grad_norm_
-        self.sharding.clip = lambda limit: clip(self.exhaustible, limit or torch.inf).detach()  # type: ignore[method-assign]
-        return super()._make_step(found)
+    class updater_class(Updater):
+        def _make_step(self, found: Any) -> Any:
+            self.exhaustible = getattr(self, "exhaustible", self.models.policy.parameters())
+            clip = self.parallel.accelerator.clip_grad_norm_
+            self.sharding.clip = lambda limit: clip(self.exhaustible, limit or torch.inf).detach()  # type: ignore[method-assign]
+            return super()._make_step(found)
 
 
-class GuardThatSteps(Loop):
+class GuardThatSteps(WithUpdater):
     """A step that is skipped has its gradient set to zero, and the optimizer makes it all the same."""
 
-    def _judged(self, found: Any) -> Any:
-        if super()._judged(found) is not Verdict.STEP:
-            for parameter in self.unwrapped.parameters():
-                parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
-        return Verdict.STEP
+    class updater_class(Updater):
+        def _judged(self, found: Any) -> Any:
+            if super()._judged(found) is not Verdict.STEP:
+                for parameter in self.models.unwrapped.parameters():
+                    parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+            return Verdict.STEP
 
 
-class ScheduleFirst(Loop):
+class ScheduleFirst(WithUpdater):
     """The schedule moves before the optimizer: the first rate is skipped, and the last step wasted."""
 
-    def _make_step(self, found: Any) -> Any:
-        optim.advance(self.scheduler)
-        self.scheduler.last_epoch -= 1  # the loop moves it once more, to where it is
-        return super()._make_step(found)
+    class updater_class(Updater):
+        def _make_step(self, found: Any) -> Any:
+            optim.advance(self.models.scheduler)
+            self.models.scheduler.last_epoch -= 1  # the loop moves it once more, to where it is
+            return super()._make_step(found)
 
 
-class GlobalRandomness(Loop):
+class GlobalRandomness(WithUpdater):
     """Training draws from Python's global generator, which everybody shares and no checkpoint holds."""
 
-    def measure(self, micro: Any) -> Any:
-        loss, found = super().measure(micro)
-        return loss * (1 + 0.01 * random.random()), found
+    class updater_class(Updater):
+        def measure(self, micro: Any) -> Any:
+            loss, found = super().measure(micro)
+            return loss * (1 + 0.01 * random.random()), found
 
 
 # ------------------------------------------------------------------------------------------------ saving and resuming
@@ -131,7 +149,7 @@ class ScheduleForgotten(Loop):
     """A resumed run begins its schedule again."""
 
     def load_loop_state(self, state: Any) -> None:
-        super().load_loop_state({**state, "scheduler": copy.deepcopy(self.scheduler.state_dict())})
+        super().load_loop_state({**state, "scheduler": copy.deepcopy(self.models.scheduler.state_dict())})
 
 
 class ExportedWrapper(Loop):

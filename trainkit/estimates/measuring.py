@@ -34,9 +34,9 @@ from trainkit.testing import character_tokenizer
 from trainkit.testing.trainers import LETTERS, tiny_trainer
 from trainkit.trainer import optim, parking, sharing
 from trainkit.trainer.accelerate import AccelerateRLTrainer
-from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
 from trainkit.trainer.master_weights import MasterWeights
 from trainkit.trainer.sharding import blocks_of
+from trainkit.trainer.update import MICROBATCH_TOKENS, OTHER_TOKENS
 
 UNLIMITED = 1024
 """The length of sequences if neither the model nor the configuration limits it."""

@@ -121,7 +121,7 @@ class Console:
         self._step = step
         self._metrics = {**self._metrics, **trained}
         self._pace.add(step, trainer.progress.tokens)
-        self._unit = "tok" if trainer.unit == "tokens" else trainer.unit
+        self._unit = "tok" if trainer.updater.unit == "tokens" else trainer.updater.unit
         now = time.monotonic()
         if self._live is None and now - self._last_line >= self.interval:
             self._last_line = now
@@ -155,7 +155,7 @@ class Console:
         self._say(
             f"{self._step_of_total()}  {'done' if trainer.done and not at.stop_reason else 'stopped'} after "
             f"{clock(at.seconds)}  "
-            f"{count(at.trained)} samples  {count(at.tokens)} {trainer.unit}  {trainer.run_dir}"
+            f"{count(at.trained)} samples  {count(at.tokens)} {trainer.updater.unit}  {trainer.run_dir}"
         )
 
     # --------------------------------------------------------------------------------------------------- history

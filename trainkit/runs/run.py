@@ -111,7 +111,7 @@ def running(trainer: Trainer) -> Iterator[None]:
     assert trainer.run_dir is not None
     _lock(trainer, trainer.run_dir)  # an earlier run of the same trainer has released it
     trainer._clock = time.perf_counter()
-    trainer._before, trainer._torn = None, False  # an earlier run may have ended with an error
+    trainer._before, trainer.updater.changing = None, False  # an earlier run may have ended with an error
     stop, config = trainer._stop, trainer.config.train
     limit = config.timeout if trainer.parallel.world > 1 else None
     try:

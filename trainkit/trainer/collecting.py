@@ -159,7 +159,7 @@ class Ahead:
         """Return whether the run may make steps on a collection; False only if it certainly makes none."""
         trainer = self.trainer
         steps = 1  # if a collection can be cut short, or has fewer rows than it might have
-        if not (trainer._judges or trainer.rows_vary or trainer.keeps):
+        if not (trainer.updater.judges or trainer.rows_vary or trainer.keeps):
             steps = (trainer.passes or 1) * math.ceil(trainer.experience_rows / trainer.config.train.batch_size)
         if trainer.config.reward.on_nonfinite == "drop_row":
             steps = 0  # if no response has a usable score

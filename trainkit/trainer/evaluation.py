@@ -82,9 +82,9 @@ def held_out(trainer: AcceleratedLoop[Any]) -> dict[str, float]:
 
     def measured(micro: Batch) -> m.Metrics:
         trainer._stop.progressed()
-        return trainer.measure(micro.to(trainer.accelerator.device))[1]
+        return trainer.updater.measure(micro.to(trainer.accelerator.device))[1]
 
-    found = m.merge(*trainer.each_together(trainer.micro_batches(experience), measured))
+    found = m.merge(*trainer.updater.each_together(trainer.updater.micro_batches(experience), measured))
     return {f"eval/{name}": value for name, value in m.compute(found, trainer.reduce).items()}
 
 
@@ -101,7 +101,7 @@ def _experience(trainer: AcceleratedLoop[Any]) -> Batch:
     rows = trainer.eval_samples[accelerator.process_index :: accelerator.num_processes]
     store = RolloutStore[Any]()
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    for made in trainer.each_together(parts, trainer.make_experience):
+    for made in trainer.updater.each_together(parts, trainer.make_experience):
         store.push(checked_batch(trainer, "make_experience", made))
     return cast(Batch, store.experience)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from trainkit import metrics as m
@@ -20,26 +18,20 @@ from trainkit.data import Batch, Pipeline, RolloutStore, Row, shuffled
 from trainkit.errors import (
     ConfigError,
     DataError,
-    NonFiniteError,
-    OutOfMemoryError,
     PluginError,
     RewardError,
-    TrainkitError,
 )
-from trainkit.functional import exact
-from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
 from trainkit.rollouts import name_of
 from trainkit.runs import hub, run, saving
 from trainkit.runs.stopping import Interrupted
-from trainkit.seeding import generator, global_rng
-from trainkit.trainer import optim, parking
-from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.seeding import generator
+from trainkit.trainer import parking
+from trainkit.trainer.base import BaseRLTrainer
 from trainkit.trainer.collecting import Collection
 from trainkit.trainer.evaluation import evaluate, evaluate_if
 from trainkit.trainer.inputs import TrainerInputs
 from trainkit.trainer.minibatches import Layout, minibatches
-from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
-from trainkit.trainer.sharding import whole_tensor
+from trainkit.trainer.returns import checked_batch
 
 M = TypeVar("M", bound=MethodConfig)
 B = TypeVar("B", bound=Batch)
@@ -50,10 +42,6 @@ log = logging.getLogger(__name__)
 
 MOST_UNUSABLE = 3
 """Collections in a row without a usable score, with which a run ends."""
-MICROBATCH_TOKENS = {"cpu": 2048}
-"""Tokens of a micro-batch where `train.microbatch_size` is not set, by device type. More do not speed up a CPU."""
-OTHER_TOKENS = 32_768
-"""The same for all other devices. Accelerators are faster with more tokens, up to a limit; memory use grows, too."""
 
 
 class AcceleratedLoop(TrainerInputs[M]):
@@ -269,12 +257,13 @@ class AcceleratedLoop(TrainerInputs[M]):
             Whether the state is now that after the last finished step; not if the error has interrupted a change of the
             weights, or `prepare_experience`.
         """
-        if self._before is not None and not self._torn:
-            self.progress, was_empty = self._before
+        if self._before is not None and not self.updater.changing:
+            before, was_empty = self._before
+            self.progress.become(before)
             if was_empty:
                 self.store.clear()
             self._before = None
-        return not self._torn
+        return not self.updater.changing
 
     def collect(self) -> None:
         """Fill the store with one collection of experience, and call the hook `on_experience` if there is any.
@@ -305,10 +294,10 @@ class AcceleratedLoop(TrainerInputs[M]):
                 return
             drops = self.config.reward.on_nonfinite == "drop_row"
             if len(self.store) or not drops:
-                self._torn = True
+                self.updater.changing = True
                 with self._stop.interruptible(False):
                     self._prepare_store()
-                self._torn = False
+                self.updater.changing = False
         if drops:
             self._count_unusable()
         self.progress.samples += len(self.store) * self.parallel.world
@@ -419,13 +408,15 @@ class AcceleratedLoop(TrainerInputs[M]):
         if self._before is None:  # the collection is made because a run resumes
             self._stop.saves = True
             return
-        progress, store = self.progress, self.store
-        self.progress, self.store = replace(self._before[0]), RolloutStore()
+        progress, store = replace(self.progress), self.store
+        self.progress.become(self._before[0])
+        self.store = RolloutStore()
         try:
             with saving.unless_it_goes_on(self):
                 saving.save(self)
         finally:
-            self.progress, self.store = progress, store
+            self.progress.become(progress)
+            self.store = store
 
     @property
     def _runs_alone(self) -> bool:
@@ -501,45 +492,9 @@ class AcceleratedLoop(TrainerInputs[M]):
         self.hooks.hook.on_step(trainer=self, step=self.progress.step)
 
     def update(self, batch: Batch) -> m.Metrics:
-        """Make one optimizer step on ``batch``, and return its metrics. Every algorithm is trained by this method.
-
-        The gradient is that of the mean over the batches of all processes, however they are split. A step that `judge`
-        skips, or whose weight is 0, is skipped on all processes. It is counted, and the schedule advances.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; neither the weights nor the optimizer have changed.
-        """
-        self.unit = batch.unit
-        self.models.build()
-        at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
+        """Make one optimizer step on ``batch``, and return its metrics; see `Updater.update`."""
         self._warn_past_the_end()
-        weight = self.reduce(batch.weight.to(self.accelerator.device))
-        found, verdict = {}, Verdict.SKIP
-        if weight > 0:
-            found = self._gradient(batch, weight)
-            verdict = self._judged(found)
-        found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
-        self.optimizer.zero_grad()
-        rate = self.models.learning_rate  # the one of this step; the schedule moves on to that of the next
-        optim.advance(scheduler)
-        self.unwrapped.eval()
-        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
-        if verdict is Verdict.STEP and not self._overflowed:
-            at.trained += len(batch) * self.parallel.world
-            self._after_step()
-        self._torn = False
-        return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
-
-    def _after_step(self) -> None:
-        """Call `after_step`; the model is gathered for it only if it is overridden."""
-        if getattr(self.after_step, "__func__", None) is not BaseRLTrainer.after_step:
-            with self.sharding.whole(write=True):
-                self.after_step()
-
-    @property
-    def _overflowed(self) -> bool:
-        """Whether fp16's gradient scaler has skipped the last step, because gradients overflowed."""
-        return self.accelerator.scaler is not None and bool(self.accelerator.optimizer_step_was_skipped)
+        return self.updater.update(batch)
 
     def _warn_past_the_end(self) -> None:
         """Log a warning, once, when a loop of the caller's own goes on after the schedule has ended."""
@@ -555,197 +510,19 @@ class AcceleratedLoop(TrainerInputs[M]):
                 self.models.learning_rate,
             )
 
-    def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
-        """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
-        share = weight / self.parallel.world  # because gradients are averaged over processes
-        prepared = self._prepared_for_step(batch)
-        recorded = self.recorder.pending
-        while (found := self._attempt(self.micro_batches(prepared), share)) is None:
-            self.recorder.pending = recorded
-            self.optimizer.zero_grad()
-            release()
-        self.sharding.exchange()
-        return found
-
-    def _attempt(self, micros: list[Batch], share: Tensor) -> m.Metrics | None:
-        """Make the passes of a step; return None if they are to be made again with the new `row_limit`.
-
-        That is when they did not fit into the memory of some process. Random numbers are drawn anew in each attempt, so
-        the gradient is that of a step which was made with this number of rows from the beginning.
-
-        Raises:
-            OutOfMemoryError: they did not fit, and there are no smaller micro-batches.
-        """
-        found: m.Metrics = {}
-        fault = ""
-        try:
-            found = self._passes(micros, share)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, TrainkitError) or not out_of_memory(error):
-                raise
-            self.optimizer.zero_grad()
-            fault = first_line(error)
-            if self.row_limit is None:
-                raise OutOfMemoryError(
-                    f"a micro-batch of {max(map(len, micros))} rows does not fit into memory ({fault}). Set "
-                    f"train.microbatch_size to a smaller number, or to 'auto'. {ADVICE}"
-                ) from error
-        return found if self.row_limit is None or self._fits(self.row_limit, max(map(len, micros)), fault) else None
-
-    def _fits(self, limit: RowLimit, rows: int, fault: str) -> bool:
-        """Return whether a step with micro-batches of ``rows`` rows has fit on every process; if not, halve the limit.
-
-        All processes then have the same limit.
-        """
-        most = torch.tensor([rows // 2 if fault else limit.rows or math.inf, -float(bool(fault))])
-        least, failed = self.min(most).tolist()
-        if failed and not least:
-            error = OutOfMemoryError(no_smaller(fault or "on another process"))
-            error.everywhere = True
-            raise error
-        limit.rows = int(least) if least < math.inf else None
-        if failed and self.parallel.is_main:
-            log.warning(
-                "step %d does not fit into memory; it is made again with micro-batches of %d rows (gradient unchanged)",
-                self.progress.step + 1,
-                limit.rows,
-            )
-        return not failed
-
-    def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
-        """Make the passes of a step: accumulate the gradient, and return the metrics."""
-        device, rank = self.accelerator.device, self.parallel.rank
-        found: m.Metrics = {}
-        self.policy.train()
-        with global_rng(self.config.train.seed, "dropout", self.progress.step, rank, device=device):
-            passes = self.sharding.passes(len(micros))
-            for index in range(passes):
-                with self.sharding.synchronised(last=index == passes - 1):
-                    if index < len(micros):
-                        found = m.merge(found, self._backward(micros[index].to(device), share))
-                    else:  # other processes have more; all make the passes together
-                        self._backward(micros[-1].to(device), share, factor=0.0)
-        return found
-
-    def _prepared_for_step(self, batch: Batch) -> Batch:
-        """Return what `prepare_step` makes of the batch; the model is gathered for it only if it is overridden."""
-        if getattr(self.prepare_step, "__func__", None) is BaseRLTrainer.prepare_step:
-            return batch
-        with self.inference():
-            return checked_batch(self, "prepare_step", self.prepare_step(batch))
-
-    def _judged(self, found: m.Metrics) -> Verdict:
-        """Return `judge`'s verdict on the metrics of all processes, so that it is the same on each of them.
-
-        The metrics are computed only if the algorithm overrides `judge`.
-        """
-        if not self._judges:
-            return Verdict.STEP
-        nothing = dict.fromkeys(found, math.nan)  # for metrics of which nothing was counted
-        return checked_verdict(self, self.judge(nothing | m.compute(found, self.reduce)))
-
-    @property
-    def _judges(self) -> bool:
-        return getattr(self.judge, "__func__", None) is not BaseRLTrainer.judge
-
-    def _make_step(self, found: m.Metrics) -> m.Metrics:
-        """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
-        norm = self.sharding.clip(self.config.train.max_grad_norm)
-        self._refuse_non_finite(found, norm)
-        self._torn = True
-        self.optimizer.step()
-        made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
-        if self._judges or self.accelerator.scaler is not None:
-            skipped = self.accelerator.optimizer_step_was_skipped  # by the scaler, on overflow
-            made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
-        return made
-
-    @property
-    def _most(self) -> tuple[int | None, int | None]:
-        """The most rows and tokens of a micro-batch."""
-        size = self.config.train.microbatch_size
-        if isinstance(size, int):
-            return size, None
-        return None if self.row_limit is None else self.row_limit.rows, self.tokens_of_a_micro_batch
-
-    def micro_batches(self, batch: B) -> list[B]:
-        """Split a batch into the parts that go through the model one at a time."""
-        return [batch] if len(groups := self._groups(batch)) == 1 else [batch.select(rows) for rows in groups]
-
-    @property
-    def tokens_of_a_micro_batch(self) -> int:
-        """About how many tokens a micro-batch has, unless `train.microbatch_size` is a number."""
-        return MICROBATCH_TOKENS.get(self.accelerator.device.type, OTHER_TOKENS)
-
-    def _groups(self, batch: Batch) -> list[Tensor]:
-        return batch.groups(*self._most, together=self.samples_per_prompt, shared=self.progress.shares_prompts)
-
     def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
 
         While the model is divided among the processes, all of them call it together, and make equally many passes.
         """
-        if self.row_limit is None:
-            return self._read_in_groups(batch, read)
-        return self.row_limit.without_gradient(len(batch), lambda: self._read_in_groups(batch, read))
+        return self.updater.in_micro_batches(batch, read)
 
-    def _read_in_groups(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
-        groups = self._groups(batch)
-        found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
-        return found[torch.cat(groups).argsort().to(found.device)]
-
-    def each_together(self, items: Sequence[T], call: Callable[[T], R]) -> list[R]:
-        """Return what ``call`` returns for each item.
-
-        While the model is divided, processes with fewer items repeat the last one and ignore the result, so that all
-        run the model equally often.
-        """
-        runs_alone = self.sharding.gathered or not self.sharding.stays_divided
-        more = 0 if runs_alone else self.sharding.passes(len(items)) - len(items)
-        found = [call(item) for item in items]
-        with self.recorder.discarding():
-            for _ in range(more):
-                call(items[-1])
-        return found
-
-    @torch.no_grad()
     def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
         """Return the mean of ``read(micro-batch [b]) -> [b, *]`` over a step's rows of all processes. [B] -> [*].
 
         It is computed in float64 where the device has it, and returned in float32 on the CPU.
         """
-        device = self.accelerator.device
-        parts = self.each_together(self.micro_batches(batch), lambda micro: exact(read(micro.to(device))).sum(0).cpu())
-        sums = torch.stack(parts).sum(0)
-        counted = self.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
-        mean: Tensor = counted[:-1] / counted[-1]
-        return mean.view(sums.shape).float()
-
-    def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
-        """Return the algorithm's loss [] and its metrics, the loss itself among them."""
-        with self.accelerator.autocast():
-            loss, found = checked_loss(self, self.loss(micro))
-        weight = exact(micro.weight.to(loss.device))
-        return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
-
-    def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
-        loss, found = self.measure(micro)
-        self.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
-        return found
-
-    def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
-        loss = self.reduce(torch.stack(found["loss/total"].tensors()))
-        overflow = self.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
-        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
-            return
-        grads = {name: whole_tensor(p.grad) for name, p in self.unwrapped.named_parameters() if p.grad is not None}
-        named = [name for name, grad in grads.items() if not grad.isfinite().all()]
-        self.optimizer.zero_grad()
-        raise NonFiniteError(
-            f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"
-            f"{'; not finite in ' + ', '.join(named[:3]) if named else ''}. The weights have not moved. Look at the "
-            "rewards, lower optimizer.lr, or set train.max_grad_norm"
-        )
+        return self.updater.step_mean(batch, read)
 
     # ------------------------------------------------------------------------------------- evaluating and logging
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -58,3 +58,8 @@ class Progress:
     """The engine, or the class of the sampler, that `sampler_exact` describes."""
     sampler_exact: bool | None = None
     """Whether the sampler gives the policy's log-probabilities, measured on its first collection; None before that."""
+
+    def become(self, other: Progress) -> None:
+        """Take over the numbers of another one; the parts of a trainer hold this object."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))

@@ -51,6 +51,7 @@ from trainkit.trainer.recording import Recorder
 from trainkit.trainer.returns import checked_metrics
 from trainkit.trainer.settings import check_run, check_split
 from trainkit.trainer.sharding import Replicated, make_sharding
+from trainkit.trainer.update import Updater
 
 if TYPE_CHECKING:
     from trainkit.testing import Effect, Structure
@@ -194,16 +195,18 @@ class PreparedTrainer(BaseRLTrainer[M]):
             total_steps=lambda: self.total_steps,
         )
         """The policy, its reference and further frozen models, the optimizer and the schedule."""
+        self.recorder = Recorder()
+        """The metrics of the next line of the log."""
+        self.updater = Updater(
+            config.train, self, self.models, self.parallel, self.recorder, self.progress, lambda: self.inference()
+        )
+        """What makes the optimizer steps."""
         self.learning = False
         """Whether `learn` makes the steps of the run, rather than a loop of the caller's own."""
         self.health = self._make_health()
         """What watches the metrics."""
         self._before: tuple[Progress, bool] | None = None
         """The progress before the minibatch or collection at hand, and whether the store was empty; None if none is."""
-        self._torn = False
-        """Whether the state is being changed, so that it is that of no step until this has ended."""
-        self.unit = "tokens"
-        """The unit that ``progress.tokens`` counts: that of the last step's batch."""
         self.pipeline: Pipeline | Stream | None = None
         self._data_seen: tuple[Pipeline, Fingerprints] | None = None
         """The data whose fingerprints are known."""
@@ -216,8 +219,6 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.resumed: list[str] = []
         """Messages to log about the checkpoint that the run resumes from."""
         self._lock: RunLock | None = None
-        self.recorder = Recorder()
-        """The metrics of the next line of the log."""
         self._collection = Collection()
         self.ahead: Ahead | None = None
         """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
@@ -643,4 +644,4 @@ class PreparedTrainer(BaseRLTrainer[M]):
         self.load_state_dict(state["method"])
         self.hooks.load_state_dict(state["hooks"])
         self.health.load_state_dict(state["health"])
-        self.progress = Progress(**state["progress"])
+        self.progress.become(Progress(**state["progress"]))

@@ -103,11 +103,11 @@ def pays(trainer: Trainer, rows: float, prompts: float, prompt_tokens: float, to
     """
     if not rows or prompts == rows:
         return False
-    size = trainer._most[0]
+    size = trainer.updater.most[0]
     prompt, whole = prompt_tokens / rows, tokens / rows
     if "pairs" in trainer.inputs and size is not None:
         size *= 2  # a pair is two rows
-    most = trainer.tokens_of_a_micro_batch / whole if size is None else size
+    most = trainer.updater.tokens_of_a_micro_batch / whole if size is None else size
     in_micro = min(max(most, 1.0), rows)
     separate = in_micro * whole
     different = max(math.ceil(in_micro * prompts / rows), 1)

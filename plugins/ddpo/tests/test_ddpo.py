@@ -97,7 +97,7 @@ def test_before_the_first_update_the_ratio_is_one(precision: str, tmp_path: Path
     batch = trainer.store.experience
     assert batch.latents.dtype == {"no": torch.float32, "bf16": torch.bfloat16}[precision]
     for micro in [*batch.split(None), *batch.split(1), *batch.split(3)]:
-        assert trainer.measure(micro)[1]["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
+        assert trainer.updater.measure(micro)[1]["policy/ratio"].compute() == pytest.approx(1.0, abs=1e-6)
 
 
 @table("dtype", [torch.bfloat16, torch.float16])

@@ -108,7 +108,7 @@ def test_before_the_first_update_the_ratio_is_one(
     half = torch.bfloat16 if precision == "bf16" else torch.float32
     assert batch.latents.dtype == batch.condition.kept.dtype == half
     for micro in batch.split(size):
-        ratio = trainer.measure(micro)[1]["policy/ratio"].compute()
+        ratio = trainer.updater.measure(micro)[1]["policy/ratio"].compute()
         assert ratio == pytest.approx(1.0, abs=1e-6 if size is None else 1e-5)
     named = dict(trainer.unwrapped.named_parameters())
     assert {p.dtype for p in named.values() if p.requires_grad} == {torch.float32}

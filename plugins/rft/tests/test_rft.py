@@ -181,7 +181,7 @@ def test_micro_batches_have_the_rows_of_a_prompt_together(tmp_path: Path) -> Non
             tokens[shared] += kwargs["input_ids"].numel()
 
         policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
-        micros = trainer.micro_batches(trainer.prepare_step(shuffled))
+        micros = trainer.updater.micro_batches(trainer.prepare_step(shuffled))
         assert [len({tuple(query.tolist()) for query in micro.queries}) for micro in micros] == [1, 1, 1]
         for micro in micros:
             (trainer.loss(micro)[0] * len(micro) / 12).backward()

@@ -465,7 +465,7 @@ def _measured(trainer: Any, batch: Batch) -> tuple[float, Tensor]:
     policy = trainer.policy
     with torch.no_grad(), trainer.accelerator.autocast():
         prepared = for_loss(trainer, batch)
-    loss, _ = trainer.measure(prepared)
+    loss, _ = trainer.updater.measure(prepared)
     loss.backward()
     flat = torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])
     trainer.optimizer.zero_grad()

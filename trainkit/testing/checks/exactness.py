@@ -95,7 +95,7 @@ def weight_counts(bench: Bench) -> None:
         prepared = trainer.prepare_step(batch)
     require_close(prepared.weight.cpu(), whole, "the weights of a step's rows after prepare_step and before")
     _require_lengths(batch)
-    counted = trainer.measure(prepared.to(trainer.accelerator.device))[1]["loss/total"].count
+    counted = trainer.updater.measure(prepared.to(trainer.accelerator.device))[1]["loss/total"].count
     require_close(counted.cpu().float(), whole.float(), "what the metric loss/total counts, and the batch's weight")
     before = trainer.progress.tokens
     trainer.update(batch)
@@ -149,9 +149,9 @@ def metric_totals(bench: Bench) -> None:
     trainer = nudged(bench.collected())
     with torch.no_grad():
         prepared = trainer.prepare_step(trainer.store.experience)
-        whole = floats(trainer.measure(prepared.to(trainer.accelerator.device))[1])
+        whole = floats(trainer.updater.measure(prepared.to(trainer.accelerator.device))[1])
         for size in SIZES:
-            parts = [trainer.measure(part.to(trainer.accelerator.device))[1] for part in prepared.split(size)]
+            parts = [trainer.updater.measure(part.to(trainer.accelerator.device))[1] for part in prepared.split(size)]
             for part in parts:
                 odd = sorted(part.keys() ^ whole.keys())
                 require(not odd, f"not all micro-batches of {size} have the metric {', '.join(odd)}")
@@ -266,7 +266,9 @@ def packing(bench: Bench) -> None:
     apart, together = (trainer.store.experience for trainer in trainers)
     require(len(together) < len(apart), f"{len(apart)} samples are packed into {len(together)} rows")
     require_close(together.weight, apart.weight, "weights of packed samples and of samples in rows of their own")
-    losses = [trainer.measure(trainer.store.experience.to(trainer.accelerator.device))[0] for trainer in trainers]
+    losses = [
+        trainer.updater.measure(trainer.store.experience.to(trainer.accelerator.device))[0] for trainer in trainers
+    ]
     require_close(losses[0].detach(), losses[1].detach(), "losses of samples in rows of their own and packed")
     found = [gradient(trainer, trainer.store.experience) for trainer in trainers]
     require_same_gradient(found[0], found[1], "gradients of samples in rows of their own and packed")

@@ -155,7 +155,7 @@ def for_loss(trainer: Any, batch: Batch) -> Any:
 def measured(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Return the flat gradient of the loss's mean over a whole batch, and the metrics, with the loss among them."""
     trainer.optimizer.zero_grad()
-    loss, found = trainer.measure(for_loss(trainer, batch))
+    loss, found = trainer.updater.measure(for_loss(trainer, batch))
     loss.backward()
     flat = flat_gradient(trainer)
     trainer.optimizer.zero_grad()

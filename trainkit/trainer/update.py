@@ -1,0 +1,306 @@
+"""Optimizer steps: micro-batches, exact means over all processes, clipping, and what is skipped or refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainkit import metrics as m
+from trainkit.config import TrainConfig
+from trainkit.data import Batch
+from trainkit.errors import NonFiniteError, OutOfMemoryError, TrainkitError
+from trainkit.functional import exact
+from trainkit.models.fitting import ADVICE, RowLimit, first_line, no_smaller, out_of_memory, release
+from trainkit.seeding import global_rng
+from trainkit.trainer import optim
+from trainkit.trainer.base import BaseRLTrainer, Verdict
+from trainkit.trainer.models import Models
+from trainkit.trainer.parallel import Parallel
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.recording import Recorder
+from trainkit.trainer.returns import checked_batch, checked_loss, checked_verdict
+from trainkit.trainer.sharding import whole_tensor
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Batch)
+T = TypeVar("T")
+R = TypeVar("R")
+
+MICROBATCH_TOKENS = {"cpu": 2048}
+"""Tokens of a micro-batch where `train.microbatch_size` is not set, by device type. More do not speed up a CPU."""
+OTHER_TOKENS = 32_768
+"""The same for all other devices. Accelerators are faster with more tokens, up to a limit; memory use grows, too."""
+
+
+class Updater:
+    """Makes optimizer steps. Every algorithm is trained by `update`.
+
+    Args:
+        config: the section ``train``.
+        algorithm: its `loss`, `prepare_step`, `judge` and `after_step` are called.
+        models: the policy and the optimizer.
+        parallel: the processes.
+        recorder: the metrics that the algorithm records in a step.
+        progress: counts steps, tokens and rows.
+        inference: returns a context in which the model is run without gradient.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        algorithm: BaseRLTrainer[Any],
+        models: Models,
+        parallel: Parallel,
+        recorder: Recorder,
+        progress: Progress,
+        inference: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.config, self.algorithm, self.models, self.parallel = config, algorithm, models, parallel
+        self.recorder, self.progress, self._inference = recorder, progress, inference
+        self.sharding, self.row_limit = models.sharding, models.row_limit
+        self.changing = False
+        """Whether the weights or the experience are being changed, so that the state is that of no step."""
+        self.unit = "tokens"
+        """The unit that `Progress.tokens` counts: that of the last step's batch."""
+
+    def update(self, batch: Batch) -> m.Metrics:
+        """Make one optimizer step on ``batch``, and return its metrics. Every algorithm is trained by this method.
+
+        The gradient is that of the mean over the batches of all processes, however they are split. A step that `judge`
+        skips, or whose weight is 0, is skipped on all processes. It is counted, and the schedule advances.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite; neither the weights nor the optimizer have changed.
+        """
+        self.unit = batch.unit
+        self.models.build()
+        at, scheduler = self.progress, self.models.scheduler  # it must exist before the optimizer steps
+        weight = self.parallel.reduce(batch.weight.to(self.parallel.device))
+        found, verdict = {}, Verdict.SKIP
+        if weight > 0:
+            found = self._gradient(batch, weight)
+            verdict = self._judged(found)
+        found |= self._make_step(found) if verdict is Verdict.STEP else {"train/skipped": m.Mean.of(torch.ones(()))}
+        self.models.optimizer.zero_grad()
+        rate = self.models.learning_rate  # the one of this step; the schedule moves on to that of the next
+        optim.advance(scheduler)
+        self.models.unwrapped.eval()
+        at.step, at.tokens, at.stopped = at.step + 1, at.tokens + int(weight), verdict is Verdict.STOP
+        if verdict is Verdict.STEP and not self._overflowed:
+            at.trained += len(batch) * self.parallel.world
+            self._after_step()
+        self.changing = False
+        return {**found, "train/lr": m.Mean.of(torch.tensor(rate, dtype=torch.float64))}
+
+    def _after_step(self) -> None:
+        """Call `after_step`; the model is gathered for it only if it is overridden."""
+        if getattr(self.algorithm.after_step, "__func__", None) is not BaseRLTrainer.after_step:
+            with self.sharding.whole(write=True):
+                self.algorithm.after_step()
+
+    @property
+    def _overflowed(self) -> bool:
+        """Whether fp16's gradient scaler has skipped the last step, because gradients overflowed."""
+        accelerator = self.parallel.accelerator
+        return accelerator.scaler is not None and bool(accelerator.optimizer_step_was_skipped)
+
+    def _gradient(self, batch: Batch, weight: Tensor) -> m.Metrics:
+        """Compute the gradient of the mean over ``weight`` units, those of all processes, and return the metrics."""
+        share = weight / self.parallel.world  # because gradients are averaged over processes
+        prepared = self._prepared_for_step(batch)
+        recorded = self.recorder.pending
+        while (found := self._attempt(self.micro_batches(prepared), share)) is None:
+            self.recorder.pending = recorded
+            self.models.optimizer.zero_grad()
+            release()
+        self.sharding.exchange()
+        return found
+
+    def _attempt(self, micros: list[Batch], share: Tensor) -> m.Metrics | None:
+        """Make the passes of a step; return None if they are to be made again with the new `row_limit`.
+
+        That is when they did not fit into the memory of some process. Random numbers are drawn anew in each attempt, so
+        the gradient is that of a step which was made with this number of rows from the beginning.
+
+        Raises:
+            OutOfMemoryError: they did not fit, and there are no smaller micro-batches.
+        """
+        found: m.Metrics = {}
+        fault = ""
+        try:
+            found = self._passes(micros, share)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, TrainkitError) or not out_of_memory(error):
+                raise
+            self.models.optimizer.zero_grad()
+            fault = first_line(error)
+            if self.row_limit is None:
+                raise OutOfMemoryError(
+                    f"a micro-batch of {max(map(len, micros))} rows does not fit into memory ({fault}). Set "
+                    f"train.microbatch_size to a smaller number, or to 'auto'. {ADVICE}"
+                ) from error
+        return found if self.row_limit is None or self._fits(self.row_limit, max(map(len, micros)), fault) else None
+
+    def _fits(self, limit: RowLimit, rows: int, fault: str) -> bool:
+        """Return whether a step with micro-batches of ``rows`` rows has fit on every process; if not, halve the limit.
+
+        All processes then have the same limit.
+        """
+        most = torch.tensor([rows // 2 if fault else limit.rows or math.inf, -float(bool(fault))])
+        least, failed = self.parallel.min(most).tolist()
+        if failed and not least:
+            error = OutOfMemoryError(no_smaller(fault or "on another process"))
+            error.everywhere = True
+            raise error
+        limit.rows = int(least) if least < math.inf else None
+        if failed and self.parallel.is_main:
+            log.warning(
+                "step %d does not fit into memory; it is made again with micro-batches of %d rows (gradient unchanged)",
+                self.progress.step + 1,
+                limit.rows,
+            )
+        return not failed
+
+    def _passes(self, micros: list[Batch], share: Tensor) -> m.Metrics:
+        """Make the passes of a step: accumulate the gradient, and return the metrics."""
+        device, rank = self.parallel.device, self.parallel.rank
+        found: m.Metrics = {}
+        self.models.policy.train()
+        with global_rng(self.config.seed, "dropout", self.progress.step, rank, device=device):
+            passes = self.sharding.passes(len(micros))
+            for index in range(passes):
+                with self.sharding.synchronised(last=index == passes - 1):
+                    if index < len(micros):
+                        found = m.merge(found, self._backward(micros[index].to(device), share))
+                    else:  # other processes have more; all make the passes together
+                        self._backward(micros[-1].to(device), share, factor=0.0)
+        return found
+
+    def _prepared_for_step(self, batch: Batch) -> Batch:
+        """Return what `prepare_step` makes of the batch; the model is gathered for it only if it is overridden."""
+        if getattr(self.algorithm.prepare_step, "__func__", None) is BaseRLTrainer.prepare_step:
+            return batch
+        with self._inference():
+            return checked_batch(self.algorithm, "prepare_step", self.algorithm.prepare_step(batch))
+
+    def _judged(self, found: m.Metrics) -> Verdict:
+        """Return `judge`'s verdict on the metrics of all processes, so that it is the same on each of them.
+
+        The metrics are computed only if the algorithm overrides `judge`.
+        """
+        if not self.judges:
+            return Verdict.STEP
+        nothing = dict.fromkeys(found, math.nan)  # for metrics of which nothing was counted
+        return checked_verdict(self.algorithm, self.algorithm.judge(nothing | m.compute(found, self.parallel.reduce)))
+
+    @property
+    def judges(self) -> bool:
+        """Whether the algorithm can skip steps."""
+        return getattr(self.algorithm.judge, "__func__", None) is not BaseRLTrainer.judge
+
+    def _make_step(self, found: m.Metrics) -> m.Metrics:
+        """Clip the gradient and step; record ``train/skipped`` if `judge` or fp16's scaler can skip steps."""
+        norm = self.sharding.clip(self.config.max_grad_norm)
+        self._refuse_non_finite(found, norm)
+        self.changing = True
+        self.models.optimizer.step()
+        made: m.Metrics = {"train/grad_norm": m.Mean.of(norm)}
+        if self.judges or self.parallel.accelerator.scaler is not None:
+            skipped = self.parallel.accelerator.optimizer_step_was_skipped  # by the scaler, on overflow
+            made["train/skipped"] = m.Mean.of(torch.tensor(float(skipped)))
+        return made
+
+    @property
+    def most(self) -> tuple[int | None, int | None]:
+        """The most rows and tokens of a micro-batch."""
+        size = self.config.microbatch_size
+        if isinstance(size, int):
+            return size, None
+        return None if self.row_limit is None else self.row_limit.rows, self.tokens_of_a_micro_batch
+
+    def micro_batches(self, batch: B) -> list[B]:
+        """Split a batch into the parts that go through the model one at a time."""
+        return [batch] if len(groups := self._groups(batch)) == 1 else [batch.select(rows) for rows in groups]
+
+    @property
+    def tokens_of_a_micro_batch(self) -> int:
+        """About how many tokens a micro-batch has, unless `train.microbatch_size` is a number."""
+        return MICROBATCH_TOKENS.get(self.parallel.device.type, OTHER_TOKENS)
+
+    def _groups(self, batch: Batch) -> list[Tensor]:
+        return batch.groups(*self.most, together=self.algorithm.samples_per_prompt, shared=self.progress.shares_prompts)
+
+    def in_micro_batches(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        """Apply ``read(micro-batch [b]) -> [b, *]`` to a whole batch [B]; rows keep their order. -> [B, *].
+
+        While the model is divided among the processes, all of them call it together, and make equally many passes.
+        """
+        if self.row_limit is None:
+            return self._read_in_groups(batch, read)
+        return self.row_limit.without_gradient(len(batch), lambda: self._read_in_groups(batch, read))
+
+    def _read_in_groups(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        groups = self._groups(batch)
+        found = torch.cat(self.each_together(groups, lambda rows: read(batch.select(rows))))
+        return found[torch.cat(groups).argsort().to(found.device)]
+
+    def each_together(self, items: Sequence[T], call: Callable[[T], R]) -> list[R]:
+        """Return what ``call`` returns for each item.
+
+        While the model is divided, processes with fewer items repeat the last one and ignore the result, so that all
+        run the model equally often.
+        """
+        runs_alone = self.sharding.gathered or not self.sharding.stays_divided
+        more = 0 if runs_alone else self.sharding.passes(len(items)) - len(items)
+        found = [call(item) for item in items]
+        with self.recorder.discarding():
+            for _ in range(more):
+                call(items[-1])
+        return found
+
+    @torch.no_grad()
+    def step_mean(self, batch: B, read: Callable[[B], Tensor]) -> Tensor:
+        """Return the mean of ``read(micro-batch [b]) -> [b, *]`` over a step's rows of all processes. [B] -> [*].
+
+        It is computed in float64 where the device has it, and returned in float32 on the CPU.
+        """
+        device = self.parallel.device
+        parts = self.each_together(self.micro_batches(batch), lambda micro: exact(read(micro.to(device))).sum(0).cpu())
+        sums = torch.stack(parts).sum(0)
+        counted = self.parallel.reduce(torch.cat([sums.flatten(), sums.new_tensor([len(batch)])]))
+        mean: Tensor = counted[:-1] / counted[-1]
+        return mean.view(sums.shape).float()
+
+    def measure(self, micro: Batch) -> tuple[Tensor, m.Metrics]:
+        """Return the algorithm's loss [] and its metrics, the loss itself among them."""
+        with self.parallel.accelerator.autocast():
+            loss, found = checked_loss(self.algorithm, self.algorithm.loss(micro))
+        weight = exact(micro.weight.to(loss.device))
+        return loss, {**found, "loss/total": m.Mean(exact(loss.detach()) * weight, weight)}
+
+    def _backward(self, micro: Batch, share: Tensor, factor: float = 1.0) -> m.Metrics:
+        loss, found = self.measure(micro)
+        self.sharding.backward(loss * micro.weight.to(share.device) / share * factor)
+        return found
+
+    def _refuse_non_finite(self, found: m.Metrics, norm: Tensor) -> None:
+        loss = self.parallel.reduce(torch.stack(found["loss/total"].tensors()))
+        overflow = self.parallel.accelerator.scaler is not None  # fp16: the scaler skips the step and lowers its scale
+        if bool(loss.isfinite().all()) and (bool(norm.isfinite()) or overflow):
+            return
+        named = self.models.unwrapped.named_parameters()
+        grads = {name: whole_tensor(p.grad) for name, p in named if p.grad is not None}
+        names = [name for name, grad in grads.items() if not grad.isfinite().all()]
+        self.models.optimizer.zero_grad()
+        raise NonFiniteError(
+            f"step {self.progress.step + 1}: the loss is {float(loss[0] / loss[1])} and the gradient norm {float(norm)}"
+            f"{'; not finite in ' + ', '.join(names[:3]) if names else ''}. The weights have not moved. Look at the "
+            "rewards, lower optimizer.lr, or set train.max_grad_norm"
+        )
