@@ -66,7 +66,9 @@ def test_what_the_sampler_saw_is_what_the_policy_says_after_updates_too(name: st
     rollouts = trainer.sample([{"prompt": p} for p in ("a", "bcd", "ef")])
     rollouts = replace(rollouts, hidden=None)
     whole = trainer.unwrapped(rollouts.sequences, entropy=True)
-    fresh = trainer._sample(rollouts.rows, trainer.settings(), "train", trainer._seeds(rollouts.rows, "train"))
+    fresh = trainer.sampling.sample(
+        rollouts.rows, trainer.settings(), "train", trainer.sampling.seeds(rollouts.rows, "train")
+    )
     said = trainer.behaviour(fresh)
     assert torch.equal(fresh.sequences.input_ids, rollouts.sequences.input_ids)
     for one, two in zip(said, whole, strict=True):

@@ -405,7 +405,7 @@ def test_weights_are_loaded_only_when_they_have_changed_and_an_engine_is_closed_
 
 def test_weights_that_do_not_fit_are_refused_with_their_name(tmp_path: Path) -> None:
     trainer = tiny_trainer("rloo", tmp_path, rollout__engine="plain")
-    served, own = trainer.served, dict(trainer.weights.tensors())
+    served, own = trainer.sampling.served, dict(trainer.sampling.weights.tensors())
     name, tensor = next(iter(own.items()))
 
     def told(tensors: dict[str, Tensor]) -> str:
@@ -413,7 +413,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_name(tmp_path: Path) -> 
             served.fitting(Weights(5, tensors.items))
         return str(caught.value)
 
-    assert served.fitting(trainer.weights).keys() == own.keys()
+    assert served.fitting(trainer.sampling.weights).keys() == own.keys()
     assert told({k: v for k, v in own.items() if k != name}) == f"the weights of step 5 lack {name}, which is trained"
     assert told({**own, "other": tensor}) == "the weights of step 5 have other, which the model has not"
     assert f"{name} of step 5 is (9, 32), torch.float32; that of the model is (10, 32), torch.float32" == told(

@@ -68,7 +68,7 @@ def test_observations_are_appended_as_ids_and_only_outputs_are_in_the_response_m
         text = trainer.tokenizer.decode(ids, skip_special_tokens=True)
         assert text == found.samples[row] == ["ab", "c"][row] + outputs[0] + "hg" + outputs[1] + "f" + outputs[2]
         assert trainer.tokenizer.decode(ids[mask[: len(ids)]], skip_special_tokens=True) == "".join(outputs)
-        assert found.queries[row].tolist() == trainer.encode(["ab", "c"][row])
+        assert found.queries[row].tolist() == trainer.text.encode(["ab", "c"][row])
         paid = found.rewards[row]
         ends = (mask & ~torch.cat([mask[1:], torch.zeros(1, dtype=torch.bool)])).nonzero().flatten()
         assert paid[ends].tolist() == [0.5, 1.0, 2.0], "each at the last token of the output that it rewards"

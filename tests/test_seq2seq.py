@@ -480,10 +480,10 @@ def test_prompt_and_response_have_a_budget_each(caplog: pytest.LogCaptureFixture
     """S-44: eight tokens for each, the decoder's start included; prompts keep their end, outputs their beginning."""
     changes = {"train.seq_length": 8, "rollout.max_new_tokens": 7}
     trainer = trainer_with(character_tokenizer(LETTERS), tiny_bart(V), **changes)
-    assert trainer.encode("abcdefgh") == list(range(8))
-    assert (trainer.fits(8, 7), trainer.fits(9, 1), trainer.fits(1, 8)) == (True, False, False)
+    assert trainer.text.encode("abcdefgh") == list(range(8))
+    assert (trainer.text.fits(8, 7), trainer.text.fits(9, 1), trainer.text.fits(1, 8)) == (True, False, False)
     with pytest.raises(DataError, match="has 9 tokens, and at most 8 are read"):
-        trainer.encode("abcdefgha")
+        trainer.text.encode("abcdefgha")
     rows = trainer.read_samples([("abcdefghab", "hgfedcba"), ("a", "b")])
     assert "1 of 2 samples were truncated to 8 tokens" in caplog.text
     found = trainer.encode_samples(rows)

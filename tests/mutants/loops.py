@@ -19,6 +19,7 @@ from trainkit.functional import at_last, per_response
 from trainkit.models import Reference
 from trainkit.seeding import generator
 from trainkit.trainer import optim
+from trainkit.trainer.sampling import Sampling
 from trainkit.trainer.update import Updater
 
 Loop = AccelerateRLTrainer[Any]
@@ -35,6 +36,16 @@ class WithUpdater(Loop):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.updater.__class__ = self.updater_class
+
+
+class WithSampling(Loop):
+    """A loop that samples in another way."""
+
+    sampling_class: type[Sampling]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sampling.__class__ = self.sampling_class
 
 
 class MeansOfMeans(WithUpdater):
@@ -135,14 +146,15 @@ class CursorForgotten(Loop):
         super().load_loop_state({**state, "progress": {**state["progress"], "cursor": 0}})
 
 
-class SamplerForgotten(Loop):
+class SamplerForgotten(WithSampling):
     """Responses are drawn from one generator for the whole run, of which no checkpoint knows."""
 
-    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-        if purpose == "train":
-            self.draws = getattr(self, "draws", None) or generator(self.config.train.seed, "own")
-            seeds = torch.randint(1 << 30, (len(rows),), generator=self.draws).tolist()
-        return super()._sample(rows, settings, purpose, seeds)
+    class sampling_class(Sampling):
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+            if purpose == "train":
+                self.draws = getattr(self, "draws", None) or generator(self.config.train.seed, "own")
+                seeds = torch.randint(1 << 30, (len(rows),), generator=self.draws).tolist()
+            return super().sample(rows, settings, purpose, seeds)
 
 
 class ScheduleForgotten(Loop):
@@ -182,19 +194,20 @@ class AdvantagesOfIntegers(Loop):
             self.reward_fn = given
 
 
-class OneSeedForAll(Loop):
+class OneSeedForAll(WithSampling):
     """Samples are drawn by the index of the row in the call, which is the same on all processes."""
 
-    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-        return super()._sample(rows, settings, purpose, range(len(rows)))
+    class sampling_class(Sampling):
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+            return super().sample(rows, settings, purpose, range(len(rows)))
 
 
-class DrawnByRank(Loop):
+class DrawnByRank(WithSampling):
     """The process's number is added to the seed of a sample."""
 
-    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-        rank = self.accelerator.process_index
-        return super()._sample(rows, settings, purpose, [seed ^ rank for seed in seeds])
+    class sampling_class(Sampling):
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+            return super().sample(rows, settings, purpose, [seed ^ self.parallel.rank for seed in seeds])
 
 
 class ShuffledApart(Loop):
@@ -240,27 +253,30 @@ class LastTurnPaid(Loop):
         return scores if scores.dim() == 1 else at_last(scores, rollouts.sequences.response_mask)
 
 
-class StaleSampler(Loop):
+class StaleSampler(WithSampling):
     """The sampler keeps a copy of the model, as it was at first."""
 
-    @cached_property
-    def sampler(self) -> Any:
-        trained = self.unwrapped.model
-        self.unwrapped.model = copy.deepcopy(trained)
-        try:
-            return AccelerateRLTrainer.sampler.func(self)
-        finally:
-            self.unwrapped.model = trained
+    class sampling_class(Sampling):
+        @cached_property
+        def sampler(self) -> Any:
+            policy = self.models.unwrapped
+            trained = policy.model
+            policy.model = copy.deepcopy(trained)
+            try:
+                return Sampling.sampler.func(self)  # type: ignore[attr-defined]
+            finally:
+                policy.model = trained
 
 
-class EvaluationDraws(Loop):
+class EvaluationDraws(WithSampling):
     """Samples are drawn by the number of samples before them, those of evaluations included."""
 
-    drawn = 0
+    class sampling_class(Sampling):
+        drawn = 0
 
-    def _sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
-        self.drawn += len(rows)
-        return super()._sample(rows, settings, purpose, range(self.drawn - len(rows), self.drawn))
+        def sample(self, rows: Any, settings: Any, purpose: Any, seeds: Any) -> Any:
+            self.drawn += len(rows)
+            return super().sample(rows, settings, purpose, range(self.drawn - len(rows), self.drawn))
 
 
 class ReferenceInTrainMode(Loop):
@@ -310,15 +326,16 @@ class RowsChanged(Loop):
         return found
 
 
-class SampledWithDropout(Loop):
+class SampledWithDropout(WithSampling):
     """The model samples in training mode, and what is trained says something else."""
 
-    def _sample(self, *args: Any) -> Any:
-        self.sampler  # noqa: B018  (and the reference beside it are made of the model as it is)
-        module = self.unwrapped
-        module.eval = lambda: module.train()
-        try:
-            return super()._sample(*args)
-        finally:
-            del module.eval
-            module.eval()
+    class sampling_class(Sampling):
+        def sample(self, *args: Any) -> Any:
+            self.sampler  # noqa: B018  (and the reference beside it are made of the model as it is)
+            module = self.models.unwrapped
+            module.eval = lambda: module.train()
+            try:
+                return super().sample(*args)
+            finally:
+                del module.eval
+                module.eval()

@@ -304,7 +304,7 @@ class _Inspector:
             self._find(f"unrendered {name}", index)
 
     def _rows(self, rows: list[Any], first: int, talk: bool) -> list[Row]:
-        """Do what the trainer does to read rows: see `trainkit.trainer.text.TextTrainer.read_samples`."""
+        """Do what the trainer does to read rows: see `trainkit.trainer.text.AccelerateRLTrainer.read_samples`."""
         reading = self.reading
         tokenizer = self._plain_tokenizer() if talk and reading.tokenizer is None else reading.tokenizer
         if reading.kind == "prompts":

@@ -43,7 +43,7 @@ class Serving:
         self.trainer: Any = tiny_trainer(name, Path("unused"), model=fields, rollout__engine=entry)
         self.model: Any = self.trainer.unwrapped.model.eval()
         self.push_away()
-        served = self.trainer.served
+        served = self.trainer.sampling.served
         self.served = replace(served, options={**served.options, "hidden": True})
         before = state_of_process()
         self.engine = start(self.trainer.config.rollout.engine, self.served)
@@ -70,12 +70,12 @@ class Serving:
     @property
     def weights(self) -> Weights:
         """The weights as they are now, at the version of the last `load`."""
-        now: Weights = self.trainer.weights
+        now: Weights = self.trainer.sampling.weights
         return replace(now, version=self.version)
 
     def request(self, prompts: Sequence[str], seeds: Sequence[int] | None = None, **settings: Any) -> Request:
         """Return a request of responses to the prompts."""
-        queries = [self.trainer.encode(prompt) for prompt in prompts]
+        queries = [self.trainer.text.encode(prompt) for prompt in prompts]
         return Request(queries, seeds_of(len(prompts)) if seeds is None else seeds, self.settings(**settings), "train")
 
     def settings(self, **settings: Any) -> SamplingConfig:

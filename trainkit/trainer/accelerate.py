@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit import metrics as m
-from trainkit.config import MethodConfig, TRLConfig
+from trainkit.config import EnvironmentConfig, MethodConfig, SamplingConfig, TRLConfig, sweep
 from trainkit.data import (
     Batch,
+    Preferences,
+    Prompts,
     Rollouts,
     Row,
     Sequences,
+    prompt_rows,
+    written_prompts,
 )
-from trainkit.errors import ConfigError, RegistryError
+from trainkit.data.columns import without
+from trainkit.errors import ConfigError, DataError, RegistryError, printable
 from trainkit.functional import (
     effective_sample_size,
     exact,
@@ -30,6 +39,7 @@ from trainkit.functional import (
     masked_ratios,
     masked_sum,
     per_response,
+    place_scores,
     repetition,
     truncated_ratios,
 )
@@ -40,16 +50,21 @@ from trainkit.models import (
     Scorer,
     TokenOutputs,
     load_model,
+    load_tokenizer,
     make_policy,
 )
 from trainkit.models.adapters import BASE, HEADS, bare, has_adapter, has_score_head, save_model
 from trainkit.models.loading import (
+    balances_experts,
     check_frozen,
     check_tokens,
+    check_trainable,
     check_trains_weights,
+    coming_eos,
     count_virtual,
     load_frozen,
     load_frozen_config,
+    load_model_config,
     name_eos,
     reads_more,
 )
@@ -60,16 +75,25 @@ from trainkit.models.rope import fix_rope
 from trainkit.models.stored import store_frozen
 from trainkit.models.virtual import virtual_tokens
 from trainkit.plugins.hooks import name_of
-from trainkit.rollouts import EngineSampler
+from trainkit.rollouts import Engine, EngineSampler, EnvironmentMaker, RewardFn, Sampler, check_maker, score
+from trainkit.rollouts.engines import engine_class
 from trainkit.rollouts.replica import PRECISIONS
+from trainkit.rollouts.rewards import FURTHER, check_keywords, numbers_of
 from trainkit.runs import run
+from trainkit.runs.fingerprints import Fingerprints, of_maker, of_tokenizer
 from trainkit.runs.health import Health
-from trainkit.seeding import global_rng
+from trainkit.seeding import PLACE, SEEDED, global_rng, placed, turn_seed
 from trainkit.trainer import collecting, generation, sharing, stored
+from trainkit.trainer.best import check_best, choose_best
 from trainkit.trainer.evaluation import on_prompts
 from trainkit.trainer.loop import AcceleratedLoop
 from trainkit.trainer.returns import checked_batch
-from trainkit.trainer.text import TextTrainer
+from trainkit.trainer.sampling import Sampling
+from trainkit.trainer.settings import check_distribution
+from trainkit.trainer.text import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +104,7 @@ SAMPLER_TOLERANCE = 1e-4
 """Largest difference between log-probabilities of sampler and policy that counts as rounding in float32."""
 
 
-class AccelerateRLTrainer(TextTrainer[M]):
+class AccelerateRLTrainer(AcceleratedLoop[M]):
     """The loop for language models: everything about training them except the algorithm.
 
     Args:
@@ -101,6 +125,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
     Raises:
         ConfigError, DataError, PluginError: raised at construction, before a model is loaded.
     """
+
+    generates: ClassVar[bool] = True
+    """Whether the trained model generates text. If it scores text instead, evaluations have no prompts."""
+    encoder_decoders: ClassVar[bool] = True
+    """Whether encoder-decoders can be trained; if not, they are refused at construction."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of samples that the algorithm reads, besides those of their format. Others are named in a warning, as are
+    those of prompts if there is no reward function, metric function or environment to get them."""
 
     corrections: ClassVar[tuple[str, ...]] = ()
     """The values of `rollout.correction`, besides ``"none"``, that the algorithm supports: ``"sampler"`` if its loss
@@ -125,8 +157,38 @@ class AccelerateRLTrainer(TextTrainer[M]):
             return sorted([*left, "make_experience"])
         return left if cls.experience is not AcceleratedLoop.experience else sorted([*left, "experience"])
 
-    def __init__(self, config: TRLConfig[M], **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+    def __init__(
+        self,
+        config: TRLConfig[M],
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        environment: EnvironmentMaker | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, model=model, **kwargs)
+        self.environment = None if environment is None else check_maker(environment)
+        self.text = self._make_text(model, tokenizer)
+        """Prompts and samples as token ids."""
+        self.sampling = Sampling(
+            self.config,
+            self.text,
+            self.models,
+            self.parallel,
+            self.recorder,
+            self.progress,
+            environment=self.environment,
+            logit_mask=self.logit_mask,
+            steer=self.steer if self._steers else None,
+            make_sampler=lambda: self.hooks.hook.make_sampler(trainer=self),
+        )
+        """What samples responses, and plays episodes."""
+        self.health = self._make_health()
+        if self.environment is not None and self.text.is_encoder_decoder:
+            raise ConfigError(
+                f"a model of type {self.text.model_config.model_type!r} is an encoder-decoder, which reads one prompt "
+                "and writes one output; environments of several turns need a model that reads all of it as one text"
+            )
         rollout = self.config.rollout
         if rollout.max_refills != type(rollout).model_fields["max_refills"].default and not self.keeps:
             raise ConfigError(
@@ -135,12 +197,76 @@ class AccelerateRLTrainer(TextTrainer[M]):
             )
         sharing.check(self)
         if self.config.rollout.staleness:
-            self.ahead = collecting.Ahead(self)
+            self.ahead = self.sampling.ahead = collecting.Ahead(self)
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
         self._equal_scores_told = self._drops_told = False
         self.checks_memory = True
         """Whether it is still open if the output of frozen layers of an offline collection fits into memory."""
+
+    def _make_text(self, live: Any, tokenizer: Any) -> Text:
+        """Return the run's text, after checking that tokenizer, model and environment suit the algorithm."""
+        config, name = self.config, self.config.method.name
+        self._check_environment()
+        if self.online:
+            check_distribution(config)
+        if tokenizer is not None and config.tokenizer.tokenizer_path is not None:
+            raise ConfigError(
+                f"a tokenizer is given, and tokenizer.tokenizer_path is {config.tokenizer.tokenizer_path!r}; "
+                "give one of the two"
+            )
+        tokenizer = load_tokenizer(config, tokenizer)
+        model_config = live.config if live is not None else load_model_config(config.model)
+        check_trainable(config.model, model_config, live=live is not None)
+        if balances_experts(model_config) and self.parallel.is_main:
+            log.warning(
+                "the loss that balances the experts of a mixture (router_aux_loss_coef) is not added to that of %s",
+                name,
+            )
+        if model_config.is_encoder_decoder and not self.encoder_decoders:
+            raise ConfigError(
+                f"a model of type {model_config.model_type!r} is an encoder-decoder, and {name!r} trains none; give a "
+                "model that reads prompt and response as one text"
+            )
+        return Text(
+            config,
+            self.parallel,
+            tokenizer=tokenizer,
+            model_config=model_config,
+            virtual=count_virtual(config.model, live),
+            ends=coming_eos(config.model, live, model_config) if self.generates else [],
+            inputs=self.inputs,
+            columns=self.columns,
+            began=self.began,
+        )
+
+    @property
+    def missing_rewards(self) -> list[str]:
+        """What is missing for rewards, among reward_fn and environment."""
+        if "environment" in self.inputs:
+            return ["environment"] if self.environment is None else []
+        return [] if self.environment is not None else super().missing_rewards
+
+    def _check_environment(self) -> None:
+        """Raise a `ConfigError` if settings of environments have no effect, or the algorithm uses no environment."""
+        name, config = self.config.method.name, self.config
+        if self.environment is not None and not self.rewarded:
+            raise ConfigError(
+                f"{name!r} learns from {' and '.join(self.inputs)}, not from the rewards of an environment"
+            )
+        if self.environment is not None:
+            return
+        given = [
+            f"environment.{key}" for key, value in config.environment if value != getattr(EnvironmentConfig(), key)
+        ]
+        for key in ("max_turns", "max_episode_tokens"):
+            if getattr(config.rollout, key) != type(config.rollout).model_fields[key].default:
+                given.append(f"rollout.{key}")
+        if given:
+            are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+            raise ConfigError(
+                f"{' and '.join(given)} {are} set, and there is no environment; give one, or remove {them}"
+            )
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -159,9 +285,9 @@ class AccelerateRLTrainer(TextTrainer[M]):
             )
         check_trains_weights(self.config.model, policy.model)
         if isinstance(policy, Policy):
-            policy.vocabulary = self.vocabulary
+            policy.vocabulary = self.sampling.vocabulary
             # offline, the policy itself has none: it is applied at evaluations alone
-            check_logit_mask(self.logit_mask, policy.model, self.vocabulary)
+            check_logit_mask(self.logit_mask, policy.model, self.sampling.vocabulary)
         self._fix_rope(policy)
         if isinstance(policy, Policy) and reads_more(self.model_config) and not reads_more(policy.model.config):
             log.warning(
@@ -173,6 +299,17 @@ class AccelerateRLTrainer(TextTrainer[M]):
         sharing.prepare(self, policy)
         if has_adapter(policy.model):
             self._store_frozen(policy.model, path, self.model_config)
+
+    @property
+    def _copies_model(self) -> bool:
+        """Whether every process makes a copy of the model at the start: that of its engine."""
+        return self.generates and self.sampling.copies_model
+
+    def _before_dividing(self, reference: Any) -> None:
+        """Do what needs whole models: start the engine, which copies the model."""
+        super()._before_dividing(reference)
+        if self.generates:
+            self.sampling.start_engine()
 
     def _store_frozen(self, model: Any, path: Any, config: Any, beside: nn.Module | None = None) -> None:
         """Keep frozen weights in 16 bits if the checkpoint at ``path`` and the run's precision are of the same ones."""
@@ -260,6 +397,217 @@ class AccelerateRLTrainer(TextTrainer[M]):
         sharing.prepare(self, policy)
         return policy
 
+    # ------------------------------------------------------------------------------------------------------------ data
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the run."""
+        return self.text.tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        """The config of the model that is trained."""
+        return self.text.model_config
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of prompt and response together, or of each if they are read separately; None: no limit."""
+        return self.text.limit
+
+    def read_prompts(self, prompts: Prompts) -> list[Row]:
+        """Return checked rows of ``prompts``; with an environment, they need not have prompts."""
+        prompts = without(prompts, self.config.data.ignore_columns)
+        rows = prompt_rows(prompts, needed=self.environment is None)
+        self._check_functions(rows)
+        if not self.scores_samples and self.metric_fn is None:  # otherwise they get the columns
+            self.text.warn_unread(rows, {"prompt", *SEEDED}, "prompts")
+        fitting = self.fit_prompts(rows)
+        self.text.warn_unrendered(rows, "prompt")
+        return fitting
+
+    def _check_functions(self, rows: list[Row]) -> None:
+        """Raise a `ConfigError` if reward or metric function do not take the keywords that they will be called with."""
+        if self.environment is not None or getattr(self.score, "__func__", None) is not AccelerateRLTrainer.score:
+            return
+        columns = dict.fromkeys(str(name) for row in rows for name in row if name not in ("prompt", PLACE))
+        usual = ("samples", "prompts", "outputs")
+        if self.reward_fn is not None:
+            check_keywords(self.reward_fn, "reward function", (*usual, "tokenizer"), columns)
+        if self.metric_fn is not None:
+            check_keywords(self.metric_fn, "metric function", usual, columns)
+
+    def fit_prompts(self, rows: list[Row]) -> list[Row]:
+        """Return the prompts, as text, that leave room for a response; with an environment, as they were given."""
+        if self.environment is None:
+            return self.text.fit(rows)
+        return self.text.fit_episodes(rows, self.sampling.player.check_template)
+
+    def default_prompts(self) -> list[Any]:
+        """Return the tokenizer's beginning token for each rollout; every response then starts from it.
+
+        With an environment, return empty rows: the environment gives the prompts.
+        """
+        if self.environment is not None:
+            return [{} for _ in range(self.config.rollout.num_rollouts // self.samples_per_prompt)]
+        bos = self.tokenizer.bos_token
+        if bos is None:
+            raise DataError(
+                "no prompts are given, and the tokenizer has no beginning token to start responses from; give prompts"
+            )
+        return [bos] * self.config.rollout.num_rollouts
+
+    def read_samples(
+        self, samples: Iterable[Any], rewards: Iterable[Any] | None = None, *, first: int = 0
+    ) -> list[Row]:
+        """Return samples as rows; each is encoded once to check that it can be."""
+        return self.text.read_samples(samples, rewards, first, self.check_samples)
+
+    def encode_samples(self, rows: list[Row]) -> Sequences:
+        """Encode sample rows as sequences on the device; outputs and their EOS are marked as responses."""
+        return self.text.encode_samples(rows)
+
+    def encode_preferences(self, rows: list[Row]) -> Preferences:
+        """Encode rows of pairs as sequences on the device; prompt and output are tokenised as one text."""
+        return self.text.encode_preferences(rows)
+
+    def add_eval_pipeline(self, prompts: Prompts) -> None:
+        """Set the prompts of evaluations, after checking that they leave room for responses."""
+        self._check_generates("eval_prompts")
+        super().add_eval_pipeline(prompts)
+        longest = max(len(ids) for ids in self.text.queries(self.eval_rows))
+        for _, overrides in sweep(self.config.rollout.eval_kwargs):
+            room = self.settings(**overrides).max_new_tokens
+            if not self.text.fits(longest, room):
+                raise DataError(
+                    f"the longest evaluation prompt has {longest} tokens, and rollout.eval_kwargs asks for {room} new "
+                    f"ones; {self.text.what_fits}. Lower max_new_tokens there"
+                )
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of the data, the tokenizer and the environment."""
+        made = {} if self.environment is None else {"the environment": of_maker(self.environment)}
+        return {**super().fingerprints, "the tokenizer": self._tokenizer_seen, **made}
+
+    @cached_property
+    def _tokenizer_seen(self) -> str:
+        return of_tokenizer(self.tokenizer)
+
+    # -------------------------------------------------------------------------------------------------------- sampling
+
+    @property
+    def _steers(self) -> bool:
+        return getattr(self.steer, "__func__", None) is not AccelerateRLTrainer.steer
+
+    def steer(self, logits: Tensor, states: Tensor, settings: SamplingConfig) -> Tensor:
+        """Return the logits to sample from instead of ``logits`` [b, V]; override it to change what is sampled.
+
+        ``logits`` include the sampling temperature and the logit mask; ``states`` [b, D] are the hidden states from
+        which they are computed; ``settings`` is of the class in the method's `sampling`. The log-probabilities and
+        entropies of the rollouts are still those of the model.
+        """
+        return logits
+
+    def sample(self, rows: list[Row], **overrides: Any) -> Rollouts:
+        """Sample one response per row for training, at the rollout's settings with ``overrides``; or play an episode.
+
+        The random numbers of a response follow from the run's seed, the row's position in the stream of prompts and
+        the number of the response among those to this row in the collection (`trainkit.seeding.response_seeds`).
+
+        Args:
+            rows: those that `make_experience` gets, or copies of them (``{**row, "prompt": ...}``).
+            **overrides: sampling settings over those of ``config.rollout``, e.g. ``temperature=0``.
+        """
+        rollouts = self.sampling.sample(
+            rows, self.settings(**overrides), "train", self.sampling.seeds(rows, "train", self._seen)
+        )
+        self._rollouts.append(replace(rollouts, hidden=None))  # kept for the hooks, longer than the experience
+        if rollouts.turns is not None and rollouts.failed is not None:
+            turns = torch.tensor([float(len(turns)) for turns in rollouts.turns])
+            self._sampling.playing += self.sampling.player.seconds
+            self.record({"environment/turns": m.Mean.of(turns), "environment/failures": m.Mean.of(rollouts.failed)})
+        return rollouts
+
+    @property
+    def sampler(self) -> Sampler:
+        """What turns prompts into rollouts: the sampler of a plugin's ``make_sampler``, or the engine's."""
+        return self.sampling.sampler
+
+    @property
+    def engine(self) -> Engine:
+        """The generation engine that `rollout.engine` names; it is started when it is first used."""
+        return self.sampling.engine
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The class of the engine."""
+        return engine_class(self.config.rollout.engine)
+
+    def core_sampler(self) -> Sampler:
+        """Return trainkit's sampler of this run's model, also for a ``make_sampler`` hook to build on."""
+        return self.sampling.core_sampler()
+
+    @contextmanager
+    def _sampling_model(self) -> Iterator[None]:
+        """Let every process sample inside the block: give its engine the weights, or gather the model."""
+        with self.sampling.ready():
+            yield
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether what is sampled can be scored: there is a reward function or an environment."""
+        return self.reward_fn is not None or self.environment is not None
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """Return the scores of the reward function [B], or [B, T] if it gives rewards per token.
+
+        With an environment, its rewards [B, T], each at the last token of the output that it rewards, plus the scores.
+        Some are infinite or NaN if the function returned them and `reward.on_nonfinite` deals with them.
+        An algorithm that learns from prompts alone gets scores of 0.
+        """
+        scores = self._score(rollouts)
+        for at, kept in enumerate(self._rollouts):  # what the hooks get
+            if kept.rows is rollouts.rows:
+                self._rollouts[at] = replace(kept, judged=self._judge(rollouts, scores))
+        return scores
+
+    def _judge(self, rollouts: Rollouts, scores: Tensor) -> list[dict[str, Any]] | None:
+        """Return what the last call of the reward function said about each response, and its score [B] or [B, T]."""
+        if not self.scores_samples:
+            return None
+        finite = [score if math.isfinite(score) else None for score in per_response(scores).tolist()]
+        known = {"reward": finite, **(self._sampling.told if self.reward_fn is not None else {})}
+        return [dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True)]
+
+    def _score(self, rollouts: Rollouts) -> Tensor:
+        device = self.accelerator.device
+        if self.reward_fn is None and rollouts.rewards is not None:
+            return rollouts.rewards.to(device)
+        if self.reward_fn is None:
+            if self.rewarded:  # a loop of the caller's own, which `learn` has not checked
+                name = self.config.method.name
+                if self.environment is not None:
+                    raise DataError("the rollouts are no episodes of the environment; give those of play()")
+                raise DataError(f"{name!r} learns from {' and '.join(self.inputs)}; give {self.missing_rewards[0]}")
+            return torch.zeros(len(rollouts), device=device)
+        weights, started, told = self._sampling.weights, time.perf_counter(), dict[str, list[Any]]()
+        scores = score(
+            self.reward_fn,
+            replace(rollouts, rows=[self.text.numbered(row) for row in rollouts.rows]),
+            self.tokenizer,
+            self.config.reward,
+            step=self.progress.step if weights is None else weights.version,
+            alone=weights is None,
+            told=told,
+        ).to(device)
+        self._sampling.told = told
+        numbers = {name: torch.tensor(numbers_of(values), dtype=torch.float64) for name, values in told.items()}
+        self.record({f"{FURTHER}{name}": m.Mean.of(values) for name, values in numbers.items() if len(values)})
+        self._sampling.seconds.append(time.perf_counter() - started)
+        if rollouts.rewards is None:
+            return scores
+        return rollouts.rewards.to(device) + place_scores(scores, rollouts.sequences.response_mask)
+
     # ----------------------------------------------------------------------------------------- for the algorithm
 
     def make_experience(self, rows: list[Row]) -> Batch:
@@ -267,8 +615,10 @@ class AccelerateRLTrainer(TextTrainer[M]):
         return self._experience(*self.sample_and_score(rows))
 
     def _begin_sampling(self, parts: list[list[Row]]) -> None:
-        if type(self).sample_and_score is AccelerateRLTrainer.sample_and_score:
-            super()._begin_sampling(parts)
+        """Let the engine begin with what several calls of `sample` will ask, if those are not overridden."""
+        usual = {name: getattr(AccelerateRLTrainer, name) for name in ("sample", "sample_and_score")}
+        if all(getattr(type(self), name) is method for name, method in usual.items()):
+            self.sampling.begin(parts, self._seen)
 
     def sample_and_score(self, rows: list[Row]) -> tuple[Rollouts, Tensor]:
         """Sample a response to each row, and return the rollouts with their scores [B] or [B, T]."""
@@ -353,7 +703,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def stays_divided(self) -> bool:
         """Whether the model is divided among the processes also while experience is made."""
         usual = self.scores_rollouts and type(self).sample_and_score is AccelerateRLTrainer.sample_and_score
-        return super().stays_divided or (usual and self._samples_apart)
+        return super().stays_divided or (usual and self.sampling.apart)
 
     def _experience(self, rollouts: Rollouts, scores: Tensor) -> Batch:
         if isinstance(self.unwrapped, Policy):  # the frozen layers run here, and not again
@@ -363,6 +713,7 @@ class AccelerateRLTrainer(TextTrainer[M]):
     def fill_store(self) -> None:
         """Fill the store with one collection of experience; log once per run if equal scores teach nothing."""
         super().fill_store()
+        self._record_calls()
         self.collected_rows = 0
         if not self.rewarded:
             return
@@ -371,6 +722,23 @@ class AccelerateRLTrainer(TextTrainer[M]):
             self.record({"reward/equal_in_group": m.Mean.of(~self._differ(scores))})
         if not self._equal_scores_told:
             self._tell_equal_scores(scores)
+
+    def _record_calls(self) -> None:
+        """Record the seconds of reward function and environment; log a warning if all episodes failed."""
+        if self.reward_fn is not None:
+            self.record({"time/reward": m.Mean.of(torch.tensor(sum(self._collection.seconds), dtype=torch.float64))})
+        if self.environment is None:
+            return
+        self.record({"time/environment": m.Mean.of(torch.tensor(self._collection.playing, dtype=torch.float64))})
+        if self.config.environment.on_error == "raise":
+            return
+        failures = [turns[-1]["error"] for part in self._rollouts for turns in part.turns or [] if "error" in turns[-1]]
+        mine = [(len(failures), sum(len(part) for part in self._rollouts), failures[:1])]
+        counts = self.gather(mine)
+        failed, played = sum(count for count, _, _ in counts), sum(count for _, count, _ in counts)
+        if 0 < failed == played and self.parallel.is_main:
+            reason = printable(next(first[0] for _, _, first in counts if first))
+            log.warning("step %d: all %d episodes of the collection failed: %s", self.progress.step, played, reason)
 
     def _differ(self, scores: Tensor) -> Tensor:
         """Return for each prompt whether the scores of its responses differ. [B] -> bool [prompts]."""
@@ -635,6 +1003,169 @@ class AccelerateRLTrainer(TextTrainer[M]):
             self._prepare_store()
         return self._learn_from_store(self.passes or 1)
 
+    # ----------------------------------------------------------------------------------------------------- by the user
+
+    def settings(self, **overrides: Any) -> SamplingConfig:
+        """Return the rollout's sampling settings with ``overrides``; see `Text.settings`.
+
+        Raises:
+            ConfigError: a setting does not exist, or its value is not allowed.
+        """
+        return self.text.settings(**overrides)
+
+    def generate(
+        self,
+        prompts: Any = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        reference: bool = False,
+        **overrides: Any,
+    ) -> Rollouts:
+        """Sample responses to one prompt or several: strings, dicts with a ``prompt``, or token ids.
+
+        What a tokenizer returns works too: ``trainer.generate(**tokenizer(texts, return_tensors="pt",
+        padding=True))``. Every call draws new random numbers, the same on all processes; a column ``seed`` of a prompt
+        decides its response instead. Training is not affected.
+
+        Args:
+            prompts: the prompts.
+            input_ids: [B, P] instead of prompts.
+            attention_mask: [B, P], which of ``input_ids`` are real.
+            reference: whether the frozen reference is sampled from instead of the trained model.
+            **overrides: sampling settings over those of ``config.rollout``.
+
+        Raises:
+            AttributeError: the algorithm keeps no reference.
+            ConfigError: a setting does not exist, its value is not allowed, or the trained model does not generate.
+            DataError: prompts are missing, of another type, or too long.
+        """
+        self._check_generates("generate()")
+        given = generation.prompts_as_rows(prompts, input_ids, attention_mask, self.tokenizer.pad_token_id)
+        rows, settings = self._with_prompts(given, "generate()"), self.settings(**overrides)
+        rows = self._next_places(rows)
+        seeds = [turn_seed(seed, 0) for seed in self.sampling.seeds(rows, "generate")]
+        with self.recorder.discarding(), self.sampling.ready():
+            sampler = self.sampling.reference_sampler(self.reference) if reference else None
+            rollouts = self.sampling.respond(rows, self.text.queries(rows), settings, "generate", seeds, sampler)
+        return replace(rollouts, rows=[{k: v for k, v in row.items() if k != PLACE} for row in rollouts.rows])
+
+    def best_of(
+        self, prompts: Any, n: int, *, keep: int = 1, reward_fn: RewardFn | None = None, **overrides: Any
+    ) -> tuple[Rollouts, Tensor]:
+        """Sample ``n`` responses to each prompt, and return the best with their scores; training is not affected.
+
+        Each response has random numbers of its own; the first to each prompt is the one that `generate` would return.
+        With an environment they are episodes, as of `play`. Every process samples and scores all of them.
+
+        Args:
+            prompts: one prompt or several, as for `generate`, or as for `play` if there is an environment.
+            n: the number of responses to each prompt.
+            keep: how many of them are returned, the best first. Of equal scores the response that was sampled first is
+                better.
+            reward_fn: scores the responses instead of the run's reward function and environment. Rewards per token are
+                summed.
+            **overrides: sampling settings over those of ``config.rollout``.
+
+        Returns:
+            The rollouts [B·keep], those to one prompt one after the other, and their scores [B·keep].
+
+        Raises:
+            ConfigError: ``n`` or ``keep`` is not allowed, there is no reward function, or a setting is not allowed;
+                with temperature 0 all responses would be the same.
+            DataError: as in `generate`.
+            EpisodeError: as in `play`.
+            RewardError: the scores are not finite numbers, one for each response.
+        """
+        self._check_generates("best_of()")
+        settings = self.settings(**overrides)
+        check_best(self, n, keep, reward_fn, settings)
+        given = generation.prompts_as_rows([] if prompts is None else prompts, None, None, call="best_of()")
+        rows = self._with_prompts(given, "best_of()") if self.environment is None else self._as_episodes(given)
+        rows = [row for row in self._next_places(rows) for _ in range(n)]
+        with self.recorder.discarding(), self.sampling.ready():
+            return choose_best(self, rows, settings, self.sampling.seeds(rows, "generate"), n, keep, reward_fn)
+
+    def _with_prompts(self, given: list[Row], call: str) -> list[Row]:
+        """Return rows with their prompts as text or ids; raise a `DataError` if one has none."""
+        for index, row in enumerate(given):
+            if row.get("prompt") is None:
+                raise DataError(f"{call} needs prompts, and row {index} has none; {self._instead_of_prompts}")
+        return written_prompts(given, self.tokenizer)
+
+    def _as_episodes(self, given: Prompts) -> list[Row]:
+        """Return checked rows for episodes."""
+        given = without(given, self.config.data.ignore_columns)
+        return self.fit_prompts(prompt_rows(given, needed=False, replayed=True))
+
+    def _next_places(self, rows: list[Row]) -> list[Row]:
+        """Return rows with the next places among all that were generated; their random numbers follow from these."""
+        if self.config.train.resume:
+            run.begin(self)  # the random numbers follow from the progress of the resumed run
+        first = self.progress.generated
+        self.progress.generated += len(rows)
+        return placed(rows, first)
+
+    @property
+    def _instead_of_prompts(self) -> str:
+        if self.environment is None:
+            return "give it under the key 'prompt'"
+        return "the environment of this run gives the prompt: call play(rows), which plays episodes with it"
+
+    def _check_generates(self, given: str) -> None:
+        if not self.generates:
+            raise ConfigError(
+                f"{self.config.method.name!r} trains a model that scores text and generates none, so {given} has no "
+                "use; evaluate on eval_samples"
+            )
+
+    def generate_eval(self, prompts: Any = None, **overrides: Any) -> Rollouts:
+        """Sample responses as `generate` does, with the settings of evaluations (the first value of a swept one)."""
+        (_, first), *_ = sweep(self.config.rollout.eval_kwargs)
+        return self.generate(prompts, **{**first, **overrides})
+
+    def play(self, prompts: Any = None, **overrides: Any) -> Rollouts:
+        """Play an episode with the environment for each prompt, and return the episodes; training is not affected.
+
+        Args:
+            prompts: one prompt or several, as for `generate`; rows without a prompt if the environment gives it. A row
+                may have the ``episode_seed`` of another episode, which is then the seed of this one, too. None: the
+                evaluation prompts.
+            **overrides: sampling settings over those of ``config.rollout``.
+
+        Raises:
+            ConfigError: there is no environment, or a setting does not exist or its value is not allowed.
+            DataError: there are no rows, or they are no prompts.
+            EpisodeError: the environment failed, or returned something invalid.
+        """
+        if self.environment is None:
+            raise ConfigError("play() needs an environment; give environment= to trainkit.train or to the trainer")
+        if prompts is None and not self.eval_rows:
+            raise DataError("play() plays the evaluation prompts, and there are none; give rows: play([{}, {}])")
+        given = self.eval_rows if prompts is None else generation.prompts_as_rows(prompts, None, None, call="play()")
+        rows, settings = self._as_episodes(given), self.settings(**overrides)
+        rows = self._next_places(rows)
+        with self.recorder.discarding(), self.sampling.ready():
+            return self.sampling.sample(rows, settings, "generate", self.sampling.seeds(rows, "generate"))
+
+    def decode(
+        self,
+        prompts: Sequence[Tensor],
+        samples: Sequence[Tensor],
+        prompt_sizes: Sequence[int] | None = None,
+        append_eos_token: bool = False,
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Decode token ids to (samples, prompts, outputs), with outputs truncated at the first stop string.
+
+        Args:
+            prompts: prompt ids, one 1-D tensor each.
+            samples: prompt and response ids, one 1-D tensor each.
+            prompt_sizes: how many ids of each sample are its prompt; the prompts' lengths without it.
+            append_eos_token: append the text of EOS to outputs that were truncated or that EOS ended.
+        """
+        sizes = [len(p) for p in prompts] if prompt_sizes is None else prompt_sizes
+        return generation.decode_samples(self.tokenizer, self.config.rollout, prompts, samples, sizes, append_eos_token)
+
     # ------------------------------------------------------------------------------------- evaluating and exporting
 
     def evaluation(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -698,14 +1229,14 @@ class AccelerateRLTrainer(TextTrainer[M]):
 
     def model_card(self) -> dict[str, str]:
         """Return the model card's entries: transformers loads language models and adapters, trainkit the heads."""
-        task = {"pipeline_tag": "text-generation"} if self.generates and not self.apart else {}
+        task = {"pipeline_tag": "text-generation"} if self.generates and not self.text.is_encoder_decoder else {}
         library = "peft" if has_adapter(self.unwrapped.model) else "transformers"
         return {"library_name": library, **task, "loading": self._loading()}
 
     def _loading(self) -> str:
         if not self.generates:
             return "from trainkit.models import RewardModel\n\nreward_fn = RewardModel.from_pretrained(directory)"
-        cls = f"AutoModelFor{'Seq2SeqLM' if self.apart else 'CausalLM'}"
+        cls = f"AutoModelFor{'Seq2SeqLM' if self.text.is_encoder_decoder else 'CausalLM'}"
         code = (
             f"from transformers import {cls}, AutoTokenizer\n\nmodel = {cls}.from_pretrained(directory)\n"
             "tokenizer = AutoTokenizer.from_pretrained(directory)"

@@ -17,9 +17,9 @@ from trainkit.rollouts import RewardFn, score
 from trainkit.seeding import PLACE
 
 if TYPE_CHECKING:
-    from trainkit.trainer.text import TextTrainer
+    from trainkit.trainer.accelerate import AccelerateRLTrainer
 
-    Trainer = TextTrainer[Any]
+    Trainer = AccelerateRLTrainer[Any]
 
 
 def check_best(trainer: Trainer, n: Any, keep: Any, reward_fn: Any, settings: SamplingConfig) -> None:
@@ -60,7 +60,7 @@ def choose_best(
     size, parts, scores = trainer.config.rollout.batch_size, list[Rollouts](), list[Tensor]()
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        rollouts = trainer._sample(list(rows[part]), settings, "generate", seeds[part])
+        rollouts = trainer.sampling.sample(list(rows[part]), settings, "generate", seeds[part])
         scores.append(_finite(_scores(trainer, rollouts, reward_fn)))
         parts.append(replace(rollouts, hidden=None))  # D numbers a token, of responses that are mostly not returned
     whole = torch.cat(scores)
@@ -75,7 +75,7 @@ def _scores(trainer: Trainer, rollouts: Rollouts, reward_fn: RewardFn | None) ->
     """Return the scores [B] by ``reward_fn``, or those of the run; rewards per token are summed."""
     if reward_fn is None:
         return per_response(trainer.score(rollouts))
-    numbered = replace(rollouts, rows=[trainer._numbered(row) for row in rollouts.rows])
+    numbered = replace(rollouts, rows=[trainer.text.numbered(row) for row in rollouts.rows])
     found = score(reward_fn, numbered, trainer.tokenizer, trainer.config.reward, step=trainer.progress.step)
     return per_response(found).to(trainer.accelerator.device)
 

@@ -178,7 +178,7 @@ class Ahead:
             self.waiting.append(done)
             return
         trainer.sampler  # noqa: B018  (engines are started in the main thread)
-        now = trainer.weights
+        now = trainer.sampling.weights
         copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in now.tensors()]
         collection.weights = replace(now, tensors=lambda: copies)
         self.waiting.append(self._thread.submit(self._sample, collection, before))

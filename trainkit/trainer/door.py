@@ -11,9 +11,9 @@ from trainkit.errors import ConfigError
 from trainkit.models.loading import check_adapter_dropout, check_trainable, count_virtual, load_model_config
 from trainkit.plugins import get_trainer
 from trainkit.trainer import optim
+from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.base import checked_inputs
 from trainkit.trainer.settings import check_distribution, check_length, check_run, check_split
-from trainkit.trainer.text import TextTrainer
 
 Config = TRLConfig[Any]
 
@@ -35,7 +35,7 @@ def check_config(config: Config) -> None:
         lambda: optim.check(config),
     ]
     path = config.model.model_path
-    if issubclass(cls, TextTrainer):
+    if issubclass(cls, AccelerateRLTrainer):
         if online:
             checks.append(lambda: check_distribution(config))
         if path is not None and (not isinstance(path, str) or Path(path).is_dir()):

@@ -110,7 +110,7 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
     accelerator, size = trainer.accelerator, trainer.config.rollout.batch_size
     rows, shard = placed(trainer.eval_rows), slice(accelerator.process_index, None, accelerator.num_processes)
     # over all processes' rows, so that none repeats; as `generate` does, which can then repeat a response by its seed
-    seeds = trainer._seeds(rows, "generate")[shard]
+    seeds = trainer.sampling.seeds(rows, "generate")[shard]
     mine, settings = rows[shard], trainer.settings(**overrides)
     records: list[Record] = []
     aggregates: list[tuple[int, dict[str, float]]] = []
@@ -120,7 +120,7 @@ def _evaluate_at(trainer: Trainer, overrides: dict[str, Any]) -> tuple[dict[str,
             trainer._stop.progressed()
             part = slice(start, start + size)
             with trainer._stop.interruptible(trainer._samples_alone):
-                rollouts = trainer._sample(mine[part], settings, "evaluate", seeds[part])
+                rollouts = trainer.sampling.sample(mine[part], settings, "evaluate", seeds[part])
                 whole, each = _measure(trainer, rollouts, mine[part])
             records.extend(each)
             aggregates.append((len(rollouts), whole))

@@ -212,7 +212,7 @@ def given_rollouts(
                 f"response {index} should be the sampled token ids, at least one; given {describe(response)}"
             )
     ids = [as_ids(response) for response in responses]
-    prompts = [trainer.encode(query, f"query {i}") for i, query in enumerate(queries)]
+    prompts = [trainer.text.encode(query, f"query {i}") for i, query in enumerate(queries)]
     _check_groups(trainer, prompts)
     check_ids(trainer, prompts, ids)
     sampled = None if masks is None else [_mask(mask, row, index) for index, (mask, row) in _paired(masks, ids)]
@@ -270,14 +270,14 @@ def _check_groups(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]]) -
 
 def check_ids(trainer: AccelerateRLTrainer[Any], prompts: list[list[int]], responses: list[list[int]]) -> None:
     """Raise a `DataError` unless the model can read every prompt with its response."""
-    read, chosen = trainer.model_config.get_text_config().vocab_size, trainer.vocabulary
+    read, chosen = trainer.model_config.get_text_config().vocab_size, trainer.sampling.vocabulary
     for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if min(prompt + response) < 0 or max(prompt) >= read or max(response) >= chosen:
             whose = "the model's" if chosen == read else f"the tokenizer's {chosen} ids, or the model's"
             raise DataError(f"query or response {index} holds ids outside {whose} vocabulary of {read}")
-        if not trainer.fits(len(prompt), len(response)):
+        if not trainer.text.fits(len(prompt), len(response)):
             raise DataError(
-                f"query and response {index} have {len(prompt)} and {len(response)} tokens; {trainer.what_fits}"
+                f"query and response {index} have {len(prompt)} and {len(response)} tokens; {trainer.text.what_fits}"
             )
 
 

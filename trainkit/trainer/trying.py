@@ -146,7 +146,7 @@ def load(
     if compares is True and source.run is not None:  # some ask for a teacher when they are made; none is loaded
         config = config.update({"model.reference_path": source.model})
     trainer = cls(config, trust_remote_code=trust_remote_code, **known)
-    trainer.encode.advice = "Shorten it" + ("" if trainer.apart else ", or lower max_new_tokens")
+    trainer.text.encode.advice = "Shorten it" + ("" if trainer.text.is_encoder_decoder else ", or lower max_new_tokens")
     trainer.progress.step = int(source.mark.get("step", 0))
     trainer.models.use(trainer.unwrapped.to(trainer.parallel.device))  # without optimizer and reference
     return Tried(source, trainer, wanted, omitted)
@@ -280,17 +280,17 @@ def respond(
         check_best(trainer, best_of, samples_per_prompt, None, settings)
     given = prompt_rows(prompts)
     rows = placed(written_prompts(given, trainer.tokenizer))
-    queries = [trainer.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
+    queries = [trainer.text.encode(row["prompt"], f"prompt {index}") for index, row in enumerate(rows)]
     repeated = [index for index in range(len(rows)) for _ in range(best_of or samples_per_prompt)]
-    own = trainer._seeds([rows[index] for index in repeated], "generate")
+    own = trainer.sampling.seeds([rows[index] for index in repeated], "generate")
     size, seeds = trainer.config.rollout.batch_size, [turn_seed(seed, 0) for seed in own]
-    with trainer._sampling_model():
+    with trainer.sampling.ready():
         if best_of is not None:
             yield from _best(tried, given, [rows[index] for index in repeated], own, best_of, samples_per_prompt, first)
             return
         for start in range(first, len(repeated), size):
             part = repeated[start : start + size]
-            rollouts = trainer._respond(
+            rollouts = trainer.sampling.respond(
                 [rows[index] for index in part],
                 [queries[index] for index in part],
                 settings,
@@ -380,7 +380,7 @@ def evaluate(tried: Tried, prompts: Sequence[Any]) -> Evaluated:
     if changed := {**tried.own, **trainer.config.rollout.eval_kwargs, **tried.given}:
         trainer.config = trainer.config.update({"rollout.eval_kwargs": changed})
     trainer.add_eval_pipeline(prompts)
-    with trainer._sampling_model():
+    with trainer.sampling.ready():
         return Evaluated(*trainer.evaluation())
 
 
@@ -464,10 +464,10 @@ class Conversation:
         self.dropped = 0
         while True:
             query = self._encode(messages)
-            if self.tried.trainer.fits(len(query), room):
+            if self.tried.trainer.text.fits(len(query), room):
                 return query
             if len(messages) < 3:
-                what, limit = self.tried.trainer.what_fits, len(query)
+                what, limit = self.tried.trainer.text.what_fits, len(query)
                 raise DataError(f"the message has {limit} tokens, and the answer may have {room}; {what}. {SHORTER}")
             del messages[:2]
             self.dropped += 2
@@ -479,7 +479,7 @@ class Conversation:
             first = [] if self.system is None else [{"role": "system", "content": self.system}]
             [row] = written_prompts([{"prompt": [*first, *messages]}], trainer.tokenizer)
             prompt = row["prompt"]
-        return PromptEncoder(trainer.tokenizer, None, ends=trainer.apart)(prompt, "the message")
+        return PromptEncoder(trainer.tokenizer, None, ends=trainer.text.is_encoder_decoder)(prompt, "the message")
 
 
 SHORTER = "Shorten the message, or lower --max-new-tokens"

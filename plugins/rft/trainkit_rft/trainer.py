@@ -101,7 +101,7 @@ class RFTTrainer(Declared, AccelerateRLTrainer[RFTConfig]):
         return assemble(
             self.tokenizer,
             rows,
-            [self.encode(row["prompt"]) for row in rows],
+            [self.text.encode(row["prompt"]) for row in rows],
             [[] for _ in rows],
             terminated=torch.zeros(len(rows), dtype=torch.bool, device=self.accelerator.device),
             logprobs=None,

@@ -120,7 +120,7 @@ def test_a_run_learns_with_the_weights_of_every_step(url: str, tmp_path: Path) -
     assert rollouts.versions is not None
     assert rollouts.versions.tolist() == [6] * 8
     ids = [row[mask].tolist() for row, mask in zip(*_masked(rollouts), strict=True)]
-    expected = policy_logprobs(made.unwrapped.model, made._queries(rows), ids, 0.7)
+    expected = policy_logprobs(made.unwrapped.model, made.text.queries(rows), ids, 0.7)
     found = rollouts.logprobs[rollouts.sequences.response_mask]
     assert (found - expected).abs().max() < 1e-4
     made.engine.close()
@@ -223,7 +223,7 @@ def test_an_adapter_alone_is_loaded_and_is_exact(home: Any, url: str, tmp_path: 
     rollouts = made.sample(rows, temperature=0.7)
     ids = [row[mask].tolist() for row, mask in zip(*_masked(rollouts), strict=True)]
     found = rollouts.logprobs[rollouts.sequences.response_mask]
-    queries = made._queries(rows)
+    queries = made.text.queries(rows)
     assert (found - policy_logprobs(inner, queries, ids, 0.7)).abs().max() < 1e-4
     assert (found - policy_logprobs(home.model, queries, ids, 0.7)).abs().max() > 1e-2, "the adapter has an effect"
     made.engine.close()
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     made = trainer(Path({str(tmp_path / "run")!r}), {{"name": "vllm", "mode": "process", "kv_cache": 0.25}})
     made.unwrapped.model.load_state_dict(torch.load({str(tmp_path / "weights.pt")!r}))
     before = torch.get_rng_state()
-    made.engine.load(made.weights)
+    made.engine.load(made.sampling.weights)
     assert torch.equal(before, torch.get_rng_state()), "the global generator is unchanged"
     answer = ask(made.engine, QUERIES, max_new_tokens=12, temperature=1.7, top_p=0.8)
     off = answer.logprobs - policy_logprobs(made.unwrapped.model, QUERIES, answer.ids, 1.7)

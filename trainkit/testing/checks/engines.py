@@ -221,7 +221,7 @@ def engine_distribution(bench: Bench) -> None:
     Seeds that are related, such as consecutive ones, must give random numbers that are not.
     """
     serving, count = bench.subject.serving, 10_000
-    query = serving.trainer.encode("bc")
+    query = serving.trainer.text.encode("bc")
     expected = (serving.logits(query, [0])[0][0] / TEMPERATURE).softmax(-1).cpu() * count
     seeds = [5 + at for at in range(count)]
     made = serving.ask(["bc"] * count, seeds, temperature=TEMPERATURE, max_new_tokens=1)
@@ -252,7 +252,7 @@ def engine_truncates(bench: Bench) -> None:
     They are computed from the logits at the sampling temperature, top_k first and min_p last.
     """
     serving = bench.subject.serving
-    query = serving.trainer.encode("a")
+    query = serving.trainer.text.encode("a")
     logits = serving.logits(query, [0])[0][:1] / TEMPERATURE
     cut: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8}]
     for settings in cut:

@@ -32,7 +32,7 @@ def _sampler(bench: Bench) -> Any:
 def _draw(trainer: Any, prompts: list[str], *, seeds: list[int] | None = None, **settings: Any) -> Rollouts:
     rows = [{"prompt": prompt, "at": at} for at, prompt in enumerate(prompts)]
     trainer.unwrapped.eval()
-    queries = [trainer.encode(prompt) for prompt in prompts]
+    queries = [trainer.text.encode(prompt) for prompt in prompts]
     seeds = [7919 * (at + 1) for at in range(len(prompts))] if seeds is None else seeds
     found: Rollouts = trainer.sampler(rows, queries, trainer.settings(**settings), seeds, "train")
     return found
@@ -141,7 +141,7 @@ def sampler_distribution(bench: Bench) -> None:
     """
     trainer, count = _sampler(bench), 2000
     with torch.no_grad():
-        ids = torch.tensor([trainer.encode("a")], device=trainer.accelerator.device)
+        ids = torch.tensor([trainer.text.encode("a")], device=trainer.accelerator.device)
         logits = trainer.unwrapped.model(input_ids=ids).logits[0, -1].float()
     expected = (logits / TEMPERATURE).softmax(-1).cpu() * count
     found = torch.tensor([ids[0] for ids in _ids(_draw(trainer, ["a"] * count, max_new_tokens=1))])

@@ -85,7 +85,7 @@ class IterativeSFTTrainer(OfflineTrainer):
         """
         if (input_ids is None) == (texts is None):
             raise ValueError("give either input_ids or texts")
-        if texts_labels is not None and not self.trainer.apart:
+        if texts_labels is not None and not self.trainer.text.is_encoder_decoder:
             if not isinstance(texts_labels, Sequence) or list(texts_labels) != list(texts or ()):
                 raise ValueError(
                     "texts_labels of a model that is no encoder-decoder should be the texts themselves; give input_ids "
