@@ -79,7 +79,8 @@ def of_a_run() -> dict[str, Any]:
         loss, model = trainer.loss, trainer.unwrapped.model
 
         def sampled(*_: Any) -> None:
-            if any("respond" in frame for frame in (stack := frames())):  # not in a probe of the engine
+            stack = frames()
+            if any("respond" in frame for frame in stack):  # not in a probe of the engine
                 seen.setdefault("frames to a token", stack)
 
         model.register_forward_pre_hook(sampled)
