@@ -83,7 +83,7 @@ def of_a_run() -> dict[str, Any]:
             if any("respond" in frame for frame in stack):  # not in a probe of the engine
                 seen.setdefault("frames to a token", stack)
 
-        model.register_forward_pre_hook(sampled)
+        model.base_model.register_forward_pre_hook(sampled)
 
         def measured(batch: Any) -> Any:
             seen.setdefault("frames to the loss", frames())
