@@ -197,10 +197,10 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
             )
         sharing.check(self)
         if self.config.rollout.staleness:
-            self.ahead = self.sampling.ahead = collecting.Ahead(self)
+            self.ahead = self.sampling.ahead = collecting.AsyncCollector(self)
         if (chosen := self.chosen_reference) is not None:
             self._freeze(chosen, "model.reference_path" if isinstance(chosen, str | Mapping) else "reference")
-        self._equal_scores_told = self._drops_told = False
+        self._warned_of_equal_scores = self._warned_of_drops = False
         self.checks_memory = True
         """Whether it is still open if the output of frozen layers of an offline collection fits into memory."""
 
@@ -720,8 +720,8 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         scores = torch.cat([torch.zeros(0, device=self.accelerator.device), *self._collection.scores])
         if self.samples_per_prompt > 1:
             self.record({"reward/equal_in_group": m.Mean.of(~self._differ(scores))})
-        if not self._equal_scores_told:
-            self._tell_equal_scores(scores)
+        if not self._warned_of_equal_scores:
+            self._warn_of_equal_scores(scores)
 
     def _record_calls(self) -> None:
         """Record the seconds of reward function and environment; log a warning if all episodes failed."""
@@ -745,7 +745,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         groups = scores.view(len(scores) // self.samples_per_prompt, self.samples_per_prompt)
         return (groups != groups[:, :1]).any(1)
 
-    def _tell_equal_scores(self, scores: Tensor) -> None:
+    def _warn_of_equal_scores(self, scores: Tensor) -> None:
         """Log that the scores of all groups, or of all responses, of a collection are equal, if they are. [B]."""
         k, none = self.samples_per_prompt, scores.new_full((), -torch.inf)
         differ = self._differ(scores).any().float()
@@ -756,7 +756,7 @@ class AccelerateRLTrainer(AcceleratedLoop[M]):
         equal = not different if k > 1 else high == -low
         if not equal or most * self.parallel.world < 2:
             return
-        self._equal_scores_told = True
+        self._warned_of_equal_scores = True
         log.warning(
             "%s: %s have equal scores in the whole collection (the first has %g), so they say nothing about which is "
             "better; check the reward function, or give prompts that are neither too easy nor too hard",

@@ -115,7 +115,7 @@ def sampled(trainer: Trainer, collection: Collection) -> Iterator[tuple[Rollouts
     yield from clipped(trainer, list(found)) if trainer.config.reward.on_nonfinite == "clip" else found
 
 
-class Ahead:
+class AsyncCollector:
     """The collections that are sampled before their turn, with `rollout.staleness` s > 0.
 
     Collection c is sampled with the weights after collection max(−1, c − 1 − s), where −1 is the start of the run. So
@@ -231,11 +231,11 @@ class Ahead:
         for parts in zip(*states, strict=True):
             restored = [Collection.restored(state, device) for state in parts]
             done: Future[Collection] = Future()
-            done.set_result(dealt_anew(self.trainer, restored) if anew else restored[0])
+            done.set_result(reshard_collection(self.trainer, restored) if anew else restored[0])
             self.waiting.append(done)
 
 
-def dealt_anew(trainer: Trainer, parts: list[Collection]) -> Collection:
+def reshard_collection(trainer: Trainer, parts: list[Collection]) -> Collection:
     """Return this process's part of a collection, whose ``parts`` are those of another number of processes."""
     rank, world, k = trainer.parallel.rank, trainer.parallel.world, trainer.samples_per_prompt
     mine = own_items([dynamic.groups_of(part.parts, k) for part in parts], rank, world)

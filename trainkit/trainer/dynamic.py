@@ -121,8 +121,8 @@ def _count_dropped(trainer: Trainer, collection: Collection) -> int:
     collection.scores = [scores[usable(scores, k)] for scores in collection.scores]
     count(trainer, "reward/dropped", collection.dropped)
     dropped = sum(trainer.gather([collection.dropped]))
-    if dropped and not trainer._drops_told and trainer.parallel.is_main:
-        trainer._drops_told = True
+    if dropped and not trainer._warned_of_drops and trainer.parallel.is_main:
+        trainer._warned_of_drops = True
         log.warning(
             "step %d: %d of %d responses are dropped, because %s not finite. Further ones are not logged: the metric "
             "reward/dropped is their number in a collection",

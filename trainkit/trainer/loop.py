@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-MOST_UNUSABLE = 3
+MAX_EMPTY_COLLECTIONS = 3
 """Collections in a row without a usable score, with which a run ends."""
 
 
@@ -174,7 +174,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         for batch in minibatches(self.store, steps[at.position :], layout, self.gather):
             if at.stopped:
                 return
-            self._tell_short_step(len(steps[at.position]), len(order))
+            self._warn_of_short_step(len(steps[at.position]), len(order))
             self._mark()
             at.samples += len(steps[at.position]) if self._in_steps and not at.epoch else 0
             at.position += 1
@@ -187,12 +187,12 @@ class AcceleratedLoop(TrainerInputs[M]):
         draws = generator(self.config.train.seed, "order", self.progress.collection, epoch)
         return shuffled(rows, draws, together=together)
 
-    def _tell_short_step(self, rows: int, total: int) -> None:
+    def _warn_of_short_step(self, rows: int, total: int) -> None:
         """Log, once, that a step has fewer rows than `train.batch_size`; ``total`` rows are in the collection."""
         size = self.config.train.batch_size
-        if rows >= size or self._short_step_told or not self.parallel.is_main:
+        if rows >= size or self._warned_of_short_step or not self.parallel.is_main:
             return
-        self._short_step_told = True
+        self._warned_of_short_step = True
         some = self.rows_vary or self._collection.dropped or total < self.experience_rows
         collection = "a collection, as many as can be trained on" if some else "a collection (rollout.num_rollouts)"
         log.warning(
@@ -204,7 +204,7 @@ class AcceleratedLoop(TrainerInputs[M]):
             "the dataset" if self.collects_once else collection,
         )
 
-    def _tell_repeated(self) -> None:
+    def _warn_of_repeated_rows(self) -> None:
         """Log how many rows a collection uses beyond the epochs of the run."""
         at, rows = self.progress, self.rows_to_use
         if not isinstance(self.pipeline, Pipeline) or rows is None or not self.parallel.is_main:
@@ -274,7 +274,7 @@ class AcceleratedLoop(TrainerInputs[M]):
         self._mark()
         with self._stop.interruptible(self._runs_alone):
             self.fill_store()
-        self._tell_repeated()
+        self._warn_of_repeated_rows()
         self._before = None
         if self._in_steps:
             return
@@ -312,10 +312,10 @@ class AcceleratedLoop(TrainerInputs[M]):
         if len(self.store):
             at.unusable = 0
             return
-        if at.unusable + 1 == MOST_UNUSABLE:
+        if at.unusable + 1 == MAX_EMPTY_COLLECTIONS:
             source = "" if self.reward_fn is None else f"{name_of(self.reward_fn)}: "
             error = RewardError(
-                f"after step {at.step}: {source}{MOST_UNUSABLE} collections in a row have no response with a usable "
+                f"after step {at.step}: {source}{MAX_EMPTY_COLLECTIONS} collections in a row have no response with a usable "
                 f"score; of the last one, {at.taken * self.samples_per_prompt} responses are dropped "
                 "(reward.on_nonfinite 'drop_row'). Look at what the reward function returns"
             )

@@ -41,7 +41,7 @@ from trainkit.trainer.sharding import whole_tensor
 from trainkit.trainer.text import Text
 
 if TYPE_CHECKING:
-    from trainkit.trainer.collecting import Ahead
+    from trainkit.trainer.collecting import AsyncCollector
 
 
 class Sampling:
@@ -80,7 +80,7 @@ class Sampling:
         self.config, self.text, self.models, self.parallel = config, text, models, parallel
         self.recorder, self.progress, self.environment = recorder, progress, environment
         self.logit_mask, self.steer, self._make_sampler = logit_mask, steer, make_sampler
-        self.ahead: Ahead | None = None
+        self.ahead: AsyncCollector | None = None
         """The collections that are sampled ahead of their turn; None: none are."""
         self._check_engine()
 

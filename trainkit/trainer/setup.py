@@ -42,7 +42,7 @@ from trainkit.runs.stopping import Stop
 from trainkit.seeding import Seen
 from trainkit.trainer import optim, parking
 from trainkit.trainer.base import BaseRLTrainer
-from trainkit.trainer.collecting import Ahead, Collection
+from trainkit.trainer.collecting import AsyncCollector, Collection
 from trainkit.trainer.launch import default_precision, make_accelerator
 from trainkit.trainer.models import Models
 from trainkit.trainer.parallel import Parallel
@@ -220,11 +220,11 @@ class PreparedTrainer(BaseRLTrainer[M]):
         """Messages to log about the checkpoint that the run resumes from."""
         self._lock: RunLock | None = None
         self._collection = Collection()
-        self.ahead: Ahead | None = None
+        self.ahead: AsyncCollector | None = None
         """The collections that are sampled before their turn; None unless `rollout.staleness` is set."""
         self._clock = time.perf_counter()
         self._warned_past_the_end = False
-        self._short_step_told = False
+        self._warned_of_short_step = False
 
     @property
     def needs_reference(self) -> bool:

@@ -128,7 +128,7 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
         self.source.check(self.method.negative_prompt, "method.negative_prompt")
         self.tracker = PerPromptStatTracker(self.method.buffer_size, self.method.min_count)
         self._promised: list[Callable[[], Tensor]] = []
-        self._equal_told = False
+        self._warned_of_equal = False
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -292,17 +292,17 @@ class DDPOTrainer(Declared, AcceleratedLoop[DDPOConfig]):
         every = self.gather([(*key, reward) for key, reward in zip(mine, rewards.tolist(), strict=True)])
         order = sorted(range(len(every)), key=lambda index: every[index][0])
         names, values = [every[index][1] for index in order], [every[index][2] for index in order]
-        self._tell_equal(values)
+        self._warn_of_equal(values)
         found = self.tracker.update(names, values) if self.method.buffer_size else standardise(values)
         start = self.accelerator.process_index * len(mine)
         place = {index: at for at, index in enumerate(order)}
         return torch.tensor([found[place[start + index]] for index in range(len(mine))], dtype=torch.float32)
 
-    def _tell_equal(self, rewards: list[float]) -> None:
+    def _warn_of_equal(self, rewards: list[float]) -> None:
         """Log, once, that all rewards of a collection are equal."""
-        if self._equal_told or len(rewards) < 2 or len({*rewards}) > 1 or not self.accelerator.is_main_process:
+        if self._warned_of_equal or len(rewards) < 2 or len({*rewards}) > 1 or not self.accelerator.is_main_process:
             return
-        self._equal_told = True
+        self._warned_of_equal = True
         log.warning(
             "ddpo: all images of the collection have the reward %g, so the rewards say nothing about which is better; "
             "check the reward function",
