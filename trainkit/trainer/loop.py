@@ -315,8 +315,8 @@ class AcceleratedLoop(TrainerInputs[M]):
         if at.unusable + 1 == MAX_EMPTY_COLLECTIONS:
             source = "" if self.reward_fn is None else f"{name_of(self.reward_fn)}: "
             error = RewardError(
-                f"after step {at.step}: {source}{MAX_EMPTY_COLLECTIONS} collections in a row have no response with a usable "
-                f"score; of the last one, {at.taken * self.samples_per_prompt} responses are dropped "
+                f"after step {at.step}: {source}{MAX_EMPTY_COLLECTIONS} collections in a row have no response with a "
+                f"usable score; of the last one, {at.taken * self.samples_per_prompt} responses are dropped "
                 "(reward.on_nonfinite 'drop_row'). Look at what the reward function returns"
             )
             error.everywhere = True
