@@ -45,7 +45,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         info = home / f"fake_watch-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-watch\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text("[trainkit]\nfake-watch = fake_watch\n")
+        (info / "entry_points.txt").write_text("[trainkit.hooks]\nfake-watch = fake_watch\n")
         (home / "fake_watch.py").write_text("import trainkit\n@trainkit.hookimpl\ndef on_step(): pass\n")
         importlib.invalidate_caches()
 
