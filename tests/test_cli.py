@@ -152,7 +152,7 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
 
 def test_version_is_the_packages() -> None:
     assert call("--version").stdout == f"trainkit {trainkit.__version__}\n"
-    assert trainkit.__version__ == metadata.version("trainkit")
+    assert trainkit.__version__ == metadata.version("trainkit-rl")
 
 
 # ------------------------------------------------------------------------------------------------------- plugins
@@ -188,7 +188,7 @@ def test_plugins_says_in_a_line_why_one_cannot_be_used(
 ) -> None:
     install("fake-broken", {"fake-bad": "fake_bad:f"}, version="0.7")
     install("fake-thief", {"ppo": "fake_thief"}, OBSERVES, version="6.6\x1b[31m", kind="hooks")
-    install("fake-late", {"fake-late": "fake_late"}, OBSERVES, requires=["trainkit>=99"], kind="hooks")
+    install("fake-late", {"fake-late": "fake_late"}, OBSERVES, requires=["trainkit-rl>=99"], kind="hooks")
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "trainkit-ilql,gone")
     result = call("plugins")
     table, _, told = result.stdout.partition("\n\n")
@@ -599,7 +599,7 @@ def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     message = fails("examples", "run", "one")
     assert "'no_such_package_at_all'" in message
-    assert "pip install 'trainkit[examples]'" in message
+    assert "pip install 'trainkit-rl[examples]'" in message
 
 
 @pytest.mark.slow

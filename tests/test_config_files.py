@@ -576,7 +576,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         info = tmp_path / "trainkit_apart-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: trainkit-apart\nVersion: 1.0\nRequires-Dist: trainkit\n"
+            "Metadata-Version: 2.1\nName: trainkit-apart\nVersion: 1.0\nRequires-Dist: trainkit-rl\n"
         )
         (info / "entry_points.txt").write_text("[trainkit.trainers]\napart = trainkit_apart\n")
         monkeypatch.syspath_prepend(tmp_path)

@@ -226,7 +226,7 @@ def test_a_method_config_that_gives_its_name_no_default_is_refused():
 
 
 def test_an_installed_plugin_is_known_without_being_imported(install):
-    requires = ["trainkit>=0.1,<1", "trainkit[examples]>=9; extra == 'more'", "trainkit-other>=5", "numpy"]
+    requires = ["trainkit-rl>=0.1,<1", "trainkit-rl[examples]>=9; extra == 'more'", "trainkit-other>=5", "numpy"]
     install("fake-grpo", {"Fake-GRPO": "fake_grpo"}, trainer_source("fake-grpo"), "2.3", requires)
     (plugin,) = [p for p in discover() if p.distribution == "fake-grpo"]
     assert plugin == PluginInfo("fake-grpo", "trainer", "fake_grpo", "fake-grpo", "2.3")
@@ -481,7 +481,7 @@ def test_an_entry_point_that_is_no_module_cannot_be_used(anew, entry):
 
 def test_metadata_that_cannot_be_read_break_their_own_distribution_alone(install):
     for name in ("fake-lines", "fake-needs"):
-        install(name, {name: name.replace("-", "_")}, trainer_source(name), requires=["trainkit >> 1"])
+        install(name, {name: name.replace("-", "_")}, trainer_source(name), requires=["trainkit-rl >> 1"])
     lines = Path(sys.path[1]) / "fake_lines-1.0.dist-info" / "entry_points.txt"
     lines.write_text("[trainkit.hooks]\nnot an entry\n")
     (unread,) = found("fake-lines").values()
@@ -500,7 +500,7 @@ def test_metadata_that_cannot_be_read_break_their_own_distribution_alone(install
 def test_a_disabled_plugin_is_disabled_whatever_else_stands_against_it(install, monkeypatch):
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "fake-it")
     install(
-        "fake-it", {"sft": "fake_it", "fake-a": "fake_it:f", "fake-b": "fake_gone"}, None, requires=["trainkit >> 1"]
+        "fake-it", {"sft": "fake_it", "fake-a": "fake_it:f", "fake-b": "fake_gone"}, None, requires=["trainkit-rl >> 1"]
     )
     assert [plugin.why for plugin in found("fake-it").values()] == [
         "fake-it 1.0: disabled by TRAINKIT_DISABLE_PLUGINS"
@@ -528,14 +528,14 @@ def test_of_two_copies_of_a_distribution_the_first_on_the_path_counts(install, t
     "requires, unfit",
     [
         ([], ""),
-        (["trainkit"], ""),
-        (["Trainkit (>=0.3)"], ""),
-        (["trainkit>=0.3", "trainkit<0.5", "trainkit-other>=9"], ""),
-        (["trainkit>=0.3", "trainkit<0.4"], "<0.4"),
-        (["trainkit~=0.3.0"], "~=0.3.0"),
-        (["trainkit>=0.5 ; python_version >= '3'"], ">=0.5"),
-        (["trainkit>=0.5 ; python_version < '3'"], ""),
-        (["trainkit>=0.4"], ">=0.4"),
+        (["trainkit-rl"], ""),
+        (["Trainkit_RL (>=0.3)"], ""),
+        (["trainkit-rl>=0.3", "trainkit-rl<0.5", "trainkit-other>=9"], ""),
+        (["trainkit-rl>=0.3", "trainkit-rl<0.4"], "<0.4"),
+        (["trainkit-rl~=0.3.0"], "~=0.3.0"),
+        (["trainkit-rl>=0.5 ; python_version >= '3'"], ">=0.5"),
+        (["trainkit-rl>=0.5 ; python_version < '3'"], ""),
+        (["trainkit-rl>=0.4"], ">=0.4"),
     ],
 )
 def test_a_plugin_made_for_another_trainkit_cannot_be_used(anew, monkeypatch, requires, unfit):
@@ -552,6 +552,16 @@ def test_a_plugin_made_for_another_trainkit_cannot_be_used(anew, monkeypatch, re
     with pytest.raises(PluginError, match=re.escape(told)):
         get_trainer("fake-old")
     assert "fake_old" not in sys.modules
+
+
+@table("line", ["trainkit", "trainkit>=0.1,<0.2", "Trainkit[all]"])
+def test_a_plugin_that_requires_the_other_project_of_the_name_is_told_the_right_one(anew, line):
+    install = anew()
+    install("fake-old", {"fake-old": "fake_old"}, trainer_source("fake-old"), requires=[line])
+    with pytest.raises(
+        PluginError, match=r"fake-old 1\.0: it requires '\w+', which is another project; write trainkit-rl"
+    ):
+        get_trainer("fake-old")
 
 
 def test_a_stranger_that_claims_a_built_in_name_is_refused_and_the_built_in_works(install):
@@ -919,7 +929,7 @@ def test_a_probe_finds_sound_plugins_sound_whatever_they_print_and_imports_no_ot
     assert {"fake-loud", "fake-watch"} & {*available_trainers()} == {"fake-loud"}
     trace = tmp_path / "imported"
     touch = f"open({str(trace)!r}, 'w')\n"
-    install("fake-old", {"fake-old": "fake_old"}, touch + HOOK_SOURCE, requires=["trainkit>=99"], kind="hooks")
+    install("fake-old", {"fake-old": "fake_old"}, touch + HOOK_SOURCE, requires=["trainkit-rl>=99"], kind="hooks")
     given = [*found("fake-loud").values(), *found("fake-watch").values(), *found("fake-old").values()]
     assert [bool(plugin.why) for plugin in probe(given)] == [False, False, True]
     assert not trace.exists()

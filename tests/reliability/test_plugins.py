@@ -141,8 +141,8 @@ UNFIT = {
         (),
         "unknown hook 'on_stepp'; did you mean 'on_step'",
     ),
-    "newer": (OBSERVES, ("trainkit>=99",), "it requires trainkit >=99, and this is trainkit"),
-    "unread": (OBSERVES, ("trainkit >> 1",), "its requirement on trainkit cannot be read"),
+    "newer": (OBSERVES, ("trainkit-rl>=99",), "it requires trainkit >=99, and this is trainkit"),
+    "unread": (OBSERVES, ("trainkit-rl >> 1",), "its requirement on trainkit cannot be read"),
 }
 
 

@@ -46,7 +46,7 @@ UNKNOWN = "?"
 """The kind of a plugin that is in no group of a kind."""
 OLD_GROUP = "trainkit"
 """The group of all kinds before each had its own."""
-CORE = "trainkit"
+CORE = "trainkit-rl"
 """The distribution of trainkit itself."""
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
@@ -329,13 +329,15 @@ def _unfit(dist: Distribution) -> str:
 
     from trainkit import __version__
 
-    ours = re.compile(rf"{CORE}\s*([\[(<>=!~;@]|$)", re.IGNORECASE)
+    ours = re.compile(r"trainkit([-_.]+rl)?\s*([\[(<>=!~;@]|$)", re.IGNORECASE)
     try:
         needed = [Requirement(line) for line in dist.requires or () if ours.match(line.strip())]
     except ValueError as error:
         return f"its requirement on trainkit cannot be read: {one_line(error)}"
     given = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
     for each in given:
+        if canonical(each.name) != CORE:
+            return f"it requires {each.name!r}, which is another project; write {CORE} in its dependencies"
         if not each.specifier.contains(__version__, prereleases=True):
             return f"it requires trainkit {each.specifier}, and this is trainkit {__version__}; install another version"
     return ""
