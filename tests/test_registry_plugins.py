@@ -455,13 +455,12 @@ def test_a_plugin_of_the_group_that_all_kinds_had_is_told_what_to_write(install)
     for part in ("'trainkit'", '[project.entry-points."trainkit.trainers"]', *GROUPS.values()):
         assert part in why
     assert {plugin.why for plugin in found("fake-old").values()} == {why}
-    asks = (find_plugin, get_trainer, get_hooks, lambda name: TRLConfig(method=name))
-    for ask in asks:
+    for ask in (find_plugin, *ASKS.values(), lambda name: TRLConfig(method=name)):
         with pytest.raises(PluginError, match=re.escape(f"the plugin 'fake-older' cannot be used: {why}")):
             ask("fake-older")
-    with pytest.raises(RegistryError, match=re.escape(f". {why}")) as caught:
-        get_trainer("fake-oldest")
-    assert str(caught.value).count("fake-old 0.9") == 1
+        with pytest.raises(TrainkitError, match=re.escape(f". {why}")) as caught:
+            ask("fake-oldest")
+        assert str(caught.value).count("fake-old 0.9") == 1
     assert "fake_old" not in sys.modules
     entry_points.write_text(entry_points.read_text() + "[trainkit.trainers]\nfake-older = fake_old\n")
     os.utime(home)
@@ -578,6 +577,8 @@ def test_a_built_in_name_is_not_a_strangers_where_the_built_in_is_not_installed(
         RegistryError, match=r"no plugin 'fake-own' is installed.*It is in trainkit-fake-own: pip install"
     ):
         get_trainer("fake-own")
+    with pytest.raises(RegistryError, match="It is in trainkit-fake-own: pip install"):
+        get_engine("fake-own")
     install("fake-thief", {"fake-own": "fake_thief"}, trainer_source("fake-own"))
     told = (
         r"'fake-own' cannot be used: fake-thief 1\.0: the name 'fake-own' belongs to trainkit's own trainkit-fake-own"

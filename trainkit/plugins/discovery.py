@@ -98,8 +98,8 @@ class PluginInfo:
     name: str
     """The name that a configuration uses."""
     kind: str
-    """``trainer``, ``engine``, ``sharding``, ``sampler``, ``tracker`` or ``hooks``, after its entry-point group; ``?``
-    if it is in none of them."""
+    """``trainer``, ``engine``, ``sharding``, ``sampler``, ``tracker`` or ``hooks``, by its entry-point group; ``?`` if
+    it is in none of theirs."""
     module: str
     """The module that holds the plugin."""
     distribution: str
@@ -109,7 +109,7 @@ class PluginInfo:
     why: str = ""
     """Why it cannot be used, in one line with distribution and version; empty if nothing is known against it."""
     disabled: bool = False
-    """Whether it could be used if it were not disabled."""
+    """Whether the reason is that it is disabled, which is no fault of it."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version}, module {self.module})"
@@ -140,7 +140,7 @@ def find_plugin(name: str, registered: Iterable[str] = (), kinds: Sequence[str] 
     installed = discover()
     found = [plugin for plugin in installed if plugin.name == name.lower()]
     if not found:
-        raise _absence(name, [p for p in installed if not kinds or p.kind in (*kinds, UNKNOWN)], registered, kinds)
+        raise _absence(name, [p for p in installed if not kinds or p.kind in kinds], registered, kinds)
     fitting = [plugin for plugin in found if not kinds or plugin.kind in (*kinds, UNKNOWN)] or found
     usable = [plugin for plugin in fitting if not plugin.why]
     if not usable:
@@ -159,10 +159,14 @@ def _absence(
     own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
     groups = " or ".join(repr(GROUPS[kind]) for kind in kinds or GROUPS)
     way = f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {groups}"
-    told = [way, *dict.fromkeys(plugin.why for plugin in installed if plugin.kind == UNKNOWN)]
     return RegistryError(
-        f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. {'. '.join(told)}"
+        f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. {way}{of_old_group()}"
     )
+
+
+def of_old_group() -> str:
+    """Return what a message about an unknown name adds: which distributions have plugins of no kind, and why."""
+    return "".join(dict.fromkeys(f". {plugin.why}" for plugin in discover() if plugin.kind == UNKNOWN))
 
 
 def _refusal(name: str, found: Sequence[PluginInfo]) -> PluginError | RegistryError:

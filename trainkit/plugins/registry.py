@@ -26,6 +26,7 @@ from trainkit.plugins.discovery import (
     SHARDING,
     TRACKER,
     TRAINER,
+    UNKNOWN,
     PluginInfo,
     find_plugin,
     import_plugin,
@@ -33,6 +34,7 @@ from trainkit.plugins.discovery import (
     is_installed,
     kinds_of,
     of_kind,
+    of_old_group,
     owner_of,
     why_disabled,
 )
@@ -385,11 +387,11 @@ def get_part(part: Part, name: str) -> PartClass:
         known = available_parts(part)
         raise RegistryError(
             f"there is no {kind} {name!r}{suggest(key, known)}; {part.key} names {', '.join(known)}, or another "
-            f"{kind} plugin that is installed"
+            f"{kind} plugin that is installed{of_old_group()}"
         )
     if key in part.classes:
         _check_usable(kind, key, part.classes[key].made, kind)
-    elif kind not in kinds_of(key):
+    elif (kinds := kinds_of(key) | _registered_kinds(key)) and not kinds & {kind, UNKNOWN}:
         raise RegistryError(f"{name!r} is no {kind}; {part.key} names {', '.join(available_parts(part))}")
     else:
         _load(key, part.classes, kind)
