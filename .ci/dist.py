@@ -55,6 +55,8 @@ class Project:
     """The directory of its ``pyproject.toml``."""
     name: str
     """The distribution's name."""
+    package: str
+    """The name of its package."""
     version: str
     """Its version."""
     version_file: Path
@@ -63,9 +65,9 @@ class Project:
     """What it requires."""
 
     @property
-    def module(self) -> str:
-        """The name of its package, which is also the beginning of the names of its files in ``dist/``."""
-        return self.name.replace("-", "_")
+    def stem(self) -> str:
+        """The beginning of the names of its files in ``dist/``."""
+        return f"{self.name.replace('-', '_')}-{self.version}"
 
 
 def read_project(folder: Path) -> Project:
@@ -75,15 +77,17 @@ def read_project(folder: Path) -> Project:
         DistError: the file that should contain the version does not.
     """
     file = folder / "pyproject.toml"
-    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    written = tomllib.loads(file.read_text(encoding="utf-8"))
+    project, package = written["project"], written["project"]["name"].replace("-", "_")
     version = project.get("version")
     if version is None:
-        file = folder / project["name"].replace("-", "_") / "__init__.py"
+        file = folder / written["tool"]["hatch"]["version"]["path"]
+        package = file.parent.name
         found = re.search(r'^__version__ = "(.+)"$', file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         if found is None:
             raise DistError(f'{file} has no line __version__ = "VERSION"; add it')
         version = found[1]
-    return Project(folder, project["name"], version, file, tuple(project.get("dependencies", ())))
+    return Project(folder, project["name"], package, version, file, tuple(project.get("dependencies", ())))
 
 
 def read_projects(root: Path) -> list[Project]:
@@ -141,11 +145,11 @@ def names_in(archive: Path) -> list[str]:
 
 def missing(project: Project, archive: Path, names: Iterable[str]) -> list[str]:
     """Return which of the files that an archive of the project must contain are not among ``names``."""
-    stem = f"{project.module}-{project.version}"
+    stem = project.stem
     if archive.suffix == ".whl":
-        needed = [f"{project.module}/py.typed", f"{stem}.dist-info/licenses/{LICENCE}"]
+        needed = [f"{project.package}/py.typed", f"{stem}.dist-info/licenses/{LICENCE}"]
     else:
-        inside = ("pyproject.toml", "README.md", LICENCE, f"{project.module}/py.typed")
+        inside = ("pyproject.toml", "README.md", LICENCE, f"{project.package}/py.typed")
         needed = [f"{stem}/{name}" for name in inside]
     return sorted({*needed} - {*names})
 
@@ -156,7 +160,7 @@ def check_archives(project: Project, dist: Path) -> list[Path]:
     Raises:
         DistError: one was not built, or a file is missing in it.
     """
-    stem = f"{project.module}-{project.version}"
+    stem = project.stem
     archives = [dist / f"{stem}-py3-none-any.whl", dist / f"{stem}.tar.gz"]
     for archive in archives:
         if not archive.is_file():
@@ -240,7 +244,7 @@ def check_installed(programs: Path, projects: Sequence[Project], outside: Path) 
     if programs.parent.resolve() not in home.resolve().parents:
         raise DistError(f"trainkit was imported from {home}, not from the fresh environment {programs.parent}")
     found = json.loads(run(programs / "trainkit", "plugins", "list", "--probe", "--json", cwd=outside))
-    if unusable := [f"{plugin['name']}: {plugin['why']}" for plugin in found if plugin["state"] != "ok"]:
+    if unusable := [f"{plugin['name']}: {plugin['why']}" for plugin in found if plugin["why"]]:
         raise DistError(f"installed from wheels, these plugins cannot be used: {'; '.join(unusable)}")
     if absent := {project.name for project in projects[1:]} - {plugin["distribution"] for plugin in found}:
         raise DistError(f"installed from wheels, these distributions provide no plugin: {', '.join(sorted(absent))}")

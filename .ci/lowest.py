@@ -53,7 +53,7 @@ def floors(requirements: Iterable[str]) -> dict[str, str]:
     lowest: dict[str, str] = {}  # without trainkit's own distributions
     for requirement in requirements:
         name, bounds = split(requirement)
-        if name == "trainkit" or name.startswith("trainkit-"):
+        if name.startswith("trainkit-"):
             continue
         found = re.search(r">=\s*([\d.]+)", bounds)
         if found is None:

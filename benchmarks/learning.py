@@ -228,7 +228,7 @@ def main() -> int:
     other.add_argument("--bandit", action="store_true", help="check that the known optimum is reached")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("trainkit", "torch", "transformers"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("trainkit-rl", "torch", "transformers"))
     console.print(f"{versions}; {options.threads} threads")
     with tempfile.TemporaryDirectory() as temporary:
         run = constant_reward if options.constant_reward else bandit if options.bandit else learning

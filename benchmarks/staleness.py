@@ -267,7 +267,7 @@ def main() -> int:
     if options.time:
         return timed()
     torch.set_num_threads(options.threads)
-    versions = {name: version(name) for name in ("trainkit", "torch", "transformers")}
+    versions = {"trainkit": trainkit.__version__, **{name: version(name) for name in ("torch", "transformers")}}
     task, runs = load_file(EXAMPLES / "randomwalks" / "task.py"), planned(options.methods, options.seeds)
     with tempfile.TemporaryDirectory() as temporary:
         for index, run in enumerate(runs):

@@ -25,6 +25,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tiers import pytest_collection_finish, pytest_collection_modifyitems, pytest_runtest_call  # noqa: F401
+from trainkit.plugins.discovery import GROUPS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, by the modules of tests
 settings.register_profile(
@@ -78,7 +79,10 @@ def in_lockstep() -> Callable[[Callable[[Any, Reduce], Any], Sequence[Any]], lis
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``install("dist", {"name": "module"}, "source of module")``: a distribution, as an installer leaves it."""
+    """``install("dist", {"name": "module"}, "source of module")``: a distribution, as an installer leaves it.
+
+    ``kind`` is that of its plugins, or of each by its name.
+    """
 
     def install(
         distribution: str,
@@ -86,14 +90,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         source: str | None = None,
         version: str = "1.0",
         requires: Sequence[str] = (),
+        kind: str | Mapping[str, str] = "trainer",
     ) -> Path:
         home = tmp_path / distribution
         info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         metadata = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
         (info / "METADATA").write_text("\n".join([*metadata, *(f"Requires-Dist: {line}" for line in requires), ""]))
-        lines = [f"{name} = {module}" for name, module in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[trainkit]", *lines, ""]))
+        kinds = dict.fromkeys(entries, kind) if isinstance(kind, str) else kind
+        groups = [f"[{GROUPS[kinds[name]]}]\n{name} = {module}\n" for name, module in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(groups))
         if source is not None:
             for module in {*entries.values()}:
                 (home / f"{module}.py").write_text(source)

@@ -152,7 +152,7 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
 
 def test_version_is_the_packages() -> None:
     assert call("--version").stdout == f"trainkit {trainkit.__version__}\n"
-    assert trainkit.__version__ == metadata.version("trainkit")
+    assert trainkit.__version__ == metadata.version("trainkit-rl")
 
 
 # ------------------------------------------------------------------------------------------------------- plugins
@@ -173,14 +173,12 @@ def test_plugins_lists_what_is_installed() -> None:
         "module": "trainkit_ppo",
         "distribution": "trainkit-ppo",
         "version": metadata.version("trainkit-ppo"),
-        "api": "<0.2,>=0.1",
-        "origin": "built-in",
         "kind": "trainer",
-        "state": "ok",
         "why": "",
+        "disabled": False,
     }
     table = [line for line in call("plugins").stdout.splitlines() if line]
-    assert table[0].split() == ["name", "kind", "distribution", "version", "api", "state", "origin"]
+    assert table[0].split() == ["name", "kind", "distribution", "version"]
     assert [line.split()[0] for line in table[1:]] == list(listed())
     assert call("plugins").stdout == call("plugins", "list").stdout
 
@@ -188,24 +186,23 @@ def test_plugins_lists_what_is_installed() -> None:
 def test_plugins_says_in_a_line_why_one_cannot_be_used(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("fake-broken", {"fake-bad": "fake_bad"}, "def broken(:", version="0.7")
-    install("fake-thief", {"ppo": "fake_thief"}, OBSERVES, version="6.6\x1b[31m")
-    install("fake-late", {"fake-late": "fake_late"}, OBSERVES, requires=["trainkit>=99"])
+    install("fake-broken", {"fake-bad": "fake_bad:f"}, version="0.7")
+    install("fake-thief", {"ppo": "fake_thief"}, OBSERVES, version="6.6\x1b[31m", kind="hooks")
+    install("fake-late", {"fake-late": "fake_late"}, OBSERVES, requires=["trainkit-rl>=99"], kind="hooks")
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", "trainkit-ilql,gone")
     result = call("plugins")
     table, _, told = result.stdout.partition("\n\n")
-    assert told.splitlines() == [
-        "fake-bad is broken: fake-broken 0.7: fake_bad does not parse: invalid syntax (line 1)",
-        "fake-late is blocked: fake-late 1.0: it requires trainkit >=99, and this is trainkit "
+    assert [line.removeprefix("cannot be used: ") for line in told.splitlines()] == [
+        "fake-bad: fake-broken 0.7: its entry point is fake-bad = 'fake_bad:f'; the value must be a "
+        "module, without a class",
+        "fake-late: fake-late 1.0: it requires trainkit >=99, and this is trainkit "
         f"{trainkit.__version__}; install another version",
-        f"ilql is blocked: trainkit-ilql {metadata.version('trainkit-ilql')}: disabled by TRAINKIT_DISABLE_PLUGINS",
-        "ppo is shadowed: fake-thief 6.6 [31m: the name 'ppo' belongs to trainkit's own trainkit-ppo; choose another",
+        f"ilql: trainkit-ilql {metadata.version('trainkit-ilql')}: disabled by TRAINKIT_DISABLE_PLUGINS",
+        "ppo: fake-thief 6.6 [31m: the name 'ppo' belongs to trainkit's own trainkit-ppo; choose another",
     ]
-    states = {tuple(line.split()[:3:2]): line.split()[5:] for line in table.splitlines() if line.startswith("fake-")}
-    assert {key: state[0] for key, state in states.items()} == {
-        ("fake-bad", "fake-broken"): "broken",
-        ("fake-late", "fake-late"): "blocked",
-    }
+    assert [line.split()[:3] for line in table.splitlines() if line.startswith("fake-")] == [
+        ["fake-bad", "trainer", "fake-broken"], ["fake-late", "hooks", "fake-late"],
+    ]  # fmt: skip
     assert result.exit_code == 0
     assert result.stderr == (
         "warning: TRAINKIT_DISABLE_PLUGINS names 'gone', which is not an installed plugin or distribution\n"
@@ -215,42 +212,32 @@ def test_plugins_says_in_a_line_why_one_cannot_be_used(
 def test_strict_plugins_end_with_an_error_if_one_is_broken(install: Callable[..., Path], work: Path) -> None:
     """E1: they are listed all the same; without the option nothing is the matter."""
     assert call("plugins", "list", "--strict-plugins").exit_code == 0
-    install("fake-broken", {"fake-bad": "fake_bad"}, "def broken(:", version="0.7")
+    install("fake-broken", {"fake-bad": "fake_bad:f"}, version="0.7")
     result = call("plugins", "list", "--strict-plugins")
     assert result.exit_code == 1
     assert "fake-bad" in result.stdout
-    told = "fake-bad: fake-broken 0.7: fake_bad does not parse: invalid syntax (line 1)"
+    told = "fake-bad: fake-broken 0.7: its entry point is fake-bad = 'fake_bad:f'; the value must be"
     assert f"PluginError: --strict-plugins, and not all plugins can be used: {told}" in result.stderr
     assert told in fails("train", "run.yaml", "--task", "task_for_cli.py:task", "--strict-plugins")
     assert not (work / "runs").exists()
 
 
-def test_a_plugin_that_imports_what_is_not_installed_is_shown_as_broken(install: Callable[..., Path]) -> None:
-    source = "try:\n    import gone\nexcept ImportError:\n    gone = None\n"
-    install("fake-tries", {"fake-tries": "fake_tries"}, source + OBSERVES)
-    install("fake-needs", {"fake-needs": "fake_needs"}, f"import torch\nfrom gone.far import away\n{OBSERVES}")
-    rows = listed()
-    assert rows["fake-tries"]["state"] == "ok"
-    assert rows["fake-needs"]["why"] == "fake-needs 1.0: fake_needs imports gone.far, which is not installed"
-
-
-def test_a_probe_finds_what_the_source_does_not_show(
-    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install("fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7")
-    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+def test_a_probe_finds_what_metadata_do_not_show(install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        "fake-broken", {"fake-bad": "fake_bad"}, f"{OBSERVES}\nraise SystemExit('gone')", version="0.7", kind="hooks"
+    )
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES, kind="hooks")
     monkeypatch.setenv("TRAINKIT_DISABLE_PLUGINS", ",".join({*plugins.BUILT_IN.values()}))  # they take a while
-    assert listed()["fake-bad"]["state"] == "ok"
+    assert listed()["fake-bad"]["why"] == ""
     rows = listed("--probe")
-    assert (rows["fake-bad"]["state"], rows["fake-bad"]["why"]) == ("broken", "fake-broken 0.7: SystemExit: gone")
-    assert (rows["fake-watch"]["state"], rows["ppo"]["state"]) == ("ok", "blocked")
+    assert (rows["fake-bad"]["why"], rows["fake-watch"]["why"]) == ("fake-broken 0.7: SystemExit: gone", "")
+    assert [rows[name]["disabled"] for name in ("fake-bad", "fake-watch", "ppo")] == [False, False, True]
     assert not {"fake_bad", "fake_watch"} & set(sys.modules)
 
 
-def test_plugins_list_says_what_states_and_exit_codes_mean() -> None:
+def test_plugins_list_says_what_exit_codes_mean() -> None:
     text = " ".join(call("plugins", "list", "--help").stdout.split())
-    assert all(f"{state}: " in text for state in ("ok", "broken", "blocked", "shadowed"))
-    assert "Exit code: 0, whatever the plugins' state" in text
+    assert "Exit code: 0, whether plugins can be used or not" in text
 
 
 def test_plugins_check_tells_of_each_check_how_it_ended_and_what_it_proves() -> None:
@@ -268,7 +255,7 @@ def test_plugins_check_ends_with_code_1_and_says_what_was_seen_where_one_fails_u
     install: Callable[..., Path],
 ) -> None:
     source = "import trainkit\n@trainkit.hookimpl\ndef on_step(): 1 / 0\n"
-    install("fake-failing", {"fake_failing": "fake_failing"}, source)
+    install("fake-failing", {"fake_failing": "fake_failing"}, source, kind="hooks")
     check = ["plugins", "check", "fake_failing", "--only", "observer_hooks_fit"]
     result = call(*check)
     assert result.exit_code == 1
@@ -423,8 +410,8 @@ def test_a_run_goes_on_without_a_disabled_plugin_and_says_so_once(
     by: str,
     name: str,
 ) -> None:
-    install("fake-broken", {"fake-bad": "fake_bad"}, "1 / 0", version="0.7")
-    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+    install("fake-broken", {"fake-bad": "fake_bad"}, "1 / 0", "0.7", kind="hooks")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES, kind="hooks")
     arguments = ["train", "run.yaml", "plugins=[fake-bad, fake-watch]", "--task", "task_for_cli.py:online"]
     told = fails(*arguments, "train.run_dir=fails")
     assert "plugin fake-bad (fake-broken 0.7, module fake_bad) failed to import: ZeroDivisionError: " in told
@@ -438,16 +425,15 @@ def test_a_run_goes_on_without_a_disabled_plugin_and_says_so_once(
         f"the plugin 'fake-bad' is disabled by {by}; the run goes on without it"
     ]
     assert TRLConfig.load_yaml(work / "out" / "config.yaml").plugins == ["fake-watch"]
-    assert plugins.find_plugin("fake-watch").state == "ok"
+    assert plugins.find_plugin("fake-watch").why == ""
 
 
 def test_hooks_of_a_config_work_while_other_plugins_are_broken(work: Path, install: Callable[..., Path]) -> None:
-    home = install(
-        "fake-broken", {"fake-bad": "fake_bad", "fake-odd": "fake_bad:f", "ppo": "fake_bad"}, "raise SystemExit"
-    )
-    install("fake-torn", {"fake-torn": "fake_torn"}, OBSERVES)
-    (home.parent / "fake-torn" / "fake_torn-1.0.dist-info" / "entry_points.txt").write_text("[trainkit]\ntorn")
-    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES)
+    entries = {"fake-bad": "fake_bad", "fake-odd": "fake_bad:f", "ppo": "fake_bad"}
+    home = install("fake-broken", entries, "raise SystemExit", kind="hooks")
+    install("fake-torn", {"fake-torn": "fake_torn"}, OBSERVES, kind="hooks")
+    (home.parent / "fake-torn" / "fake_torn-1.0.dist-info" / "entry_points.txt").write_text("[trainkit.hooks]\ntorn")
+    install("fake-watch", {"fake-watch": "fake_watch"}, OBSERVES, kind="hooks")
     result = call("train", "run.yaml", "plugins=[fake-watch]", "train.run_dir=out", "--task", "task_for_cli.py:online")
     assert result.exit_code == 0, result.output
     assert "told of 2" in result.stdout
@@ -613,7 +599,7 @@ def test_an_example_that_lacks_a_package_says_what_to_install(tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     message = fails("examples", "run", "one")
     assert "'no_such_package_at_all'" in message
-    assert "pip install 'trainkit[examples]'" in message
+    assert "pip install 'trainkit-rl[examples]'" in message
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ MISTAKES: list[tuple[str, str]] = [
     # of people who come from other frameworks
     ("train: {seed: 1}", "method: required, not given; name an algorithm: best_of_k, cpo, ddpo"),
     ("method: {ppo: {gamma: 0.9}}", "method@1): ~write name: ppo, with the settings beside it"),
-    ("method: early_stop", "method@1): 'early_stop' is no algorithm; name it in plugins"),
+    ("method: early_stop", "method@1): 'early_stop' is a plugin with hooks; name it in plugins"),
     (
         "method: {name: PPOConfig}\ntrain: {total_steps: 5}",
         "method@1): this is a configuration of trlX; trainkit migrate",
@@ -576,9 +576,9 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         info = tmp_path / "trainkit_apart-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: trainkit-apart\nVersion: 1.0\nRequires-Dist: trainkit\n"
+            "Metadata-Version: 2.1\nName: trainkit-apart\nVersion: 1.0\nRequires-Dist: trainkit-rl\n"
         )
-        (info / "entry_points.txt").write_text("[trainkit]\napart = trainkit_apart\n")
+        (info / "entry_points.txt").write_text("[trainkit.trainers]\napart = trainkit_apart\n")
         monkeypatch.syspath_prepend(tmp_path)
 
     yield install

@@ -108,7 +108,11 @@ def plugin(install: Callable[..., Path]) -> Iterator[Callable[[str], str]]:
     """``plugin("source of hooks")``: the name of an installed plugin that is gone after the test."""
 
     def made(source: str) -> str:
-        install("kit-toy", {"kit_toy": "kit_toy_module"}, "from trainkit import hookimpl\n" + dedent(source))
+        text, kind = (
+            "from trainkit import hookimpl\n" + dedent(source),
+            "sampler" if "make_sampler" in source else "hooks",
+        )
+        install("kit-toy", {"kit_toy": "kit_toy_module"}, text, kind=kind)
         return "kit_toy"
 
     yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tarfile
 import tomllib
@@ -16,8 +17,19 @@ import pytest
 from tables import table
 
 ROOT = Path(__file__).parents[1]
-CORE = '[project]\nname = "trainkit"\ndynamic = ["version"]\n'
-PLUGIN = '[project]\nname = "trainkit-{name}"\nversion = "1.2.0"\ndependencies = ["pillow>=11", "trainkit>=1.2,<1.3"]\n'
+CORE = """
+[project]
+name = "trainkit-rl"
+dynamic = ["version"]
+[tool.hatch.version]
+path = "trainkit/__init__.py"
+"""
+PLUGIN = """
+[project]
+name = "trainkit-{name}"
+version = "1.2.0"
+dependencies = ["pillow>=11", "trainkit-rl>=1.2,<1.3"]
+"""
 
 
 def script(name: str) -> ModuleType:
@@ -67,7 +79,7 @@ def test_this_project_has_its_licences_and_one_version() -> None:
     for project in dist.read_projects(ROOT):
         declared = tomllib.loads((project.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert (declared["license"], declared["license-files"]) == ("Apache-2.0", ["LICENSE"])
-        assert (project.folder / project.module / "py.typed").is_file()
+        assert (project.folder / project.package / "py.typed").is_file()
 
 
 def test_trainkits_version_is_read_from_its_package_and_a_plugins_from_its_pyproject(root: Path) -> None:
@@ -94,8 +106,8 @@ TWO, ONE = PLUGIN.format(name="two"), PLUGIN.format(name="one")
         ("plugins/two/pyproject.toml", TWO.replace("1.2.0", "1.2.1"), "{root}/trainkit/__init__.py has 1.2.0"),
         (
             "plugins/one/pyproject.toml",
-            ONE.replace("trainkit>=1.2,<1.3", "trainkit>=1.1,<1.2"),
-            "{root}/plugins/one/pyproject.toml requires trainkit<1.2,>=1.1, which excludes trainkit 1.2.0",
+            ONE.replace("trainkit-rl>=1.2,<1.3", "trainkit-rl>=1.1,<1.2"),
+            "{root}/plugins/one/pyproject.toml requires trainkit-rl<1.2,>=1.1, which excludes trainkit-rl 1.2.0",
         ),
         ("trainkit/__init__.py", "", "{root}/trainkit/__init__.py has no line __version__"),
         (
@@ -153,6 +165,46 @@ def test_commands_outside_the_checkout_see_no_path_of_it(monkeypatch: pytest.Mon
     assert dist.outside_variables()["HF_HUB_OFFLINE"] == "1"
 
 
+# ----------------------------------------------------------------------------------------------------------- the name
+
+BARE = re.compile(
+    r"""(?<![\w./-])trainkit(?:\[[a-z]|\s*[<>=~!]=?\s*\d)|pip install[^\n`]*[ '"]trainkit(?![\w/-])"""
+    r"""|dependencies = \[[^\]]*"trainkit["\s]"""
+)
+"""What would install ``trainkit`` from the Python Package Index, where it is another project."""
+
+
+@table(
+    "text, bare",
+    [
+        ("pip install 'trainkit[eval]'", True),
+        ("pip install -q trainkit", True),
+        ("trainkit >= 0.1", True),
+        ('dependencies = ["numpy", "trainkit"]', True),
+        ("pip install -e . trainkit-rl trainkit-ppo", False),
+        ('dependencies = ["trainkit-rl[eval]>=0.1"]', False),
+        ("pip install -e plugins/ppo; trainkit plugins", True),
+    ],
+)
+def test_a_bare_name_is_seen(text: str, bare: bool) -> None:
+    assert bool(BARE.search(text)) == bare
+
+
+def test_nothing_requires_or_says_to_install_the_other_project_of_the_name_trainkit() -> None:
+    places = [ROOT / name for name in ("docs", "plugins", "examples", "benchmarks", "trainkit", ".ci")]
+    files = [*ROOT.glob("*.*"), ROOT / "Makefile", *(file for place in places for file in place.rglob("*.*"))]
+    projects = [file for file in files if file.name == "pyproject.toml"]
+    assert len(projects) > 25
+    for file in projects:
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        optional = project.get("optional-dependencies", {}).values()
+        lines = [*project["dependencies"], *(line for extra in optional for line in extra)]
+        assert "trainkit" not in {project["name"], *(lowest.split(line)[0] for line in lines)}, file
+    for file in files:
+        if file.suffix in ("", ".md", ".py", ".toml", ".ipynb", ".sh", ".yaml", ".yml") and file.is_file():
+            assert not (found := BARE.search(file.read_text(encoding="utf-8"))), f"{file}: {found}"
+
+
 # ---------------------------------------------------------------------------------------------------- lowest versions
 
 
@@ -170,7 +222,7 @@ def test_a_requirement_is_split_into_name_and_bounds(requirement: str, is_: tupl
 
 
 def test_the_floor_of_a_package_is_its_highest_lower_bound() -> None:
-    given = ["numpy>=2.9,<3", "numpy>=2.10", "pyyaml>=6,<7", "trainkit-ppo", "trainkit>=0.1"]
+    given = ["numpy>=2.9,<3", "numpy>=2.10", "pyyaml>=6,<7", "trainkit-ppo", "trainkit-rl>=0.1"]
     assert lowest.floors(given) == {"numpy": "2.10", "pyyaml": "6"}
     with pytest.raises(SystemExit, match="'numpy<3' has no lower bound; write numpy>=VERSION"):
         lowest.floors(["numpy<3"])

@@ -153,14 +153,14 @@ class FakeEngine(Engine):
 
 
 def test_an_installed_engine_is_imported_when_it_is_named_and_listed_as_one(install: Callable[..., Path]) -> None:
-    install("fake-dist", {"fake-engine": "fake_engine_module"}, ENGINE)
+    install("fake-dist", {"fake-engine": "fake_engine_module"}, ENGINE, kind="engine")
     (found,) = (plugin for plugin in discover() if plugin.name == "fake-engine")
-    assert (found.kind, found.state) == ("engine", "ok")
+    assert (found.kind, found.why) == ("engine", "")
     shown = CliRunner().invoke(app, ["plugins"]).output.splitlines()
     assert any(line.split()[:3] == ["fake-engine", "engine", "fake-dist"] for line in shown)
     with pytest.raises(ConfigError, match=r"rollout\.engine names able, copies, fake-engine, local, plain"):
         config("nope")
-    with pytest.raises(PluginError, match="is a generation engine"):
+    with pytest.raises(RegistryError, match="is a generation engine"):
         hook_manager(["fake-engine"], [])
     assert config("fake-engine").rollout.engine == "fake-engine"
     assert get_engine("Fake-Engine").made.__name__ == "FakeEngine"
@@ -168,8 +168,8 @@ def test_an_installed_engine_is_imported_when_it_is_named_and_listed_as_one(inst
 
 @pytest.mark.slow
 def test_a_probe_of_an_installed_engine_imports_it(install: Callable[..., Path]) -> None:
-    install("fake-dist", {"fake-engine": "fake_engine_module"}, ENGINE)
-    assert [plugin.state for plugin in probe([p for p in discover() if p.name == "fake-engine"])] == ["ok"]
+    install("fake-dist", {"fake-engine": "fake_engine_module"}, ENGINE, kind="engine")
+    assert [plugin.why for plugin in probe([p for p in discover() if p.name == "fake-engine"])] == [""]
 
 
 def test_the_command_line_prints_the_entry_of_an_engine() -> None:
@@ -183,7 +183,7 @@ def test_the_command_line_prints_the_entry_of_an_engine() -> None:
 def test_an_installed_engine_that_is_disabled_or_fails_is_an_error(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("fake-dist", {"fake-engine": "fake_broken_engine"}, ENGINE + "\n1 / 0")
+    install("fake-dist", {"fake-engine": "fake_broken_engine"}, ENGINE + "\n1 / 0", kind="engine")
     with pytest.raises(PluginError, match=r"plugin fake-engine \(fake-dist 1\.0, .*ZeroDivisionError"):
         config("fake-engine")
     assert "fake-engine" not in registry.ENGINES.classes

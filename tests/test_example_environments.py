@@ -178,7 +178,7 @@ def test_without_reasoning_gym_the_example_says_what_to_install(monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(cli.app, ["examples", "run", "environments", "--game", "reasoning"])
     assert result.exit_code == 1
-    assert "pip install 'trainkit[reasoning]'" in " ".join(result.stderr.split())
+    assert "pip install 'trainkit-rl[reasoning]'" in " ".join(result.stderr.split())
 
 
 def _is_reasoning(module: Any) -> bool:

@@ -46,8 +46,9 @@ def observe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         home = tmp_path / "site"
         info = home / "fake_watch-1.5.dist-info"
         info.mkdir(parents=True)
+        kind = "samplers" if "make_sampler" in bodies else "hooks"
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-watch\nVersion: 1.5\n")
-        (info / "entry_points.txt").write_text("[trainkit]\nfake-watch = fake_watch\n")
+        (info / "entry_points.txt").write_text(f"[trainkit.{kind}]\nfake-watch = fake_watch\n")
         (home / "fake_watch.py").write_text(OBSERVER.format(optional=optional, hooks=hooks))
         monkeypatch.syspath_prepend(home)
         importlib.invalidate_caches()

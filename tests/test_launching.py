@@ -41,7 +41,7 @@ def test_a_plugin_that_is_only_on_the_path_is_found_and_its_gradients_are_compar
     facts = tmp_path / "site" / "trainkit_alone-1.0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: trainkit-alone\nVersion: 1.0\n", encoding="utf-8")
-    (facts / "entry_points.txt").write_text("[trainkit]\nalone = trainkit_alone\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[trainkit.trainers]\nalone = trainkit_alone\n", encoding="utf-8")
     (tmp_path / "site" / "trainkit_alone.py").write_text(ALONE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(registry, "_TRAINERS", dict(registry._TRAINERS))

@@ -75,13 +75,14 @@ class Plain:
     @hookimpl
     def on_step(self): ...
 """
-NAMES = ("fake-counts", "fake-keeps", "fake-plain")
+KINDS = {"fake-counts": "hooks", "fake-keeps": "tracker", "fake-plain": "hooks"}
+NAMES = (*KINDS,)
 
 
 @pytest.fixture
 def counts(install: Callable[..., Path]) -> Iterator[Path]:
     """An installed distribution with three plugins in one module: hooks and a tracker with settings, plain hooks."""
-    yield install("fake-house", dict.fromkeys(NAMES, "fake_house"), SOURCE, version="1.5")
+    yield install("fake-house", dict.fromkeys(NAMES, "fake_house"), SOURCE, "1.5", kind=KINDS)
     sys.modules.pop("fake_house", None)
     for name in NAMES:
         registry._HOOKS.pop(name, None)
@@ -147,7 +148,7 @@ def test_every_fault_names_the_plugin_its_setting_what_was_given_and_what_is_all
 def test_a_plugin_in_the_wrong_place_is_told_where_it_belongs(counts: Path) -> None:
     assert faults(["fake-keeps"], ["fake-counts", "sft"]) == [
         "train.trackers.0: 'fake-counts' is no tracker; name it in plugins (given 'fake-counts' (str))",
-        "train.trackers.1: 'sft' is no tracker; name it in plugins (given 'sft' (str))",
+        "train.trackers.1: 'sft' is an algorithm; name it in method (given 'sft' (str))",
         "plugins.0: 'fake-keeps' is a tracker; name it in train.trackers (given 'fake-keeps' (str))",
     ]
 
@@ -159,7 +160,7 @@ def test_a_plugin_is_named_once_or_equally(counts: Path) -> None:
 
 
 def test_an_unusable_plugin_with_settings_is_an_error_with_its_reason(install: Callable[..., Path]) -> None:
-    install("fake-bad", {"fake-bad": "fake_bad"}, "1 / 0", version="0.3")
+    install("fake-bad", {"fake-bad": "fake_bad"}, "1 / 0", "0.3", kind="hooks")
     with pytest.raises(PluginError, match=r"plugin fake-bad \(fake-bad 0\.3, .* ZeroDivisionError"):
         config([{"name": "fake-bad", "x": 1}])
 
@@ -267,15 +268,16 @@ def test_names_of_accelerates_trackers_are_reserved(install: Callable[..., Path]
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     assert {*LOGGER_TYPE_TO_CLASS} <= discovery.ACCELERATE_TRACKERS
-    install("fake-thief", {"wandb": "fake_thief"}, "", version="2.0")
+    install("fake-thief", {"wandb": "fake_thief"}, "", version="2.0", kind="tracker")
     (plugin,) = (plugin for plugin in discovery.discover() if plugin.name == "wandb")
-    assert plugin.state == "shadowed"
     assert plugin.why == "fake-thief 2.0: the name 'wandb' belongs to a tracker of accelerate; choose another"
     assert config([], ["wandb"]).train.trackers == ["wandb"]
 
 
 def test_a_module_that_fails_leaves_nothing_registered(install: Callable[..., Path]) -> None:
-    install("fake-half", {"fake-half": "fake_half"}, SOURCE.replace("fake-counts", "fake-half") + "\n1 / 0")
+    install(
+        "fake-half", {"fake-half": "fake_half"}, SOURCE.replace("fake-counts", "fake-half") + "\n1 / 0", kind="hooks"
+    )
     with pytest.raises(PluginError):
         get_hooks("fake-half")
     assert not {"fake-half", "fake-keeps", "fake-plain"} & {*registry._HOOKS}
@@ -287,11 +289,12 @@ def test_a_plugin_with_hooks_is_no_algorithm_and_a_probe_needs_no_settings(count
     assert [(plugin.name, plugin.kind) for plugin in found] == [
         ("fake-counts", "hooks"), ("fake-keeps", "tracker"), ("fake-plain", "hooks"),
     ]  # fmt: skip
-    assert [plugin.state for plugin in probe(found[1:2])] == ["ok"]
+    assert [plugin.why for plugin in probe(found[1:2])] == [""]
 
 
 def test_a_misspelt_hook_of_a_registered_class_is_an_error_that_names_the_plugin(install: Callable[..., Path]) -> None:
-    install("fake-slip", {"fake-slip": "fake_slip"}, SOURCE.replace("fake-counts", "fake-slip").replace("on_s", "on_S"))
+    source = SOURCE.replace("fake-counts", "fake-slip").replace("on_s", "on_S")
+    install("fake-slip", {"fake-slip": "fake_slip"}, source, kind="hooks")
     for ask in (lambda: hook_manager(["fake-slip"], []), lambda: tiny_trainer("sft", Path(), plugins=["fake-slip"])):
         with pytest.raises(PluginError, match=r"hooks of plugin fake-slip \(fake-slip 1\.0, .*unknown hook 'on_Step'"):
             ask()
@@ -299,7 +302,7 @@ def test_a_misspelt_hook_of_a_registered_class_is_an_error_that_names_the_plugin
 
 def test_a_constructor_that_fails_is_an_error_that_names_the_plugin(install: Callable[..., Path]) -> None:
     source = SOURCE.replace("fake-counts", "fake-ctor").replace("settings, 0", "settings, 1 / 0")
-    install("fake-ctor", {"fake-ctor": "fake_ctor"}, source)
+    install("fake-ctor", {"fake-ctor": "fake_ctor"}, source, kind="hooks")
     told = r"the hooks of plugin fake-ctor \(fake-ctor 1\.0, module fake_ctor\) cannot be made: ZeroDivisionError"
     with pytest.raises(PluginError, match=told):
         tiny_trainer("sft", Path(), plugins=["fake-ctor"])
@@ -388,7 +391,6 @@ def test_the_kit_checks_hooks_and_trackers_with_settings(
     name: str, checks: int, counts: Path, install: Callable[..., Path]
 ) -> None:
     source = SOURCE.replace("fake-keeps", "fake-logs").replace("prefix: str", 'prefix: str = "loss/"')
-    install(
-        "fake-logs", {"fake-logs": "fake_logs"}, source.replace("fake-counts", "_fake").replace("fake-plain", "_f2")
-    )
+    source = source.replace("fake-counts", "_fake").replace("fake-plain", "_f2")
+    install("fake-logs", {"fake-logs": "fake_logs"}, source, kind="tracker")
     assert len(check_plugin(name).results) == checks

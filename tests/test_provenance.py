@@ -45,7 +45,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         info = home / f"fake_watch-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-watch\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text("[trainkit]\nfake-watch = fake_watch\n")
+        (info / "entry_points.txt").write_text("[trainkit.hooks]\nfake-watch = fake_watch\n")
         (home / "fake_watch.py").write_text("import trainkit\n@trainkit.hookimpl\ndef on_step(): pass\n")
         importlib.invalidate_caches()
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_records_trainkit_and_the_plugins_with_distribution_and_ver
     install("1.5")
     tiny_trainer("ppo", tmp_path / "run", **SAVING, plugins=["Fake-Watch"]).learn()
     assert saved_makers(tmp_path / "run") == [
-        {"name": "trainkit", "distribution": "trainkit", "version": trainkit.__version__},
+        {"name": "trainkit", "distribution": "trainkit-rl", "version": trainkit.__version__},
         {"name": "ppo", "distribution": "trainkit-ppo", "version": PPO.version},
         {"name": "fake-watch", "distribution": "fake-watch", "version": "1.5"},
     ]
@@ -112,7 +112,9 @@ def test_resuming_with_another_version_of_trainkit_says_so(tmp_path: Path, monke
     monkeypatch.setattr(trainkit, "__version__", "0.1.99")
     tiny_trainer("sft", tmp_path / "run", **SAVING).learn()
     monkeypatch.undo()
-    assert resumed(tmp_path / "run") == [f"  changed: trainkit: trainkit 0.1.99 -> trainkit {trainkit.__version__}"]
+    assert resumed(tmp_path / "run") == [
+        f"  changed: trainkit: trainkit-rl 0.1.99 -> trainkit-rl {trainkit.__version__}"
+    ]
 
 
 def test_a_trainer_of_a_notebook_is_recorded_without_a_distribution(
@@ -240,7 +242,11 @@ def test_every_start_of_a_run_is_recorded_with_its_versions(tmp_path: Path) -> N
     starts = Record(tmp_path).starts
     assert [start["step"] for start in starts] == [0, 2]
     assert starts[0]["versions"]["torch"] == version("torch")
-    assert starts[0]["makers"][0] == {"name": "trainkit", "distribution": "trainkit", "version": trainkit.__version__}
+    assert starts[0]["makers"][0] == {
+        "name": "trainkit",
+        "distribution": "trainkit-rl",
+        "version": trainkit.__version__,
+    }
     assert (starts[0]["device"], starts[0]["processes"]) == ("cpu", 1)
 
 

@@ -257,7 +257,7 @@ def test_defaults_that_come_from_the_environment_are_not_printed(
 ) -> None:
     monkeypatch.setattr(registry, "_HOOKS", dict(registry._HOOKS))
     monkeypatch.setenv("FAKE_HIDES_API_KEY", CANARY)
-    install("fake-hides", {"fake-hides": "fake_hides"}, HIDES)
+    install("fake-hides", {"fake-hides": "fake_hides"}, HIDES, kind="tracker")
     found = cli("config", "fake-hides")
     assert found.exit_code == 0, found.output
     assert f"api_key: '{MASK}'" in found.stdout

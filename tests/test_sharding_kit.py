@@ -49,7 +49,7 @@ def made(body: str) -> str:
 @pytest.mark.parametrize("fault", [*BROKEN])
 def test_broken_shardings_are_found_and_a_sound_one_passes(fault: str, install: Callable[..., object]) -> None:
     body, found = BROKEN[fault]
-    install(f"fake-{fault}", {"fake-shards": f"fake_shards_{fault}"}, made(body))
+    install(f"fake-{fault}", {"fake-shards": f"fake_shards_{fault}"}, made(body), kind="sharding")
     if not found:
         check_plugin("fake-shards")
         return
@@ -58,9 +58,9 @@ def test_broken_shardings_are_found_and_a_sound_one_passes(fault: str, install: 
 
 
 def test_an_installed_sharding_is_listed_and_named(install: Callable[..., object]) -> None:
-    install("fake-shards", {"fake-shards": "fake_shards_module"}, made("..."))
+    install("fake-shards", {"fake-shards": "fake_shards_module"}, made("..."), kind="sharding")
     (found,) = (plugin for plugin in discover() if plugin.name == "fake-shards")
-    assert (found.kind, found.state) == ("sharding", "ok")
+    assert (found.kind, found.why) == ("sharding", "")
     assert get_sharding("Fake-Shards").made.__name__ == "Fake"
 
 

@@ -232,7 +232,7 @@ def test_without_optuna_the_command_says_what_to_install(work: Path, monkeypatch
     result = CliRunner().invoke(app, ["sweep", str(written(SWEEP))])
     assert result.exit_code == 2
     assert result.stderr == (
-        "ConfigError: sweeps need Optuna, which is not installed; run: pip install 'trainkit[sweep]'\n"
+        "ConfigError: sweeps need Optuna, which is not installed; run: pip install 'trainkit-rl[sweep]'\n"
     )
 
 

@@ -107,7 +107,7 @@ def test_what_is_needed_is_the_trainkit_that_runs(here: Path, monkeypatch: pytes
     for version, requirement in (("0.1.0", ">=0.1,<0.2"), ("0.12.3.dev1", ">=0.12,<0.13"), ("2.3.0", ">=2.3,<3")):
         monkeypatch.setattr(trainkit, "__version__", version)
         assert call("any", "--out", version).exit_code == 0
-        assert f'dependencies = ["trainkit{requirement}"]' in Path(version, "pyproject.toml").read_text("utf-8")
+        assert f'dependencies = ["trainkit-rl{requirement}"]' in Path(version, "pyproject.toml").read_text("utf-8")
 
 
 def test_the_wheel_holds_the_templates(fresh_venv: Any, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_names_that_templates_use_themselves_can_be_had(
     assert call(given, "--out", "new").exit_code == 0
     project = Path("new/pyproject.toml").read_text("utf-8")
     assert f'name = "trainkit-{given.lower()}"' in project
-    assert 'dependencies = ["trainkit>=' in project
+    assert 'dependencies = ["trainkit-rl>=' in project
 
 
 @table(
@@ -168,6 +168,7 @@ def test_names_that_templates_use_themselves_can_be_had(
         ("lambda", "'lambda', which is a keyword of Python; choose another name"),
         ("trainkit-mine", "put before the name automatically: trainkit new-plugin mine"),
         ("PPO", "the name 'ppo' belongs to trainkit's own trainkit-ppo; choose another"),
+        ("rl", "'trainkit-rl' is trainkit itself; choose another name than 'rl'"),
         ("online-dpo", "the name 'online_dpo' belongs to trainkit's own trainkit-dpo; choose another"),
     ],
 )

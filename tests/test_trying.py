@@ -155,7 +155,7 @@ def test_the_task_of_the_run_gives_prompts_and_functions(runs: Path, tmp_path: P
 
 def test_without_lm_eval_its_installation_is_told(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert 'pip install "trainkit[eval]"' in told("eval", str(runs / "lora"), "--lm-eval", "arc_easy", code=2).stderr
+    assert 'pip install "trainkit-rl[eval]"' in told("eval", str(runs / "lora"), "--lm-eval", "arc_easy", code=2).stderr
 
 
 def test_tasks_are_passed_to_lm_eval_with_the_model(

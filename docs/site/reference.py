@@ -35,17 +35,18 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 @cache
-def entries(plugin: str) -> tuple[str, ...]:
-    """Return the names that a directory of plugins/ registers."""
+def entries(plugin: str) -> dict[str, str]:
+    """Return the names that a directory of plugins/ registers, with the kind of each."""
+    from trainkit.plugins.discovery import GROUPS
+
     project = tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return tuple(name for name in project.get("entry-points", {}).get("trainkit", {}))
+    groups = project.get("entry-points", {})
+    return {name: kind for kind, group in GROUPS.items() for name in groups.get(group, {})}
 
 
 def trains(plugin: str) -> bool:
     """Return whether a directory of plugins/ holds an algorithm."""
-    from trainkit.plugins import find_plugin
-
-    return any("trainer" in find_plugin(name).kind.split(", ") for name in entries(plugin)[:1])
+    return "trainer" in entries(plugin).values()
 
 
 def plugins() -> list[str]:
@@ -76,7 +77,7 @@ def _sections() -> dict[str, Any]:
 def setting_pages() -> dict[str, str]:
     """Return the pages of the settings: of the sections, of the algorithms, and of the other plugins."""
     from trainkit import get_trainer
-    from trainkit.plugins import find_plugin, get_hooks
+    from trainkit.plugins import get_hooks
     from trainkit.plugins.registry import PARTS, get_part
 
     sections = [
@@ -86,13 +87,13 @@ def setting_pages() -> dict[str, str]:
     methods, others = [], []
     for plugin in plugins():
         page = f"[trainkit-{plugin}](../{'algorithms' if trains(plugin) else 'plugins'}/{plugin}.md)"
-        for name in entries(plugin):
+        for name, kind in entries(plugin).items():
             head = f"## {name} {{ #{name} }}\n\nOf {page}. "
             if trains(plugin):
                 cls: Any = get_trainer(name).method_class
                 methods.append(head + _suggested(cls) + "".join(_fields(cls, f"method.{name}")))
                 continue
-            part = next((part for part in PARTS if part.kind in find_plugin(name).kind.split(", ")), None)
+            part = next((part for part in PARTS if part.kind == kind), None)
             hooks = None if part else get_hooks(name)
             found: Any = get_part(part, name).settings if part else hooks and hooks.settings
             where = f"In `{part.key}`.\n" if part else "In `plugins`.\n"

@@ -23,7 +23,7 @@ try:
     import reasoning_gym
 except ModuleNotFoundError as error:
     raise PluginError(
-        f"this environment needs reasoning-gym ({error}); install it: pip install 'trainkit[reasoning]'"
+        f"this environment needs reasoning-gym ({error}); install it: pip install 'trainkit-rl[reasoning]'"
     ) from error
 
 TASK, SETTINGS = "spell_backward", {"min_word_len": 3, "max_word_len": 4}

@@ -103,8 +103,9 @@ def installed(bug: Bug, folder: Path) -> Iterator[str]:
     text, names = _renamed(planted(bug), bug.base, name)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: trainkit\n")
-    (info / "entry_points.txt").write_text("\n".join(["[trainkit]", *(f"{each} = {name}" for each in names), ""]))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: trainkit-rl\n")
+    entries = [f"{each} = {name}\n" for each in names]
+    (info / "entry_points.txt").write_text("".join(["[trainkit.trainers]\n", *entries]))
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
     (folder / "mutant_loops.py").write_text(Path(loops.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     paths = os.environ.get("PYTHONPATH")

@@ -318,7 +318,8 @@ def settings_of(name: str) -> dict[str, Any]:
 def test_f4_secrets(install: Callable[..., Path], model: str, tmp_path: Path, figure: Callable[[str], None]) -> None:
     """No file and no line of a run, its card and trackers included, has a secret, and resuming needs it again."""
     names = ("fake-tracks", "fake-hooks", "fake-engine")
-    install("house", dict.fromkeys(names, "fake_house"), HOUSE)
+    kinds = dict(zip(names, ("tracker", "hooks", "engine"), strict=True))
+    install("house", dict.fromkeys(names, "fake_house"), HOUSE, kind=kinds)
     tokenizer = {name: f"{CANARY}-{name}" for name in ("hf_token", "password", "secret", "some_api_key")}
     config = {
         "method": "ppo",

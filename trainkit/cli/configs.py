@@ -55,23 +55,23 @@ def show_config(
         return
     from trainkit.config import default_config
     from trainkit.config.trackers import TRACKERS
-    from trainkit.plugins import find_plugin, get_hooks, is_registered
-    from trainkit.plugins.discovery import is_installed
-    from trainkit.plugins.inspection import TRAINER
-    from trainkit.plugins.registry import PARTS, get_part
+    from trainkit.plugins import find_plugin, get_hooks
+    from trainkit.plugins.discovery import TRACKER, kinds_of
+    from trainkit.plugins.registry import HOOKED, PARTS, get_part
 
     name = source.lower()
-    kinds = find_plugin(name).kind.split(", ") if is_installed(name, "") else []
+    if kinds := kinds_of(name):
+        find_plugin(name)  # raises an error if it is unusable
     part = next((part for part in PARTS if name in {*part.own, *part.classes} or part.kind in kinds), None)
-    hooks = None if part or TRAINER in kinds or is_registered(name) or not kinds else get_hooks(name)
     if part:
         section, key = part.key.split(".")
         typer.echo(entry_yaml([f"{section}:", f"  {key}:\n    name: {name}"], get_part(part, name).settings), nl=False)
     elif name in TRACKERS:
         typer.echo(entry_yaml(["train:", f"  trackers:\n  - name: {name}"], TRACKERS[name]), nl=False)
-    elif hooks:
-        head = ["train:", f"  trackers:\n  - name: {name}"] if hooks.tracker else [f"plugins:\n- name: {name}"]
-        typer.echo(entry_yaml(head, hooks.settings), nl=False)
+    elif kinds and kinds <= {*HOOKED}:
+        head = ["train:", f"  trackers:\n  - name: {name}"] if TRACKER in kinds else [f"plugins:\n- name: {name}"]
+        hooks = get_hooks(name)
+        typer.echo(entry_yaml(head, hooks.settings if hooks else None), nl=False)
     else:
         typer.echo(annotated_yaml(default_config(source).update(parse_overrides(overrides or []))), nl=False)
 

@@ -19,7 +19,7 @@ RemoteCode = Annotated[
     ),
 ]
 StrictPlugins = Annotated[
-    bool, typer.Option("--strict-plugins", help="End with an error if an installed plugin is broken or shadowed.")
+    bool, typer.Option("--strict-plugins", help="End with an error if an installed plugin cannot be used.")
 ]
 
 

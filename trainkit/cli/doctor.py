@@ -149,7 +149,7 @@ def _plugins() -> dict[str, str]:
 
     found: dict[str, list[str]] = {}
     for plugin in discover():
-        state = "" if plugin.state == "ok" else f" ({plugin.state})"
+        state = " (disabled)" if plugin.disabled else " (cannot be used)" if plugin.why else ""
         found.setdefault(f"{plugin.distribution} {plugin.version}", []).append(f"{plugin.name}{state}")
     return {distribution: ", ".join(names) for distribution, names in sorted(found.items())}
 
@@ -157,7 +157,7 @@ def _plugins() -> dict[str, str]:
 def _checks(free: int) -> dict[str, str]:
     from trainkit.plugins import discover
 
-    broken = [f"{plugin.name}: {plugin.why}" for plugin in discover() if plugin.state in ("broken", "shadowed")]
+    broken = [f"{plugin.name}: {plugin.why}" for plugin in discover() if plugin.why and not plugin.disabled]
     cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return {
         "plugins can be used": "; ".join(broken),

@@ -34,6 +34,6 @@ def run_example(
     except ConfigError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             raise ConfigError(
-                f"{error}; install what the examples need: pip install 'trainkit[examples]'"
+                f"{error}; install what the examples need: pip install 'trainkit-rl[examples]'"
             ) from error.__cause__
         raise

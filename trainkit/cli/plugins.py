@@ -41,7 +41,7 @@ def new_plugin(
 
 
 EXIT_OF_LIST = (
-    "Exit code: 0, whatever the plugins' state, unless --strict-plugins is given; scripts can read the state from "
+    "Exit code: 0, whether plugins can be used or not, unless --strict-plugins is given; scripts can read that from "
     "--json."
 )
 
@@ -59,11 +59,10 @@ def list_plugins(
     ] = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """List the installed plugins and their states; none is imported in this process.
+    """List the installed plugins, and why any of them cannot be used; none is imported in this process.
 
-    ok: can be used. broken: its import fails. blocked: disabled, or made for another version of trainkit. shadowed:
-    its name is also used by trainkit or by another plugin. Without --probe, a plugin is shown as broken if reading its
-    source reveals it.
+    The kind of a plugin is that of its entry-point group. A plugin that fails to import says so when it is named, in
+    `trainkit plugins check`, or here with --probe.
     """
     from dataclasses import asdict
 
@@ -77,25 +76,35 @@ def list_plugins(
         from trainkit.plugins.probe import probe
 
         found = probe(found)
-    rows = [{key: printable(value) for key, value in asdict(plugin).items()} for plugin in found]
-    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(rows))
+    # what a distribution says of its plugins may be anything
+    rows = [{key: printable(v) if isinstance(v, str) else v for key, v in asdict(each).items()} for each in found]
+    typer.echo(json.dumps(rows, indent=2) if as_json else plugins_table(found))
     if strict_plugins:
         require_sound(found)
 
 
 def require_sound(plugins: Iterable[PluginInfo]) -> None:
-    """Raise a `PluginError` if a plugin is broken, or two have one name."""
-    if faults := [f"{plugin.name}: {plugin.why}" for plugin in plugins if plugin.state in ("broken", "shadowed")]:
+    """Raise a `PluginError` if a plugin cannot be used, unless it is disabled."""
+    if faults := _reasons(plugin for plugin in plugins if not plugin.disabled):
         raise PluginError(f"--strict-plugins, and not all plugins can be used: {'; '.join(faults)}")
 
 
-def plugins_table(rows: list[dict[str, str]]) -> str:
+def _reasons(plugins: Iterable[PluginInfo]) -> list[str]:
+    """Return why plugins cannot be used, each reason once, after the names of those that it concerns."""
+    names: dict[str, list[str]] = {}
+    for plugin in plugins:
+        if plugin.why:
+            names.setdefault(plugin.why, []).append(plugin.name)
+    return [f"{', '.join(dict.fromkeys(whose))}: {why}" for why, whose in names.items()]
+
+
+def plugins_table(plugins: list[PluginInfo]) -> str:
     """Return a table with one line per plugin, followed by the reasons why some cannot be used."""
-    columns = ("name", "kind", "distribution", "version", "api", "state", "origin")
-    table = [columns, *(tuple(row[column] or "-" for column in columns) for row in rows)]
+    columns = ("name", "kind", "distribution", "version")
+    table = [columns, *(tuple(printable(getattr(plugin, column)) for column in columns) for plugin in plugins)]
     widths = [max(len(line[at]) for line in table) for at in range(len(columns))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    refused = [f"{row['name']} is {row['state']}: {row['why']}" for row in rows if row["why"]]
+    refused = [f"cannot be used: {printable(reason)}" for reason in _reasons(plugins)]
     return "\n".join([*lines, *([""] if refused else []), *refused])
 
 

@@ -42,7 +42,7 @@ def sweep(
     and report.html. A sweep names files with code: run only those that you trust.
     """
     if find_spec("optuna") is None:
-        raise ConfigError("sweeps need Optuna, which is not installed; run: pip install 'trainkit[sweep]'")
+        raise ConfigError("sweeps need Optuna, which is not installed; run: pip install 'trainkit-rl[sweep]'")
     from trainkit.sweeps import read_sweep
 
     found = read_sweep(file, {} if workers is None else {"workers": workers})

@@ -312,7 +312,7 @@ def _cut(text: Any, width: int = 100) -> str:
     return told if len(told) <= width else told[: width - 1] + "…"
 
 
-HARNESS = 'the package lm-eval is not installed; install it: pip install "trainkit[eval]"'
+HARNESS = 'the package lm-eval is not installed; install it: pip install "trainkit-rl[eval]"'
 
 
 def _harness(tried: Tried, tasks: str, batch_size: int | None, *, show: bool) -> dict[str, Any]:

@@ -14,9 +14,16 @@ from trainkit.config.trackers import TRACKERS
 from trainkit.errors import RegistryError, suggest
 from trainkit.migrating import known_values
 from trainkit.plugins import get_hooks
-from trainkit.plugins.discovery import ACCELERATE_TRACKERS, of_kind, why_disabled
+from trainkit.plugins.discovery import (
+    ACCELERATE_TRACKERS,
+    TRACKER,
+    TRAINER,
+    kinds_of,
+    of_kind,
+    of_old_group,
+    why_disabled,
+)
 from trainkit.plugins.hooks import name_of
-from trainkit.plugins.inspection import TRACKER
 from trainkit.plugins.registry import ENGINES, SHARDINGS, Part, get_part, is_known
 
 MOST = 32
@@ -39,7 +46,7 @@ def _of_tracker(value: Any) -> str | PluginConfig:
 
 def _of_part(part: Part, value: Any) -> str | PluginConfig:
     """Return the name of an engine or a sharding, or its validated settings if it has settings."""
-    given, name = given_entry(value, f"the name of a {part.label}")
+    given, name = given_entry(value, f"the name of {part.label}")
     try:
         settings = None if name.lower() in part.own else get_part(part, name).settings
     except RegistryError as error:
@@ -83,7 +90,9 @@ def settings_class(name: str, tracker: bool) -> type[PluginConfig] | None:
         return TRACKERS.get(name)
     if tracker and not is_known(name):
         known = sorted({*ACCELERATE_TRACKERS, *of_kind(TRACKER)})
-        raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}")
+        raise _refused(f"there is no tracker {name!r}{suggest(name, known)}; known: {', '.join(known)}{of_old_group()}")
+    if tracker and kinds_of(name) == {TRAINER}:
+        raise _refused(f"{name!r} is an algorithm; name it in method")
     try:
         hooks = get_hooks(name)
     except RegistryError as error:

@@ -14,7 +14,6 @@ from trainkit.config.places import COMMAND_LINE, leaves, value_at
 from trainkit.config.tree import TRLConfig, merged, nest
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
-from trainkit.plugins.discovery import unchanged
 from trainkit.plugins.registry import is_known
 
 PATHS: tuple[Key, ...] = (("model", "model_path"), ("model", "reference_path"), ("tokenizer", "tokenizer_path"))
@@ -46,8 +45,7 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> TRLConf
         data = merged(data, change)
         places = {key: place for key, place in places.items() if value_at(data, key) is not ...}
         places |= dict.fromkeys(leaves(change), COMMAND_LINE)
-    with unchanged():
-        return TRLConfig.from_dict(data, places, faults=[*_of_trlx(data, path), *absent_paths(data)])
+    return TRLConfig.from_dict(data, places, faults=[*_of_trlx(data, path), *absent_paths(data)])
 
 
 def _of_trlx(data: Mapping[str, Any], path: Path) -> Iterator[Fault]:

@@ -43,7 +43,6 @@ from trainkit.config.sections import (
 from trainkit.errors import ConfigError, RegistryError, describe
 from trainkit.plain import DEPTH, read_yaml_lines, to_yaml
 from trainkit.plugins import get_method_class
-from trainkit.plugins.discovery import unchanged
 from trainkit.security import MASK, TRUST, code_settings, filled, guarded, hidden
 
 M = TypeVar("M", bound=MethodConfig)
@@ -184,8 +183,7 @@ class TRLConfig(Frozen, Generic[M]):
     def load_yaml(cls, path: str | Path) -> Self:
         """Read a YAML file; ``1e-5`` is read as a number."""
         data, lines = read_yaml_lines(Path(path))
-        with unchanged():
-            return cls.from_dict(data, {key: f"{path}:{line}" for key, line in lines.items()})
+        return cls.from_dict(data, {key: f"{path}:{line}" for key, line in lines.items()})
 
     def save_yaml(self, path: str | Path, *, places: bool = False) -> None:
         """Write a YAML file, from which `load_yaml` restores an equal configuration, except for its secrets.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainkit.plugins.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainkit.plugins.discovery import (
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from trainkit.plugins.files import load_file, load_function
     from trainkit.plugins.hooks import HookManager, hook_manager
     from trainkit.plugins.hookspecs import hookimpl
-    from trainkit.plugins.lazy import lazy_names
     from trainkit.plugins.registry import (
         available_trainers,
         get_engine,
@@ -32,33 +32,6 @@ if TYPE_CHECKING:
         register_tracker,
         register_trainer,
     )
-
-_HOMES = {
-    "BUILT_IN": "discovery",
-    "HookManager": "hooks",
-    "PluginInfo": "discovery",
-    "available_trainers": "registry",
-    "disabled": "discovery",
-    "discover": "discovery",
-    "find_plugin": "discovery",
-    "get_engine": "registry",
-    "get_hooks": "registry",
-    "get_method_class": "registry",
-    "get_sharding": "registry",
-    "get_trainer": "registry",
-    "hook_manager": "hooks",
-    "hookimpl": "hookspecs",
-    "is_registered": "registry",
-    "lazy_names": "lazy",
-    "load_file": "files",
-    "load_function": "files",
-    "load_plugin": "discovery",
-    "register_engine": "registry",
-    "register_hooks": "registry",
-    "register_sharding": "registry",
-    "register_tracker": "registry",
-    "register_trainer": "registry",
-}
 
 __all__ = [
     "BUILT_IN",
@@ -86,13 +59,4 @@ __all__ = [
     "register_tracker",
     "register_trainer",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"trainkit.plugins.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'trainkit.plugins' has no attribute {name!r}; it has {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, __all__, "discovery", "files", "hookspecs", "registry", "hooks")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
 from trainkit.errors import describe, edits, suggest
@@ -42,6 +41,8 @@ INPUTS = tuple(
 """What an algorithm may declare as its `inputs`. An environment may take the place of a ``reward_fn``."""
 SHORTEST, EDITS = 8, 2
 """A name with at least so many letters counts as a misspelling if it is at most so many edits from one of `METHODS`."""
+CODE = (FunctionType, property, cached_property, classmethod, staticmethod)
+"""The types of methods in a class."""
 
 
 def fault(cls: type, settings: Mapping[str, Any]) -> str:
@@ -107,49 +108,18 @@ def _wrong_memory(cls: type) -> str:
     return ""
 
 
-# ----------------------------------------------------------------------------------------------- misspelt methods
-
-
 def _misspelt(cls: type) -> str:
-    """Return which method of the class is named almost as one of `METHODS` and is called by none of the others."""
-    own = [base for base in cls.__mro__ if not _of_trainkit(base)]
-    known = {name for base in cls.__mro__ if _of_trainkit(base) for name in vars(base)} | set(METHODS)
-    codes = {(base, name): list(_codes(value)) for base in own for name, value in vars(base).items()}
-    used = {name for each in codes.values() for code in each for name in _names(code)}
-    for (base, name), code in codes.items():
-        if not code or name.startswith("_") or len(name) < SHORTEST or name in known | used:
+    """Return which method of the class is named almost as one of `METHODS`, which the class does not have itself."""
+    theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "trainkit"]
+    known = {name for base in theirs for name in vars(base)} | {*METHODS}
+    own = {name: base for base in cls.__mro__ if base not in theirs for name in vars(base)}
+    for name, base in own.items():
+        if name in known or len(name) < SHORTEST or name.startswith("_") or not isinstance(vars(base)[name], CODE):
             continue
         distance, nearest = min((edits(name, method), method) for method in METHODS)
-        if distance <= EDITS:
+        if distance <= EDITS and nearest not in own:
             return (
-                f"{base.__qualname__}.{name} overrides nothing, and the class does not call it"
-                f"{suggest(name, [nearest])}. Rename it; if it is a method of your own, give it a name that differs "
-                f"from {nearest!r} in more than {EDITS} letters"
+                f"{base.__qualname__}.{name} overrides nothing{suggest(name, [nearest])}. Rename it; if it is a method "
+                f"of your own, give it a name that differs from {nearest!r} in more than {EDITS} letters"
             )
     return ""
-
-
-def _of_trainkit(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "trainkit"
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, method or property, without its decorators; nothing for other attributes."""
-    parts: tuple[Any, ...] = (value,)
-    if isinstance(value, property):
-        parts = (value.fget, value.fset)
-    elif isinstance(value, cached_property):
-        parts = (value.func,)
-    elif isinstance(value, staticmethod | classmethod):
-        parts = (value.__func__,)
-    for part in parts:
-        if callable(part) and inspect.isfunction(function := inspect.unwrap(part)):
-            yield function.__code__
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the attributes and global names that the code uses, those of functions within it included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

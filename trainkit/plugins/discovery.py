@@ -1,33 +1,53 @@
-"""Discovery of plugins by their entry points. Unusable plugins are refused, and those that a run names are imported.
+"""Discovery of plugins by their entry points. What cannot be used is refused, and what a run names is imported.
 
-A fault of one plugin affects that plugin alone. The message names its distribution and version.
+A kind of plugin has an entry-point group of its own, so that nothing is imported to find out what a plugin is. A fault
+of one plugin affects that plugin alone. The message names its distribution and version.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from trainkit.errors import PluginError, RegistryError, suggest
 from trainkit.plugins.guard import one_line, said
-from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import UNKNOWN, absent_import, exists, found_once, read_module
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
+TRAINER, ENGINE, SHARDING, SAMPLER, TRACKER, HOOKS = "trainer", "engine", "sharding", "sampler", "tracker", "hooks"
+GROUPS = {
+    TRAINER: "trainkit.trainers",
+    ENGINE: "trainkit.engines",
+    SHARDING: "trainkit.shardings",
+    SAMPLER: "trainkit.samplers",
+    TRACKER: "trainkit.trackers",
+    HOOKS: "trainkit.hooks",
+}
+"""The entry-point group of each kind of plugin."""
+NAMED_IN = {
+    TRAINER: ("an algorithm", "method"),
+    ENGINE: ("a generation engine", "rollout.engine"),
+    SHARDING: ("a sharding", "train.sharding"),
+    SAMPLER: ("a sampler", "plugins"),
+    TRACKER: ("a tracker", "train.trackers"),
+    HOOKS: ("a plugin with hooks", "plugins"),
+}
+"""What each kind is in words, and the setting that names one."""
+UNKNOWN = "?"
+"""The kind of a plugin that is in no group of a kind."""
+OLD_GROUP = "trainkit"
+"""The group of all kinds before each had its own."""
+CORE = "trainkit-rl"
+"""The distribution of trainkit itself."""
 BUILT_IN = {
     "best_of_k": "trainkit-dpo",
     "cpo": "trainkit-orpo",
@@ -67,72 +87,98 @@ LOAD = "TRAINKIT_LOAD_PLUGINS"
 """The environment variable that names the plugins or distributions that may be used besides trainkit's own."""
 ALL = "all"
 
-OK, BROKEN, BLOCKED, SHADOWED = "ok", "broken", "blocked", "shadowed"
-
 _disabled: list[tuple[str, str]] = []
 """(name, what disables it) of each name that `disabled` disables at present."""
 
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """One entry point of the group ``trainkit``, read without importing anything."""
+    """One entry point of a plugin, read without importing anything."""
 
     name: str
     """The name that a configuration uses."""
+    kind: str
+    """``trainer``, ``engine``, ``sharding``, ``sampler``, ``tracker`` or ``hooks``, by its entry-point group; ``?`` if
+    it is in none of theirs."""
     module: str
     """The module that holds the plugin."""
     distribution: str
     """The installed distribution that provides it."""
     version: str
     """That distribution's version."""
-    api: str = ""
-    """The versions of trainkit that its distribution requires; empty if it requires none."""
-    origin: str = ""
-    """``built-in``, ``editable`` with the directory of the source, or the directory that it is installed in."""
-    kind: str = UNKNOWN
-    """``trainer``, ``engine``, ``sharding``, ``sampler`` (provides one), ``tracker`` (is registered as one), ``hooks``
-    (has other hooks), or several; ``?`` if its source does not show it."""
-    state: str = OK
-    """``ok``, ``broken`` (its import fails), ``blocked`` (disabled, or made for another version of trainkit) or
-    ``shadowed`` (its name belongs to another plugin)."""
     why: str = ""
-    """Why it is not ``ok``, in one line with distribution and version."""
+    """Why it cannot be used, in one line with distribution and version; empty if nothing is known against it."""
+    disabled: bool = False
+    """Whether the reason is that it is disabled, which is no fault of it."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version}, module {self.module})"
 
-    def refused(self, state: str, reason: str) -> PluginInfo:
-        """Return the same plugin in another state, for this reason."""
-        return replace(self, state=state, why=f"{self.distribution} {self.version}: {reason}")
+    def refused(self, reason: str, *, disabled: bool = False) -> PluginInfo:
+        """Return the same plugin, which cannot be used for this reason."""
+        return replace(self, why=f"{self.distribution} {self.version}: {reason}", disabled=disabled)
 
 
 def discover() -> list[PluginInfo]:
-    """Return every installed plugin, sorted by name. Read metadata and source, and import nothing.
-
-    The same name may appear twice.
-    """
-    if found := _discovered.get():
-        return list(found)
-    with found_once():
-        made = [_with_imports(_examined(plugin)) for plugin in _claims()]
-    if found is not None:
-        found.extend(made)
-    return made
+    """Return every installed plugin, sorted by name; the same name may appear twice. Read metadata, import nothing."""
+    claims = _claims()
+    return [_judged(plugin, claims) for plugin in claims]
 
 
-def find_plugin(name: str, registered: Iterable[str] = (), kinds: Iterable[str] = ()) -> PluginInfo:
+def find_plugin(name: str, registered: Iterable[str] = (), kinds: Sequence[str] = ()) -> PluginInfo:
     """Return the one usable plugin called ``name`` (case-insensitive).
 
     Args:
         name: its name.
         registered: further names for the error message.
-        kinds: the kinds of plugins that the message lists; all by default.
+        kinds: the kinds that it may have, which the message lists; all by default.
 
     Raises:
-        RegistryError: there is none, or its name is reserved for a built-in or claimed twice; lists the choices.
-        PluginError: it is disabled, made for another version of trainkit, or cannot be imported.
+        RegistryError: there is none, it is of another kind, or its name is reserved for a built-in or claimed twice.
+        PluginError: it is disabled, made for another version of trainkit, or in no group of a kind.
     """
-    return _usable(name, _claims(), registered, kinds)
+    installed = discover()
+    found = [plugin for plugin in installed if plugin.name == name.lower()]
+    if not found:
+        raise _absence(name, [p for p in installed if not kinds or p.kind in kinds], registered, kinds)
+    fitting = [plugin for plugin in found if not kinds or plugin.kind in (*kinds, UNKNOWN)] or found
+    usable = [plugin for plugin in fitting if not plugin.why]
+    if not usable:
+        raise _refusal(name.lower(), fitting)
+    if kinds and usable[0].kind not in kinds:
+        what, setting = NAMED_IN[usable[0].kind]
+        raise RegistryError(f"{name.lower()!r} is {what}; name it in {setting}")
+    return usable[0]
+
+
+def _absence(
+    name: str, installed: Sequence[PluginInfo], registered: Iterable[str], kinds: Sequence[str]
+) -> RegistryError:
+    """Return the error for a name that no installed plugin has; ``installed`` are those that it could be."""
+    names = sorted({*registered, *(plugin.name for plugin in installed if not plugin.why)})
+    own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
+    groups = " or ".join(repr(GROUPS[kind]) for kind in kinds or GROUPS)
+    way = f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {groups}"
+    return RegistryError(
+        f"no plugin {name!r} is installed{near}; available: {', '.join(names) or 'none'}. {way}{of_old_group()}"
+    )
+
+
+def of_old_group() -> str:
+    """Return what a message about an unknown name adds: which distributions have plugins of no kind, and why."""
+    return "".join(dict.fromkeys(f". {plugin.why}" for plugin in discover() if plugin.kind == UNKNOWN))
+
+
+def _refusal(name: str, found: Sequence[PluginInfo]) -> PluginError | RegistryError:
+    """Return the error for a name all of whose claimants are unusable."""
+    claims = [plugin for plugin in _claims() if plugin.name == name and not plugin.why]
+    if claims and name not in {*BUILT_IN, *ACCELERATE_TRACKERS, *RESERVED}:
+        return RegistryError(
+            f"the plugin name {name!r} is claimed twice: {'; '.join(map(str, claims))}. Uninstall all but one, or "
+            f"disable it by its distribution: {DISABLE}={claims[0].distribution}"
+        )
+    told = "; ".join(dict.fromkeys(plugin.why for plugin in found))
+    return (RegistryError if claims else PluginError)(f"the plugin {name!r} cannot be used: {told}")
 
 
 def find_installed(name: str, module: str = "") -> PluginInfo | None:
@@ -141,37 +187,10 @@ def find_installed(name: str, module: str = "") -> PluginInfo | None:
     Raises:
         RegistryError, PluginError: as `find_plugin`.
     """
-    claims = _claims()
-    return _usable(name, claims) if any(plugin.name == name and _is_of(plugin, module) for plugin in claims) else None
+    return find_plugin(name) if is_installed(name, module) else None
 
 
-def _usable(
-    name: str, claims: Sequence[PluginInfo], registered: Iterable[str] = (), kinds: Iterable[str] = ()
-) -> PluginInfo:
-    found = [_examined(plugin) for plugin in claims if plugin.name == name.lower()]
-    if usable := [plugin for plugin in found if plugin.state == OK]:
-        return usable[0]
-    if not found:
-        names = sorted({*registered, *(plugin.name for plugin in claims if plugin.state == OK)})
-        own, near = BUILT_IN.get(name.lower()), suggest(CLASS_NAME.sub("", name.lower()), names)
-        given = {*kinds}
-        others = {each.name for each in discover() if each.kind != UNKNOWN and not given & {*each.kind.split(", ")}}
-        listed = [each for each in names if each in registered or each not in others] if given else names
-        raise RegistryError(
-            f"no plugin {name!r} is installed{near}; available: {', '.join(listed) or 'none'}. "
-            + (f"It is in {own}: pip install {own}" if own else f"A plugin needs an entry point in the group {GROUP!r}")
-        )
-    told = "; ".join(plugin.why for plugin in found)
-    if {plugin.state for plugin in found} == {SHADOWED} and name.lower() not in {*BUILT_IN, *ACCELERATE_TRACKERS}:
-        raise RegistryError(
-            f"the plugin name {name!r} is claimed twice: {'; '.join(map(str, found))}. Uninstall all but one, or "
-            f"disable it by its distribution: {DISABLE}={found[0].distribution}"
-        )
-    error = RegistryError if SHADOWED in {plugin.state for plugin in found} else PluginError
-    raise error(f"the plugin {name.lower()!r} cannot be used: {told}")
-
-
-def load_plugin(name: str, registered: Iterable[str] = (), kinds: Iterable[str] = ()) -> ModuleType:
+def load_plugin(name: str, registered: Iterable[str] = (), kinds: Sequence[str] = ()) -> ModuleType:
     """Import the installed plugin called ``name``; ``registered`` and ``kinds`` as in `find_plugin`.
 
     Raises:
@@ -201,7 +220,13 @@ def import_settings(plugin: PluginInfo) -> ModuleType | None:
         PluginError: as `import_plugin`.
     """
     module = f"{plugin.module}.config"
-    return _imported(plugin, module) if exists(module) else None
+    try:
+        return _imported(plugin, module)
+    except PluginError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name == module:
+            return None
+        raise
 
 
 def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
@@ -224,41 +249,20 @@ def _imported(plugin: PluginInfo, module: str, name: str = "") -> ModuleType:
 # ---------------------------------------------------------------------------------------------------- installed
 
 
-_kept: ContextVar[list[PluginInfo] | None] = ContextVar("_kept", default=None)
-_discovered: ContextVar[list[PluginInfo] | None] = ContextVar("_discovered", default=None)
-"""What `discover` has returned inside `unchanged`; empty before its first call."""
-
-
-@contextmanager
-def unchanged() -> Iterator[None]:
-    """Look only once for what is installed inside the block, in which nothing is installed or disabled."""
-    tokens = _kept.set(_claims()), _discovered.set(_discovered.get() or [])
-    try:
-        yield
-    finally:
-        _kept.reset(tokens[0])
-        _discovered.reset(tokens[1])
-
-
 def _claims() -> list[PluginInfo]:
     """Return every installed plugin, as its metadata describe it; the same name may appear twice."""
-    if (kept := _kept.get()) is not None:
-        return kept
-    found: dict[tuple[str, str], PluginInfo] = {}
-    seen: set[str] = set()
+    found: dict[str, list[PluginInfo]] = {}
     for path in sys.path:
-        changed = _changed(path)
-        settled = time.time_ns() - changed > SETTLED
-        for name, plugins in (_read if settled else _read.__wrapped__)(path, changed):
-            if name not in seen:  # of two copies on the path the first is the one in use
-                seen.add(name)
-                found |= {(p.name, f"{p.distribution} {p.module}"): p for p in plugins}
-    claims = sorted(found.values(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.module))
-    return [_judged(plugin, claims) for plugin in claims]
+        for distribution, plugins in _read(path, _changed(path)):
+            found.setdefault(distribution, plugins)  # of two copies on the path the first is the one in use
+    claims = [plugin for plugins in found.values() for plugin in plugins]
+    return sorted(map(_switched, claims), key=lambda plugin: (plugin.name, plugin.distribution, plugin.kind))
 
 
-SETTLED = 5 * 10**9
-"""Nanoseconds after which a directory that has changed is taken to be written: an installer may be at work before."""
+def _switched(plugin: PluginInfo) -> PluginInfo:
+    """Return ``plugin``, disabled if anything disables it."""
+    by = disabled_by(plugin.name, plugin.distribution)
+    return plugin.refused(f"disabled by {by}", disabled=True) if by else plugin
 
 
 def _changed(path: str) -> int:
@@ -274,9 +278,16 @@ def _read(path: str, changed: int) -> list[tuple[str, list[PluginInfo]]]:  # noq
     """Return the distributions in ``path`` with plugins, and these; reading all metadata takes milliseconds."""
     from importlib.metadata import distributions  # slow, and not needed for --help
 
-    found = [dist for dist in distributions(path=[path]) if f"[{GROUP}]" in _text(dist, "entry_points.txt")]
+    found = [dist for dist in distributions(path=[path]) if f"[{OLD_GROUP}" in _entry_points(dist)]
     named = [(dist, *_identity(dist)) for dist in found]
     return [(canonical(name), list(_plugins_of(dist, name, version))) for dist, name, version in named]
+
+
+def _entry_points(dist: Distribution) -> str:
+    try:
+        return dist.read_text("entry_points.txt") or ""
+    except (OSError, ValueError):
+        return ""
 
 
 def _identity(dist: Distribution) -> tuple[str, str]:
@@ -288,58 +299,52 @@ def _identity(dist: Distribution) -> tuple[str, str]:
 
 def _plugins_of(dist: Distribution, name: str, version: str) -> Iterator[PluginInfo]:
     try:
-        entries = [(entry.name.lower(), entry.value) for entry in dist.entry_points.select(group=GROUP)]
+        entries = [*dist.entry_points]
     except Exception as error:  # one malformed file must not hide all plugins
-        broken = PluginInfo(canonical(name), "?", name, version, origin=_origin(dist))
-        yield broken.refused(BROKEN, f"its entry points cannot be read ({one_line(error)}); reinstall it")
+        broken = PluginInfo(canonical(name), UNKNOWN, "?", name, version)
+        yield broken.refused(f"its entry points cannot be read ({one_line(error)}); reinstall it")
         return
-    try:
-        api, fault = _required(dist), ""
-    except ValueError as error:
-        api, fault = "?", f"its requirement on trainkit cannot be read: {one_line(error)}"
-    for entry, module in entries:
-        built_in = canonical(BUILT_IN.get(entry, "")) == canonical(name)
-        plugin = PluginInfo(entry, module, name, version, api, "built-in" if built_in else _origin(dist))
-        yield plugin.refused(BROKEN, fault) if fault else plugin
+    kinds = {group: kind for kind, group in GROUPS.items()}
+    found = [PluginInfo(e.name.lower(), kinds[e.group], e.value, name, version) for e in entries if e.group in kinds]
+    fault = _unfit(dist) if found else ""
+    for plugin in found:
+        reason = fault
+        if not all(part.isidentifier() for part in plugin.module.split(".")):
+            reason = (
+                f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module, without a class"
+            )
+        yield plugin.refused(reason) if reason else plugin
+    old = [PluginInfo(e.name.lower(), UNKNOWN, e.value, name, version) for e in entries if e.group == OLD_GROUP]
+    yield from (plugin.refused(OF_OLD_GROUP) for plugin in old if plugin.name not in {other.name for other in found})
 
 
-def _required(dist: Distribution) -> str:
-    """Return the versions of trainkit that the distribution requires.
+OF_OLD_GROUP = (
+    f"its entry points are in the group {OLD_GROUP!r}, which is not read any more, as each kind of plugin has its own: "
+    f'in pyproject.toml, write [project.entry-points."{GROUPS[TRAINER]}"] in place of '
+    f"[project.entry-points.{OLD_GROUP}] for an algorithm, {', '.join(list(GROUPS.values())[1:-1])} or {GROUPS[HOOKS]} "
+    "for the other kinds, and install it again"
+)
+"""What is wrong with a plugin that was written when all kinds had one group."""
 
-    Raises:
-        ValueError: the requirement does not parse.
-    """
+
+def _unfit(dist: Distribution) -> str:
+    """Return why the distribution does not fit this version of trainkit; empty if it does."""
     from packaging.requirements import Requirement
 
-    ours = re.compile(rf"{GROUP}\s*([\[(<>=!~;@]|$)", re.IGNORECASE)
-    requirements = [Requirement(line) for line in dist.requires or () if ours.match(line.strip())]
-    specifiers = [r.specifier for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return ",".join(str(specifier) for specifier in specifiers if str(specifier))
+    from trainkit import __version__
 
-
-def _origin(dist: Distribution) -> str:
+    ours = re.compile(r"trainkit([-_.]+rl)?\s*([\[(<>=!~;@]|$)", re.IGNORECASE)
     try:
-        given = json.loads(_text(dist, "direct_url.json") or "{}")
-        if given.get("dir_info", {}).get("editable"):
-            return f"editable {unquote(urlsplit(given['url']).path)}"
-        return _place(dist)
-    except (ValueError, KeyError, AttributeError):
-        return "?"
-
-
-def _place(dist: Distribution) -> str:
-    """Return the directory that the distribution is installed in."""
-    try:
-        return str(dist.locate_file(""))
-    except (ValueError, KeyError, AttributeError, NotImplementedError):
-        return "?"
-
-
-def _text(dist: Distribution, file: str) -> str:
-    try:
-        return dist.read_text(file) or ""
-    except (OSError, ValueError):
-        return ""
+        needed = [Requirement(line) for line in dist.requires or () if ours.match(line.strip())]
+    except ValueError as error:
+        return f"its requirement on trainkit cannot be read: {one_line(error)}"
+    given = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    for each in given:
+        if canonical(each.name) != CORE:
+            return f"it requires {each.name!r}, which is another project; write {CORE} in its dependencies"
+        if not each.specifier.contains(__version__, prereleases=True):
+            return f"it requires trainkit {each.specifier}, and this is trainkit {__version__}; install another version"
+    return ""
 
 
 def canonical(distribution: str) -> str:
@@ -348,61 +353,26 @@ def canonical(distribution: str) -> str:
 
 
 def _judged(plugin: PluginInfo, claims: Sequence[PluginInfo]) -> PluginInfo:
-    """Return ``plugin``, in the state ``blocked`` or ``shadowed`` if that applies."""
-    if reason := _blocked(plugin):
-        return plugin.refused(BLOCKED, reason)
-    if plugin.state == BROKEN:
-        return plugin
+    """Return ``plugin``, refused if its name belongs to another."""
     owner = BUILT_IN.get(plugin.name)
-    if owner and canonical(plugin.distribution) != owner:
-        return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to trainkit's own {owner}; choose another")
-    if owner:
+    if plugin.why or (owner and canonical(plugin.distribution) == owner):
         return plugin
-    if plugin.name in RESERVED:
-        return plugin.refused(SHADOWED, f"the name {plugin.name!r} is a command of `trainkit config`; choose another")
-    if plugin.name in ACCELERATE_TRACKERS:
-        return plugin.refused(SHADOWED, f"the name {plugin.name!r} belongs to a tracker of accelerate; choose another")
-    rivals = [p for p in claims if p.name == plugin.name and p is not plugin and not _blocked(p)]
-    if rivals:
-        others = ", ".join(f"{rival.distribution} {rival.version} (module {rival.module})" for rival in rivals)
-        return plugin.refused(
-            SHADOWED, f"the name {plugin.name!r} is claimed by {others} too; uninstall or disable one of them"
-        )
-    return plugin
-
-
-def _blocked(plugin: PluginInfo) -> str:
-    """Return why ``plugin`` may not be used, whatever its module contains; empty if it may."""
-    if by := disabled_by(plugin.name, plugin.distribution):
-        return f"disabled by {by}"
-    if plugin.api in ("", "?"):
-        return ""
-    from packaging.specifiers import SpecifierSet
-
-    from trainkit import __version__
-
-    if SpecifierSet(plugin.api).contains(__version__, prereleases=True):
-        return ""
-    return f"it requires trainkit {plugin.api}, and this is trainkit {__version__}; install another version"
-
-
-def _examined(plugin: PluginInfo) -> PluginInfo:
-    """Return ``plugin`` with its kind; in the state ``broken`` if its source shows that it cannot be imported."""
-    if plugin.state == BROKEN:
+    for named, whose in (
+        (owner, f"belongs to trainkit's own {owner}"),
+        (plugin.name in RESERVED, "is a command of `trainkit config`"),
+        (plugin.name in ACCELERATE_TRACKERS, "belongs to a tracker of accelerate"),
+    ):
+        if named:
+            return plugin.refused(f"the name {plugin.name!r} {whose}; choose another")
+    rivals = [
+        other for other in claims
+        if other.name == plugin.name and not other.why and other is not plugin
+        and (other.distribution != plugin.distribution or other.kind == plugin.kind)
+    ]  # fmt: skip
+    if not rivals:
         return plugin
-    if all(part.isidentifier() for part in plugin.module.split(".")):
-        reading = read_module(plugin.module, plugin.name)
-        known, fault = replace(plugin, kind=reading.kind), reading.fault
-    else:
-        known = plugin
-        fault = f"its entry point is {plugin.name} = {plugin.module!r}; the value must be a module, without a class"
-    return known.refused(BROKEN, fault) if fault and known.state == OK else known
-
-
-def _with_imports(plugin: PluginInfo) -> PluginInfo:
-    """Return ``plugin``, in the state ``broken`` if it imports what is not installed; a run gets the import's error."""
-    absent = absent_import(plugin.module) if plugin.state == OK else ""
-    return plugin.refused(BROKEN, f"{plugin.module} imports {absent}, which is not installed") if absent else plugin
+    others = ", ".join(f"{rival.distribution} {rival.version} (module {rival.module})" for rival in rivals)
+    return plugin.refused(f"the name {plugin.name!r} is claimed by {others} too; uninstall or disable one of them")
 
 
 # ----------------------------------------------------------------------------------------------------- disabled
@@ -483,8 +453,14 @@ def is_installed(name: str, module: str) -> bool:
 
 
 def of_kind(kind: str) -> list[str]:
-    """Return the names of the usable installed plugins of a kind, according to their source."""
-    return sorted({plugin.name for plugin in discover() if plugin.state == OK and kind in plugin.kind.split(", ")})
+    """Return the names of the usable installed plugins of a kind."""
+    return sorted({plugin.name for plugin in discover() if plugin.kind == kind and not plugin.why})
+
+
+def kinds_of(name: str) -> set[str]:
+    """Return the kinds of the installed plugin called ``name``; if none of that name is usable, those of all."""
+    found = [plugin for plugin in discover() if plugin.name == name.lower()]
+    return {plugin.kind for plugin in found if not plugin.why} or {plugin.kind for plugin in found}
 
 
 def owner_of(name: str, module: str) -> str:
@@ -494,15 +470,10 @@ def owner_of(name: str, module: str) -> str:
         return "" if own.replace("-", "_") == module.split(".")[0] else f"trainkit's own {own}"
     if name in ACCELERATE_TRACKERS:
         return "a tracker of accelerate"
-    claims = [plugin for plugin in _claims() if plugin.name == name and plugin.state != BLOCKED]
+    claims = [plugin for plugin in _claims() if plugin.name == name and not plugin.why]
     return "" if any(_is_of(plugin, module) for plugin in claims) else " and ".join(map(str, claims))
 
 
 def _is_of(plugin: PluginInfo, module: str) -> bool:
     """Return whether ``module`` is in the plugin's package; an empty one is in any."""
     return not module or plugin.module.split(".")[0] == module.split(".")[0]
-
-
-def is_imported(plugin: PluginInfo) -> bool:
-    """Return whether the plugin's module is imported in this process."""
-    return plugin.module in sys.modules

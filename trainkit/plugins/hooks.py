@@ -10,10 +10,10 @@ import pluggy
 
 from trainkit.errors import PluginError, TrainkitError, suggest
 from trainkit.plugins import hookspecs
-from trainkit.plugins.discovery import PluginInfo, find_installed, find_plugin, import_plugin
+from trainkit.plugins.discovery import TRAINER, PluginInfo, find_installed, find_plugin, import_plugin
 from trainkit.plugins.guard import one_line, said, watch
-from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.registry import HookClass, get_hooks, is_registered, part_of
+from trainkit.plugins.hookspecs import PROJECT
+from trainkit.plugins.registry import PARTS, HookClass, get_hooks, get_part, get_trainer
 
 if TYPE_CHECKING:
     from trainkit.config import PluginConfig
@@ -28,7 +28,7 @@ class HookManager(pluggy.PluginManager):
     """The hooks of a run, and the state of the objects that are made of registered classes."""
 
     def __init__(self) -> None:
-        super().__init__(GROUP)
+        super().__init__(PROJECT)
         self.add_hookspecs(hookspecs)
         self.made: dict[str, Any] = {}
         """The objects by the name of their plugin."""
@@ -74,8 +74,8 @@ def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object
         objects: instances with ``@hookimpl`` methods.
 
     Raises:
-        PluginError: a hook does not exist or has wrong arguments, an object implements no hook, or a plugin has
-            neither hooks nor a trainer of its name.
+        PluginError: a hook does not exist or has wrong arguments, an object implements no hook, or a plugin cannot be
+            used.
     """
     manager = HookManager()
     for name, entry in {name_of(entry): entry for entry in plugins}.items():
@@ -100,19 +100,20 @@ def hook_manager(plugins: Iterable[str | PluginConfig], objects: Iterable[object
     return manager
 
 
-def check_hooks(name: str) -> None:
-    """Check the hooks of the installed plugin ``name`` without making an object of its class, which may need settings.
-
-    An engine or a sharding is imported, and nothing else.
+def check_plugin(name: str, kind: str) -> None:
+    """Import an installed plugin, and check its hooks without making an object, which may need settings.
 
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    hooks = None if part_of(name) else get_hooks(name)
-    if hooks is None and not part_of(name):
-        hook_manager([name], [])
-    elif hooks is not None:
+    if kind == TRAINER:
+        get_trainer(name)
+    elif parts := [part for part in PARTS if part.kind == kind]:
+        get_part(parts[0], name)
+    elif hooks := get_hooks(name):
         _add(HookManager(), object.__new__(hooks.made), f"plugin {find_plugin(name)}", name)
+    else:
+        hook_manager([name], [])
 
 
 def _make(hooks: HookClass, entry: str | PluginConfig, label: str) -> Any:
@@ -133,16 +134,9 @@ def _make(hooks: HookClass, entry: str | PluginConfig, label: str) -> Any:
 
 def _add_module(manager: HookManager, plugin: PluginInfo, label: str) -> None:
     """Register the hooks of the plugin's module, unless they are registered under another of its names."""
-    name, module = plugin.name, import_plugin(plugin)
+    module = import_plugin(plugin)
     if not manager.is_registered(module):
         _add(manager, module, label)
-    if part := part_of(name):
-        raise PluginError(f"{label} is a {part.label}; name it in {part.key}")
-    if not is_registered(name) and not manager.get_hookcallers(module):
-        raise PluginError(
-            f"{label} provides nothing: it registers no trainer {name!r} and has no hooks; it needs "
-            f'@register_trainer("{name}"), @register_hooks("{name}"), or functions marked @trainkit.hookimpl'
-        )
 
 
 def _add(manager: HookManager, plugin: object, label: str, name: str | None = None) -> None:

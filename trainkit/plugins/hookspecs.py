@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     Trainer = AcceleratedLoop[Any]
 
-GROUP = "trainkit"
-"""The entry-point group, and pluggy's project name."""
+PROJECT = "trainkit"
+"""The name of pluggy's project."""
 
-hookspec = pluggy.HookspecMarker(GROUP)
-hookimpl = pluggy.HookimplMarker(GROUP)
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function or method as an implementation of the hook of its name."""
 
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainkit.errors import PluginError, TrainkitError
-from trainkit.plugins.discovery import BROKEN, OK, PluginInfo
+from trainkit.plugins.discovery import PluginInfo
 from trainkit.plugins.guard import one_line, said
-from trainkit.plugins.hooks import check_hooks
+from trainkit.plugins.hooks import check_plugin
 
 TIMEOUT = 120.0
 """Seconds that an import may take."""
@@ -24,12 +24,12 @@ AT_ONCE = 2
 
 
 def probe(plugins: Iterable[PluginInfo], timeout: float = TIMEOUT) -> list[PluginInfo]:
-    """Return the plugins, in the state ``broken`` if their import fails or does not end, or their hooks do not fit.
+    """Return the plugins, refused if their import fails or does not end, or they are not what their group says.
 
-    A plugin with neither a trainer of its name nor hooks is ``broken`` too. Only plugins that are ``ok`` are imported.
+    Only those against which nothing is known are imported.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda plugin: _probed(plugin, timeout) if plugin.state == OK else plugin, plugins))
+        return list(pool.map(lambda plugin: plugin if plugin.why else _probed(plugin, timeout), plugins))
 
 
 def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
@@ -38,7 +38,7 @@ def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
         search = os.pathsep.join(place or os.getcwd() for place in sys.path)
         try:
             code = subprocess.run(
-                [sys.executable, "-P", "-m", "trainkit.plugins.probe", plugin.name, str(result)],
+                [sys.executable, "-P", "-m", "trainkit.plugins.probe", plugin.name, plugin.kind, str(result)],
                 env={**os.environ, "PYTHONPATH": search},
                 timeout=timeout,
                 stdin=subprocess.DEVNULL,
@@ -47,11 +47,11 @@ def _probed(plugin: PluginInfo, timeout: float) -> PluginInfo:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            return plugin.refused(BROKEN, f"its import did not end within {timeout:g} s")
+            return plugin.refused(f"its import did not end within {timeout:g} s")
         if not result.is_file():
-            return plugin.refused(BROKEN, f"its import {_ended(code)}")
+            return plugin.refused(f"its import {_ended(code)}")
         fault = json.loads(result.read_text(encoding="utf-8"))
-    return plugin.refused(BROKEN, fault) if fault else plugin
+    return plugin.refused(fault) if fault else plugin
 
 
 def _ended(code: int) -> str:
@@ -63,9 +63,9 @@ def _ended(code: int) -> str:
         return f"ended the process by signal {-code}"
 
 
-def _main(name: str, result: str) -> None:
+def _main(name: str, kind: str, result: str) -> None:
     try:
-        check_hooks(name)
+        check_plugin(name, kind)
         fault = ""
     except TrainkitError as error:
         cause = error.__cause__

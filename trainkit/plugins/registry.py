@@ -6,7 +6,8 @@ A plugin is imported when a name of it is first used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
@@ -16,18 +17,28 @@ from trainkit.plugins.contract import fault
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,
     BUILT_IN,
+    ENGINE,
+    GROUPS,
+    HOOKS,
+    NAMED_IN,
     RESERVED,
-    find_installed,
+    SAMPLER,
+    SHARDING,
+    TRACKER,
+    TRAINER,
+    UNKNOWN,
+    PluginInfo,
     find_plugin,
+    import_plugin,
     import_settings,
     is_installed,
-    load_plugin,
+    kinds_of,
     of_kind,
+    of_old_group,
     owner_of,
     why_disabled,
 )
-from trainkit.plugins.hookspecs import GROUP
-from trainkit.plugins.inspection import ENGINE, HOOKS, SAMPLER, SHARDING, TRACKER, TRAINER
+from trainkit.plugins.hookspecs import PROJECT
 
 if TYPE_CHECKING:
     from trainkit.config import MethodConfig, PluginConfig
@@ -64,10 +75,6 @@ class Part:
 
     kind: str
     """What it is called, and the kind of its plugins."""
-    label: str
-    """The same in full."""
-    key: str
-    """The setting that names it."""
     base: str
     """The public name of the interface."""
     own: Mapping[str, str]
@@ -75,24 +82,32 @@ class Part:
     classes: dict[str, PartClass] = field(default_factory=dict)
     """The classes that plugins have registered, by name."""
 
+    @property
+    def label(self) -> str:
+        """What it is called in full, with its article."""
+        return NAMED_IN[self.kind][0]
+
+    @property
+    def key(self) -> str:
+        """The setting that names it."""
+        return NAMED_IN[self.kind][1]
+
 
 ENGINES = Part(
     ENGINE,
-    "generation engine",
-    "rollout.engine",
     "trainkit.rollouts:Engine",
     {"local": "trainkit.rollouts.local:LocalEngine"},
 )
 """Generation engines."""
 SHARDINGS = Part(
     SHARDING,
-    "sharding",
-    "train.sharding",
     "trainkit:Sharding",
     {"none": "trainkit.trainer.sharding:Replicated", "fsdp2": "trainkit.trainer.sharding:FSDP2"},
 )
 """Ways to divide the model among processes."""
 PARTS = (ENGINES, SHARDINGS)
+HOOKED = (HOOKS, SAMPLER, TRACKER)
+"""The kinds of plugins that have hooks."""
 
 _TRAINERS: dict[str, type] = {}
 _HOOKS: dict[str, HookClass] = {}
@@ -174,19 +189,19 @@ def get_trainer(name: str) -> type[AccelerateRLTrainer[Any]]:
         PluginError: its plugin is disabled, or cannot be used; names the distribution.
     """
     key = name.lower()
-    if key in _TRAINERS and (by := why_disabled(key, _TRAINERS[key].__module__)):
-        find_installed(key, _TRAINERS[key].__module__)  # raises an error that names the distribution if it is unusable
-        raise PluginError(f"the trainer {key!r} is disabled by {by}")
-    if key not in _TRAINERS:
+    if key in _TRAINERS:
+        _check_usable("trainer", key, _TRAINERS[key], TRAINER)
+    else:
         _load(key, _TRAINERS, TRAINER)
-        if known := _HOOKS.get(key):
-            what, place = ("a tracker", "train.trackers") if known.tracker else ("no algorithm", "plugins")
-            raise RegistryError(f"{key!r} is {what}; name it in {place}")
-        if key not in _TRAINERS:
-            raise RegistryError(
-                f'plugin {find_plugin(key)} registers no trainer of that name; it needs @register_trainer("{key}")'
-            )
     return cast("type[AccelerateRLTrainer[Any]]", _TRAINERS[key])
+
+
+def _check_usable(what: str, key: str, cls: type, *kinds: str) -> None:
+    """Raise an error if the class that is registered as ``key`` is disabled, or its plugin is unusable."""
+    if is_installed(key, cls.__module__):
+        _check_kind(find_plugin(key, kinds=kinds), _registered_kinds(key))
+    elif by := why_disabled(key, cls.__module__):
+        raise PluginError(f"the {what} {key!r} is disabled by {by}")
 
 
 def get_method_class(name: str) -> type[MethodConfig]:
@@ -199,7 +214,7 @@ def get_method_class(name: str) -> type[MethodConfig]:
         RegistryError, PluginError: as `get_trainer`.
     """
     key = name.lower()
-    alone = None if key in _TRAINERS or part_of(key) else settings_alone(key)
+    alone = None if key in _TRAINERS else settings_alone(key)
     return get_trainer(name).method_class if alone is None else alone
 
 
@@ -209,7 +224,10 @@ def settings_alone(name: str) -> type[MethodConfig] | None:
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    module = import_settings(find_plugin(name)) if is_installed(name, "") else None
+    if TRAINER not in kinds_of(name):
+        return None
+    with _undone_by_errors():
+        module = import_settings(find_plugin(name, kinds=[TRAINER]))
     for found in vars(module).values() if module else ():
         if isinstance(found, type) and _method_name(found) == name:
             return cast("type[MethodConfig]", found)
@@ -223,19 +241,56 @@ def _method_name(cls: type) -> str | None:
 
 
 def _load(key: str, listed: Mapping[str, Any], *kinds: str) -> None:
-    """Import the plugin ``key``.
+    """Import the plugin ``key`` of one of these ``kinds``.
 
     If there is none, the message lists what is in ``listed``, and the installed plugins of these ``kinds``.
 
     Raises:
-        RegistryError, PluginError: as `load_plugin`; what its module registered before it failed is removed.
+        RegistryError, PluginError: as `find_plugin` and `import_plugin`; it registers nothing of its name, or is in
+            the group of another kind. What a module registered before it failed is removed.
     """
-    if part := part_of(key):
-        raise RegistryError(f"{key!r} is a {part.label}; name it in {part.key}")
+    if (here := _registered_kinds(key)) and not kinds_of(key) & {*kinds}:
+        what, setting = NAMED_IN[min(here)]
+        raise RegistryError(f"{key!r} is {what}; name it in {setting}")
+    with _undone_by_errors():
+        module = import_plugin(plugin := find_plugin(key, listed, kinds))
+    found = _registered_kinds(key)
+    if key not in _HOOKS and (hooks := hooks_of(module)):
+        found.add(SAMPLER if "make_sampler" in hooks else HOOKS)
+    _check_kind(plugin, found)
+
+
+def _check_kind(plugin: PluginInfo, found: set[str]) -> None:
+    """Raise an error unless the kinds that the plugin's module provides are those of its entry-point group."""
+    if plugin.kind in found:
+        return
+    if found:
+        raise PluginError(
+            f"plugin {plugin} is {NAMED_IN[min(found)][0]}, and its entry point is in the group "
+            f"{GROUPS[plugin.kind]!r}; write it into {GROUPS[min(found)]!r} in its pyproject.toml, and install it again"
+        )
+    how = {SAMPLER: "a function make_sampler marked @trainkit.hookimpl", HOOKS: "functions marked @trainkit.hookimpl"}
+    decorator = f'@register_{"hooks" if plugin.kind == SAMPLER else plugin.kind}("{plugin.name}")'
+    needs = " or ".join([decorator, *([how[plugin.kind]] if plugin.kind in how else [])])
+    raise RegistryError(f"plugin {plugin} registers no {plugin.kind} of that name; it needs {needs}")
+
+
+def _registered_kinds(name: str) -> set[str]:
+    """Return the kinds of what is registered as ``name``, of trainkit itself too."""
+    kinds = {part.kind for part in PARTS if name in {*part.own, *part.classes}}
+    kinds |= {TRAINER} if name in _TRAINERS else set()
+    if hooks := _HOOKS.get(name):
+        kinds.add(TRACKER if hooks.tracker else SAMPLER if "make_sampler" in hooks_of(hooks.made) else HOOKS)
+    return kinds
+
+
+@contextmanager
+def _undone_by_errors() -> Iterator[None]:
+    """Remove what was registered inside the block if importing a plugin fails."""
     registries = _registries()
     before = [dict(registry) for registry in registries]
     try:
-        load_plugin(key, listed, kinds)
+        yield
     except PluginError:
         for registry, earlier in zip(registries, before, strict=True):
             registry.clear()
@@ -256,9 +311,8 @@ def is_registered(name: str) -> bool:
 def available_trainers() -> list[str]:
     """Return the names that a config may use: registered trainers and usable installed plugins, without importing any.
 
-    Plugins that are disabled, broken, shadowed or made for another version of trainkit are excluded, as far as this is
-    known without importing them. So are plugins whose source registers no trainer of their name, and names that begin
-    with an underscore, which are private, such as those of the conformance kit.
+    Plugins that are disabled, made for another version of trainkit, or whose name is another's, are excluded. So are
+    names that begin with an underscore, which are private, such as those of the conformance kit.
     """
     here = (name for name, cls in _TRAINERS.items() if not why_disabled(name, cls.__module__))
     return sorted(name for name in {*of_kind(TRAINER), *here} if not name.startswith("_"))
@@ -333,14 +387,14 @@ def get_part(part: Part, name: str) -> PartClass:
         known = available_parts(part)
         raise RegistryError(
             f"there is no {kind} {name!r}{suggest(key, known)}; {part.key} names {', '.join(known)}, or another "
-            f"{kind} plugin that is installed"
+            f"{kind} plugin that is installed{of_old_group()}"
         )
-    if not any(key in registry for registry in _registries()):
-        _load(key, part.classes, kind)
-    elif by := why_disabled(key):
-        raise PluginError(f"the {kind} {key!r} is disabled by {by}")
-    if key not in part.classes:
+    if key in part.classes:
+        _check_usable(kind, key, part.classes[key].made, kind)
+    elif (kinds := kinds_of(key) | _registered_kinds(key)) and not kinds & {kind, UNKNOWN}:
         raise RegistryError(f"{name!r} is no {kind}; {part.key} names {', '.join(available_parts(part))}")
+    else:
+        _load(key, part.classes, kind)
     return part.classes[key]
 
 
@@ -361,11 +415,6 @@ def available_parts(part: Part) -> list[str]:
     """
     here = (name for name, found in part.classes.items() if not why_disabled(name, found.made.__module__))
     return sorted(name for name in {*part.own, *of_kind(part.kind), *here} if not name.startswith("_"))
-
-
-def part_of(name: str) -> Part | None:
-    """Return the part for which a class is registered as ``name``, or None; import nothing."""
-    return next((part for part in PARTS if name.lower() in {*part.own, *part.classes}), None)
 
 
 # -------------------------------------------------------------------------------------------------------- hooks
@@ -441,7 +490,7 @@ def _wrong_settings(settings: Any) -> str:
 
 def hooks_of(plugin: object) -> list[str]:
     """Return the names of the hooks that a module, class or object implements."""
-    return [name for name in dir(plugin) if hasattr(inspect.getattr_static(plugin, name, None), f"{GROUP}_impl")]
+    return [name for name in dir(plugin) if hasattr(inspect.getattr_static(plugin, name, None), f"{PROJECT}_impl")]
 
 
 def get_hooks(name: str) -> HookClass | None:
@@ -454,15 +503,13 @@ def get_hooks(name: str) -> HookClass | None:
         PluginError: the plugin is disabled, or cannot be used; names the distribution.
     """
     key = name.lower()
-    known = _HOOKS.get(key)
-    if known is None:
-        if key not in _TRAINERS:  # if it is, its module is imported
-            _load(key, _HOOKS, HOOKS, SAMPLER, TRACKER)
-        return _HOOKS.get(key)
-    if by := why_disabled(key, known.made.__module__):
-        find_installed(key, known.made.__module__)  # raises an error that names the distribution if it is unusable
-        raise PluginError(f"the plugin {key!r} is disabled by {by}")
-    return known
+    if key in _HOOKS:
+        _check_usable("plugin", key, _HOOKS[key].made, *HOOKED, TRAINER)
+    elif {*HOOKED} & (kinds := kinds_of(key)) or not (key in _TRAINERS or TRAINER in kinds):
+        _load(key, _HOOKS, *HOOKED)
+    elif key not in _TRAINERS:
+        _load(key, _TRAINERS, TRAINER)
+    return _HOOKS.get(key)
 
 
 def is_known(name: str) -> bool:
@@ -476,7 +523,5 @@ def is_tracker(name: str) -> bool:
     Raises:
         RegistryError, PluginError: the plugin cannot be used.
     """
-    if name in ACCELERATE_TRACKERS or not is_known(name):
-        return False
-    found = get_hooks(name)
+    found = None if name in ACCELERATE_TRACKERS or not is_known(name) else get_hooks(name)
     return found is not None and found.tracker

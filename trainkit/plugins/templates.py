@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainkit.errors import ConfigError, RegistryError
-from trainkit.plugins.discovery import BUILT_IN, RESERVED, discover
+from trainkit.plugins.discovery import BUILT_IN, CORE, RESERVED, discover
 
 TEMPLATES = Path(__file__).parent / "_templates"
 LONGEST = 64
@@ -122,6 +122,8 @@ def _check_free(names: Names) -> None:
     """Raise a `RegistryError` if a plugin or distribution has the name, or it is one of trainkit's own."""
     if own := BUILT_IN.get(names.plugin):
         raise RegistryError(f"the name {names.plugin!r} belongs to trainkit's own {own}; choose another")
+    if names.distribution == CORE:
+        raise RegistryError(f"{CORE!r} is trainkit itself; choose another name than {names.plugin!r}")
     for plugin in discover():
         if names.plugin == plugin.name.replace("-", "_"):
             raise RegistryError(f"the name {names.plugin!r} is taken by the plugin {plugin}; choose another")
@@ -139,7 +141,7 @@ def _requirement() -> str:
     from trainkit import __version__
 
     major, minor = (int(number) for number in __version__.split(".")[:2])
-    return f"trainkit>={major}.{minor},<{f'{major}.{minor + 1}' if major == 0 else major + 1}"
+    return f"{CORE}>={major}.{minor},<{f'{major}.{minor + 1}' if major == 0 else major + 1}"
 
 
 def _write(target: Path, files: dict[Path, str]) -> None:

@@ -25,7 +25,7 @@ def render(template: str, **values: Any) -> str:
         jinja2.UndefinedError: the template uses a value that is not given.
     """
     written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    page = _environment().get_template(template).render(version=version("trainkit"), written=written, **values)
+    page = _environment().get_template(template).render(version=version("trainkit-rl"), written=written, **values)
     return "".join(character if character.isprintable() or character == "\n" else " " for character in page)
 
 

@@ -282,7 +282,10 @@ def commit(building: Path, step: int, keep: int) -> Path:
     """
     root, target = building.parent, path_of(building.parent, step)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(building.iterdir())}
-    libraries = {name: version(name) for name in ("trainkit", "torch", "transformers", "accelerate", "safetensors")}
+    from trainkit import __version__
+
+    others = ("torch", "transformers", "accelerate", "safetensors")
+    libraries = {"trainkit": __version__, **{name: version(name) for name in others}}
     manifest = {"schema": SCHEMA, "step": step, "libraries": libraries, "files": files}
     manifest["sha256"] = _manifest_sha256(manifest)
     (building / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from trainkit.plugins import PluginInfo
-from trainkit.plugins.discovery import find_installed
+from trainkit.plugins.discovery import CORE, find_installed
 
 LIBRARIES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors", "pydantic", "pluggy",
@@ -27,7 +27,7 @@ def makers(method: str, named: Iterable[str]) -> list[Maker]:
     """
     from trainkit import __version__
 
-    found: list[Maker] = [{"name": "trainkit", "distribution": "trainkit", "version": __version__}]
+    found: list[Maker] = [{"name": "trainkit", "distribution": CORE, "version": __version__}]
     plugins: dict[str, PluginInfo | None] = {name: find_installed(name) for name in map(str.lower, named)}
     if method not in plugins:
         plugins = {method: None, **plugins}
