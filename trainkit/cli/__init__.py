@@ -28,13 +28,14 @@ from trainkit.cli import (
     training,
     trying,
 )
-from trainkit.cli.console import ExplainedErrors, WithOverrides
+from trainkit.cli.console import WithOverrides
+from trainkit.cli.installed import WithInstalled
 from trainkit.errors import TRACEBACK
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
 app = typer.Typer(
-    cls=ExplainedErrors,
+    cls=WithInstalled,
     help="RLHF and post-training with algorithms as plugins.",
     epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage or configuration, 130 interrupted, "
     "143 by SIGTERM, 129 by SIGHUP.",
