@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from trainkit.cli import app
+from trainkit.plugins import commands
+from trainkit.plugins.commands import OWN
 
 GROUP = "trainkit.commands"
 FUNCTION = """
@@ -167,3 +170,43 @@ def test_an_unknown_command_has_suggestions(install: Callable[..., Path], given:
     result = call(given)
     assert result.exit_code == 2
     assert f"No such command '{given}'. Did you mean '{meant}'?" in said(result)
+
+
+# ------------------------------------------------------------------------------------------- trainkit's own commands
+
+
+@pytest.mark.parametrize("name", [*OWN])
+def test_a_command_of_trainkit_that_is_not_installed_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "distributions", list)
+    result = call(name, "a")
+    home = OWN[name][0]
+    assert result.exit_code == 2
+    assert f"Error: The command '{name}' is in {home}, which is not installed: pip install {home}" in said(result)
+    assert f"Did you mean '{name}'" in said(call(f"{name}x"))
+
+
+@pytest.mark.parametrize("name", [*OWN])
+def test_a_command_of_trainkit_stays_its_own(name: str, install: Callable[..., Path]) -> None:
+    install("fake-own", {name: "fake_own:watch"}, LOUD, group=GROUP)
+    assert f"Usage: trainkit {name}" in said(CliRunner().invoke(app, [name, "--help"], prog_name="trainkit"))
+    assert f"it belongs to trainkit's own {OWN[name][0]}; uninstall fake-own" in said(call("--help"))
+
+
+def test_a_strangers_command_with_the_name_of_one_that_is_not_installed_is_refused(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("fake-own", {"migrate": "fake_own:watch"}, LOUD, group=GROUP)
+    alone = [each for each in commands.distributions() if each.name == "fake-own"]
+    monkeypatch.setattr(commands, "distributions", lambda: alone)
+    result = call("migrate", "a")
+    assert result.exit_code == 1
+    assert "is in trainkit-migrate, which is not installed: pip install trainkit-migrate; fake-own 1.0" in said(result)
+
+
+def test_the_first_lines_of_help_are_those_of_the_commands() -> None:
+    every = typer.main.get_command(app).everything()  # type: ignore[attr-defined]
+    assert {name: every[name].help.partition("\n\n")[0].replace("\n", " ") for name in OWN} == {
+        name: line for name, (_, line) in OWN.items()
+    }

@@ -19,7 +19,6 @@ from trainkit.cli import (
     doctor,
     estimate,
     examples,
-    migrate,
     models,
     plugins,
     reports,
@@ -75,7 +74,6 @@ app.command()(sweep.sweep)
 app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)
-app.command(epilog=migrate.EXIT_OF_MIGRATE)(migrate.migrate)
 app.command(cls=WithOverrides, epilog="Exit code: 1 if --memory is given and nothing fits, else 0.")(estimate.estimate)
 app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 

@@ -42,11 +42,18 @@ class WithInstalled(ExplainedErrors):
         usable = [command for command in found if not command.why]
         if found and not usable and not ctx.resilient_parsing:
             if name in OWN:
-                raise RegistryError(f"{_missing(name)}. {found[0].why[0].upper()}{found[0].why[1:]}")
+                raise RegistryError(f"{_missing(name)}; {found[0].why}")
             raise RegistryError(
                 f"the command {name!r} cannot be used: {'; '.join(dict.fromkeys(c.why for c in found))}"
             )
         return _Installed(usable[0]) if usable else None
+
+    def everything(self) -> dict[str, Any]:
+        """Import and return all commands that can be used, by name."""
+        return {
+            **self.commands,
+            **{each.name: _made(each) for each in installed_commands(self.commands) if not each.why},
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments begin with.

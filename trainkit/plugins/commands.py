@@ -18,7 +18,12 @@ from trainkit.plugins.guard import one_line
 
 GROUP = "trainkit.commands"
 """The entry-point group."""
-OWN: dict[str, tuple[str, str]] = {}
+OWN = {
+    "migrate": (
+        "trainkit-migrate",
+        "Print a configuration of another framework as one of trainkit, or what to change in a script, as a patch.",
+    ),
+}
 """trainkit's own commands that are not in the core, with their distributions and first lines of help. No other
 distribution may name a command so, whether they are installed or not."""
 

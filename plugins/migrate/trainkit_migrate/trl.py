@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
-from trainkit.migrating.training_arguments import deepspeed, fsdp
-from trainkit.migrating.training_arguments import given as of_any_class
+from trainkit_migrate.conversions import Context, RefusedError, Settings
+from trainkit_migrate.training_arguments import deepspeed, fsdp
+from trainkit_migrate.training_arguments import given as of_any_class
 
 METHODS = {
     "SFTTrainer": "sft",

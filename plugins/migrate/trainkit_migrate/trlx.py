@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
+from trainkit_migrate.conversions import Context, RefusedError, Settings
 
 ONLINE = ("ppo", "rft")
 """Methods of trlX that sample what they train on."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
-from trainkit.migrating.training_arguments import sharding
+from trainkit_migrate.conversions import Context, RefusedError, Settings
+from trainkit_migrate.training_arguments import sharding
 
 REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU")
 

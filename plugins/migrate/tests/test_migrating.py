@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 import trainkit
 from tables import table
-from trainkit import TRLConfig, default_config
+from trainkit import TRLConfig
 from trainkit.cli import app
-from trainkit.config.names import dotted, settings
+from trainkit.config.names import settings
 from trainkit.config.tree import merged, nest
 from trainkit.errors import ConfigError
-from trainkit.migrating import FRAMEWORKS, configured, framework, rewritten, translate
 from trainkit.plugins import get_method_class
+from trainkit_migrate import FRAMEWORKS, configured, framework, rewritten, translate
 
 TRLX = {
     "model": "model_path model_arch_type num_layers_unfrozen peft_config model_extra_configs",
@@ -290,13 +290,6 @@ def test_a_collection_of_rft_has_whole_groups(generations: int, processes: int, 
     found = translate("trlx", {"train": {"trainer": "AccelerateRFTTrainer"}, "method": method}, processes=processes)
     assert found.config["rollout"]["num_rollouts"] == expected
     assert found.config["method"]["rft_k"] == generations
-
-
-def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:
-    assert dotted("checkpoint_interval") == ["train.save_interval"]
-    assert dotted("n_generations_per_prompt") == ["method.rft_k"]
-    with pytest.raises(ConfigError, match=r"did you mean train\.run_dir"):
-        default_config("ppo").evolve(train={"checkpoint_dir": "x"})
 
 
 # ------------------------------------------------------------------------------------------- TRL from 1.0, and others
@@ -615,52 +608,6 @@ def test_a_file_of_accelerate_with_what_is_not_there_is_refused(tmp_path: Path) 
     assert result.exit_code == 1
     for name in ("offload_param_device", "deepspeed_config_file", "other"):
         assert f"deepspeed_config.{name} has no counterpart" in result.stderr
-
-
-# ---------------------------------------------------------------------------------------------- names in error messages
-
-
-@table(
-    "method, section, name, hint",
-    [
-        ("ppo", "method", "gen_kwargs", "did you mean rollout?"),
-        ("ppo", "method", "chunk_size", "did you mean rollout.batch_size?"),
-        ("ppo", "train", "checkpoint_interval", "did you mean train.save_interval?"),
-        ("ppo", "train", "minibatch_size", "did you mean train.microbatch_size?"),
-        ("ppo", "train", "trainer_kwargs", "give logit_mask to train()"),
-        ("ppo", "method", "ref_std", "scale_reward 'ref'"),
-        ("ppo", "method", "adap_kl_ctrl", ""),
-        ("grpo", "train", "num_generations", "did you mean method.group_size?"),
-        ("grpo", "method", "num_iterations", "did you mean method.grpo_epochs?"),
-        ("grpo", "rollout", "max_completion_length", "did you mean rollout.max_new_tokens?"),
-        ("grpo", "rollout", "vllm_gpu_memory_utilization", "kv_cache"),
-        ("grpo", "method", "reward_weights", "weigh the rewards there"),
-        ("rloo", "train", "total_episodes", ""),
-        ("rloo", "method", "penalty_reward_value", ""),
-        ("sft", "train", "dataset_num_proc", "tokenizers have threads of their own"),
-        ("sft", "train", "deepspeed", "did you mean train.sharding?"),
-        ("sft", "train", "fsdp", "did you mean train.sharding?"),
-        ("sft", "train", "fsdp_config", "did you mean train.sharding?"),
-        ("sft", "train", "deepspeed_config", "did you mean train.sharding?"),
-        ("sft", "train", "zero_stage", "did you mean train.sharding?"),
-        ("sft", "train", "prepare_deepspeed", "did you mean train.sharding?"),
-        ("sft", "train", "distributed_type", "did you mean train.sharding?"),
-        ("sft", "train", "load_best_model_at_end", "did you mean train.save_best?"),
-        ("dpo", "train", "precompute_ref_log_probs", "are always computed once"),
-        ("dpo", "model", "ref_adapter_name", "for another one give ref_model"),
-    ],
-)
-def test_names_of_other_frameworks_are_known_to_messages(method: str, section: str, name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.{name}.*{re.escape(hint)}"):
-        TRLConfig.from_dict(
-            {"method": method, section: {name: 1} if section != "method" else {"name": method, name: 1}}
-        )
-
-
-@table("value, meant", [("full_shard", "fsdp2"), ("deepspeed", "zero3 or zero2")])
-def test_names_of_other_frameworks_for_shardings_are_known(value: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"elsewhere {meant} is called so"):
-        TRLConfig(method="sft", train={"sharding": value})
 
 
 # ---------------------------------------------------------------------------------------- files and scripts of TRL 1.x

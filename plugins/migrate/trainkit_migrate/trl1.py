@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
-from trainkit.migrating.training_arguments import given, rows_of_a_step
+from trainkit_migrate.conversions import Context, RefusedError, Settings
+from trainkit_migrate.training_arguments import given, rows_of_a_step
 
 METHODS = {
     "SFTConfig": "sft",

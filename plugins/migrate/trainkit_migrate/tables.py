@@ -13,8 +13,8 @@ from importlib.resources import files
 from types import ModuleType
 from typing import Any, Literal
 
+import trainkit_migrate.training_arguments as training_arguments
 from trainkit.errors import ConfigError
-from trainkit.migrating import training_arguments
 
 FRAMEWORKS = ("trlx", "trl", "trl1", "async_rlhf", "ddpo_pytorch", "accelerate")
 """The frameworks that have a table."""
@@ -92,7 +92,7 @@ class Framework:
         """
         module, _, name = name.rpartition(".")
         if module:
-            return getattr(import_module(f"trainkit.migrating.{module}"), name)  # type: ignore[no-any-return]
+            return getattr(import_module(f"trainkit_migrate.{module}"), name)  # type: ignore[no-any-return]
         found: Callable[..., Any] = getattr(self.functions, name, None) or getattr(training_arguments, name)
         return found
 
@@ -115,7 +115,7 @@ def framework(name: str) -> Framework:
             settings = {**_shared(file, each), **settings}  # what a class has of its own counts
     return Framework(
         settings={path: _setting(about) for path, about in settings.items()},
-        functions=import_module(f"trainkit.migrating.{name}"),
+        functions=import_module(f"trainkit_migrate.{name}"),
         names=_names(name, data.get("package", ""), data.get("adapter", "")),
         **data,
     )
@@ -131,7 +131,7 @@ def _shared(file: str, cls: str) -> dict[str, dict[str, Any]]:
 
 def _names(name: str, package: str, adapter: str) -> dict[str, Name]:
     """Return the public names of a framework; there are none if it has no table of them."""
-    if not (files("trainkit.migrating") / f"{name}_names.toml").is_file():
+    if not (files("trainkit_migrate") / f"{name}_names.toml").is_file():
         return {}
     data = _read(f"{name}_names.toml")
     found = {
@@ -206,7 +206,7 @@ class _Absent(MetaPathFinder):
 def generation() -> Framework:
     """Return the table of the arguments of `generate` of transformers; they are settings of the section ``rollout``."""
     settings = {argument: _setting(about) for argument, about in _generation("rollout").items()}
-    return Framework("generate()", "transformers 5", settings, import_module("trainkit.migrating.trlx"))
+    return Framework("generate()", "transformers 5", settings, import_module("trainkit_migrate.trlx"))
 
 
 def _generation(section: str) -> dict[str, dict[str, Any]]:
@@ -222,39 +222,5 @@ def _setting(about: Mapping[str, Any]) -> Setting:
     return Setting(**{**about, "unless": tuple(about.get("unless", ()))})
 
 
-@cache
-def known_names(*, common: bool = False) -> dict[str, str]:
-    """Return settings of trainkit by the names that they have in other frameworks, for messages about typing errors.
-
-    With ``common``, only the names that are common among frameworks.
-    """
-    found = {name: to for name, to in _read("names.toml").items() if isinstance(to, str)}
-    for name in () if common else FRAMEWORKS:
-        for path, setting in framework(name).settings.items():
-            if setting.to and "*" not in setting.to and not setting.to.startswith("eval."):
-                found.setdefault(path.rpartition(".")[2], setting.to)
-    return found
-
-
-@cache
-def notes() -> dict[str, str]:
-    """Return what to do instead of settings of other frameworks that are none of trainkit, by their names."""
-    found = dict(_read("names.toml")["notes"])
-    # settings may be those of another method than the one in question
-    own = {*known_names(), *(to.rpartition(".")[2] for to in known_names().values())}
-    for about in (*map(framework, FRAMEWORKS), generation()):
-        for path, setting in about.settings.items():
-            name, said = path.rpartition(".")[2], setting.refused or setting.unused or setting.override
-            if said and name not in own:
-                found.setdefault(name, said)
-    return found
-
-
-@cache
-def known_values() -> dict[str, list[str]]:
-    """Return what other frameworks call values of trainkit, in small letters, with the values that may be meant."""
-    return dict(_read("names.toml")["values"])
-
-
 def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("trainkit.migrating") / name).read_text(encoding="utf-8"))
+    return tomllib.loads((files("trainkit_migrate") / name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Configurations and scripts of other frameworks for trainkit."""
+"""The command: configurations and scripts of other frameworks for trainkit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from trainkit.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from trainkit.migrating import Configured
+    from trainkit_migrate import Configured
 
 EXIT_OF_MIGRATE = "Exit code: 0 if all settings or names have a counterpart, 1 if one has none."
 WHAT = (
@@ -35,8 +35,8 @@ def migrate(
     if file.suffix == ".py":
         _migrate_script(file, processes)
         return
-    from trainkit.migrating import recognised
     from trainkit.plain import read_yaml
+    from trainkit_migrate import recognised
 
     name, sections = recognised(read_yaml(file), config_class)
     if _print_translated(file, name, sections, processes):
@@ -46,8 +46,8 @@ def migrate(
 def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes: int) -> int:
     """Print a configuration, and its remarks on standard error; return how many fields have no counterpart."""
     from trainkit.config import TRLConfig
-    from trainkit.migrating import translate
     from trainkit.plain import to_yaml
+    from trainkit_migrate import translate
 
     found = translate(name, given, processes=processes)
     for remark in found.remarks:
@@ -65,7 +65,7 @@ def _print_translated(file: Path, name: str, given: Mapping[str, Any], processes
 def _migrate_script(file: Path, processes: int) -> None:
     from difflib import unified_diff
 
-    from trainkit.migrating import configured, rewritten
+    from trainkit_migrate import configured, rewritten
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -97,3 +97,7 @@ def _print_configured(file: Path, found: Configured, processes: int) -> None:
         refused += _print_translated(file, found.framework, sections, processes)
     if refused:
         raise typer.Exit(1)
+
+
+app = typer.Typer(rich_markup_mode=None)
+app.command(epilog=EXIT_OF_MIGRATE)(migrate)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ConfigError, suggest
-from trainkit.migrating.tables import FRAMEWORKS, Framework, framework, instead
+from trainkit_migrate.tables import FRAMEWORKS, Framework, framework, instead
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.migrating.conversions import Context, Settings
-from trainkit.migrating.images import checkpoints, images_at_a_time, length, rows_of_a_step
+from trainkit_migrate.conversions import Context, Settings
+from trainkit_migrate.images import checkpoints, images_at_a_time, length, rows_of_a_step
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "init_lora_weights": "gaussian"}
 

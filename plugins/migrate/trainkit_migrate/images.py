@@ -10,7 +10,7 @@ import math
 from pathlib import PurePath
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
+from trainkit_migrate.conversions import Context, RefusedError, Settings
 
 
 def field(context: Context, section: str, name: str, default: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainkit.migrating.conversions import Context, Settings
-from trainkit.migrating.training_arguments import given, rows_of_a_step
+from trainkit_migrate.conversions import Context, Settings
+from trainkit_migrate.training_arguments import given, rows_of_a_step
 
 METHODS = {"RLOOConfig": "rloo", "OnlineDPOConfig": "online_dpo"}
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.errors import describe, suggest
-from trainkit.migrating.conversions import Context, RefusedError
-from trainkit.migrating.tables import Framework, Setting, framework, generation
+from trainkit_migrate.conversions import Context, RefusedError
+from trainkit_migrate.tables import Framework, Setting, framework, generation
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.errors import ConfigError, suggest
-from trainkit.migrating.tables import FRAMEWORKS, Framework, framework
+from trainkit_migrate.tables import FRAMEWORKS, Framework, framework
 
 
 def recognised(given: Mapping[str, Any], cls: str = "") -> tuple[str, dict[str, Any]]:

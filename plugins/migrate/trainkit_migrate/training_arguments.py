@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from trainkit.migrating.conversions import Context, RefusedError, Settings
+from trainkit_migrate.conversions import Context, RefusedError, Settings
 
 LAUNCH = "start the processes with torchrun or accelerate launch (docs/scale.md)"
 SCHEDULES = (
