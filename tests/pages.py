@@ -29,7 +29,7 @@ PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
 ALGORITHM_READMES = [
     page
     for page in PLUGIN_READMES
-    if page.parent.name not in ("deepspeed", "early_stop", "migrate", "ray", "trl", "trlx", "vllm")
+    if page.parent.name not in ("deepspeed", "early_stop", "migrate", "ray", "report", "sweep", "trl", "trlx", "vllm")
 ]
 """Those of plugins that are trainers."""
 DOCUMENTS = [

@@ -105,7 +105,7 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
     statements = [
         "import trainkit.api, trainkit.plugins.registry",
         "from trainkit.runs import Record, find_runs",
-        "from trainkit.sweeps import read_sweep, run_sweep",
+        "from trainkit_sweep import read_sweep, run_sweep",
         "from trainkit.plugins import discover; discover()",
     ]
     commands = {

@@ -17,13 +17,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "plugins", ROOT / "examples/plugins")
 TEMPLATES = ROOT / "trainkit/plugins/_templates"
-WINGS = {"trainkit_migrate"}
+WINGS = {"trainkit_migrate", "trainkit_report", "trainkit_sweep"}
 """Commands of trainkit in distributions of their own. They are released with the core, and read more of it than
 plugins may."""
 SPINE = (
-    "security", "errors", "plain", "functional", "metrics", "seeding", "report",  # the ground
+    "security", "errors", "plain", "functional", "metrics", "seeding", "charts",  # the ground
     "plugins", "config", "data", "models", "rollouts", "runs", "trainer", "testing",
-    "sweeps", "estimates", "api", "examples", "cli",
+    "estimates", "api", "examples", "cli",
     "__init__",  # the public names
 )  # fmt: skip
 """The rooms, files and folders directly under ``trainkit/``: each imports only rooms that stand before it."""
@@ -32,9 +32,9 @@ LAZY = {
     ("cli", "__init__"), ("cli", "api"), ("cli", "config"), ("cli", "data"), ("cli", "estimates"),
     ("cli", "models"),
     ("cli", "plain"),
-    ("cli", "plugins"), ("cli", "report"), ("cli", "runs"), ("cli", "security"), ("cli", "sweeps"), ("cli", "testing"),
+    ("cli", "plugins"), ("cli", "charts"), ("cli", "runs"), ("cli", "security"), ("cli", "testing"),
     ("cli", "trainer"),
-    ("data", "report"), ("examples", "api"), ("examples", "config"),
+    ("data", "charts"), ("examples", "api"), ("examples", "config"),
     ("plugins", "__init__"), ("runs", "__init__"),  # the version
 }  # fmt: skip
 """Arrows of imports inside functions, which run when they are called: for speed, or for the version."""
@@ -43,7 +43,7 @@ TYPE_ONLY = {
     ("__init__", "metrics"), ("__init__", "models"), ("__init__", "plugins"), ("__init__", "testing"),
     ("__init__", "trainer"),
     ("api", "data"), ("api", "rollouts"), ("api", "trainer"),
-    ("cli", "config"), ("cli", "data"), ("cli", "estimates"), ("cli", "runs"), ("cli", "sweeps"),
+    ("cli", "config"), ("cli", "data"), ("cli", "estimates"), ("cli", "runs"),
     ("cli", "testing"), ("cli", "trainer"),
     ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
@@ -55,7 +55,7 @@ ARROWS = 78
 ``estimates``, which makes a whole run without data."""
 HEAVY = {"torch": "functional", "transformers": "data", "safetensors": "models", "accelerate": "models", "typer": "cli"}
 """Third-party packages, and the first room of the spine that may import them when it is loaded."""
-LIGHT = ("errors", "plugins", "config", "sweeps", "api", "examples", "cli", "__init__")
+LIGHT = ("errors", "plugins", "config", "api", "examples", "cli", "__init__")
 """Rooms that import neither torch nor what imports it when they are loaded."""
 PUBLIC = (
     "trainkit",
@@ -127,7 +127,7 @@ def arrows(kind: str) -> dict[tuple[str, str], str]:
 
 def test_every_room_of_the_core_stands_in_the_spine() -> None:
     assert rooms() == set(SPINE)
-    assert len(SPINE) == len(set(SPINE)) == 21
+    assert len(SPINE) == len(set(SPINE)) == 20
 
 
 def test_arrows_point_down_only() -> None:

@@ -21,9 +21,7 @@ from trainkit.cli import (
     examples,
     models,
     plugins,
-    reports,
     runs,
-    sweep,
     training,
     trying,
 )
@@ -68,9 +66,6 @@ app.command("new-plugin")(plugins.new_plugin)
 app.command()(models.merge)
 app.command()(models.push)
 app.command("runs")(runs.list_runs)
-app.command()(reports.report)
-app.command()(reports.compare)
-app.command()(sweep.sweep)
 app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)

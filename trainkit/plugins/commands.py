@@ -19,6 +19,18 @@ from trainkit.plugins.guard import one_line
 GROUP = "trainkit.commands"
 """The entry-point group."""
 OWN = {
+    "report": (
+        "trainkit-report",
+        "Write a page of HTML about runs: curves, evaluations, samples, findings, timing, configuration, versions.",
+    ),
+    "compare": (
+        "trainkit-report",
+        "Compare two runs, or two groups of seeds: settings, curves, final metrics, and a paired test over the seeds.",
+    ),
+    "sweep": (
+        "trainkit-sweep",
+        "Search settings with Optuna; each trial is a run of `trainkit train`, or one for each of several seeds.",
+    ),
     "migrate": (
         "trainkit-migrate",
         "Print a configuration of another framework as one of trainkit, or what to change in a script, as a patch.",

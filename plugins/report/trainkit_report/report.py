@@ -13,13 +13,15 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from trainkit.charts import Line, line_chart, mean, number
 from trainkit.errors import DataError, printable
-from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, mean, number, render
-from trainkit.runs.comparison import Comparison
-from trainkit.runs.groups import Group, differing, grouped, main_metric, name_of, spread
 from trainkit.runs.health import CHECKS, found_in
 from trainkit.runs.provenance import said
-from trainkit.runs.record import Record
+from trainkit.runs.record import Record, main_metric
+from trainkit_report.charts import Bars, histogram, horizontal_bars
+from trainkit_report.comparison import Comparison
+from trainkit_report.groups import Group, differing, grouped, name_of, spread
+from trainkit_report.page import TEMPLATES, render
 
 LARGEST = 1_000_000
 """Bytes of a report at most. Curves get fewer points, and fewer samples are shown, until it is that small."""
@@ -54,7 +56,7 @@ def report(runs: Sequence[Record], title: str | None = None, comparison: Compari
     Runs that differ by their seed alone are one curve with a band.
 
     Args:
-        runs: at least one, with metrics, as `trainkit.runs.groups.runs_at` returns them.
+        runs: at least one, with metrics, as `trainkit_report.groups.runs_at` returns them.
         title: the heading; None for the names of the runs.
         comparison: shown first.
 
@@ -116,7 +118,7 @@ def _page(
         "cell": cell,
         "checks": CHECKS,
     }
-    return render("run.html", title=title, groups=groups, **helpers, **facts)
+    return render(TEMPLATES / "run.html", title=title, groups=groups, **helpers, **facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- facts

@@ -18,10 +18,10 @@ from trainkit.errors import ConfigError, SweepError
 from trainkit.runs.lock import RunLock, is_held
 from trainkit.runs.stopping import Stop, signals_noted
 from trainkit.security import file_name
-from trainkit.sweeps.progress import Progress
-from trainkit.sweeps.sources import Sweep
-from trainkit.sweeps.study import ERROR, Study
-from trainkit.sweeps.trials import Run, folder
+from trainkit_sweep.progress import Progress
+from trainkit_sweep.sources import Sweep
+from trainkit_sweep.study import ERROR, Study
+from trainkit_sweep.trials import Run, folder
 
 POLL = 0.25
 """Seconds between two looks at the runs."""

@@ -1,4 +1,4 @@
-"""Reports and comparisons of runs."""
+"""The commands: reports and comparisons of runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainkit.cli.console import aligned
 from trainkit.errors import DataError, printable
 
 if TYPE_CHECKING:
-    from trainkit.runs.comparison import Comparison
-    from trainkit.runs.groups import Group
+    from trainkit_report.comparison import Comparison
+    from trainkit_report.groups import Group
 
 MOST = 20
 """Metrics in the table of a comparison at most; the page has all of them."""
@@ -35,8 +35,8 @@ def report(
 
     The page needs no other file and no network. Runs that differ by their seed alone are one curve, with a band.
     """
-    from trainkit.runs.groups import runs_at
-    from trainkit.runs.report import report as written
+    from trainkit_report.groups import runs_at
+    from trainkit_report.report import report as written
 
     found = runs_at(runs)
     _write(out or (found[0].path if len(found) == 1 else Path()) / "report.html", written(found, title))
@@ -52,9 +52,9 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Compare two runs, or two groups of seeds: settings, curves, final metrics, and a paired test over the seeds."""
-    from trainkit.runs.comparison import compare as compared
-    from trainkit.runs.groups import runs_at
-    from trainkit.runs.report import report as written
+    from trainkit_report.comparison import compare as compared
+    from trainkit_report.groups import runs_at
+    from trainkit_report.report import report as written
 
     sides = [runs_at([first]), runs_at([second])]
     found = compared(sides[0], sides[1], metric)
@@ -72,7 +72,7 @@ def _write(path: Path, page: str) -> None:
 
 
 def _text(found: Comparison) -> Iterator[str]:
-    from trainkit.report import text_chart
+    from trainkit_report.charts import text_chart
 
     yield f"A: {found.first.name}"
     yield f"B: {found.second.name}"
@@ -114,8 +114,8 @@ def _table(found: Comparison) -> Iterator[str]:
 
 
 def _mean(group: Group, metric: str) -> str:
-    from trainkit.report import number
-    from trainkit.runs.groups import spread
+    from trainkit.charts import number
+    from trainkit_report.groups import spread
 
     values = list(group.final(metric).values())
     if not values:

@@ -18,8 +18,8 @@ from trainkit.config.tree import nest
 from trainkit.errors import ConfigError, describe, suggest
 from trainkit.plain import Key, read_yaml_lines
 from trainkit.security import file_name
-from trainkit.sweeps.settings import CHOICES, RANGE, Range, RunArguments, SweepConfig
-from trainkit.sweeps.space import Space, grid, make_space
+from trainkit_sweep.settings import CHOICES, RANGE, Range, RunArguments, SweepConfig
+from trainkit_sweep.space import Space, grid, make_space
 
 OWN = {
     "train.seed": "give seeds",

@@ -1,14 +1,14 @@
-"""Charts as SVG text. Names and labels are escaped; the colours are those of ``charts.css``, light and dark."""
+"""Charts of lines as SVG text. Names are escaped; the colours are those of ``charts.css``, light and dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 NAMESPACE = "http://www.w3.org/2000/svg"
 WIDTH, HEIGHT = 480, 240
@@ -23,7 +23,7 @@ LARGEST = 1e300
 """The largest value that is drawn."""
 WIDE = 1000.0
 """The ratio of the largest to the smallest of positive values from which an axis is logarithmic."""
-STYLE = (Path(__file__).parent / "templates" / "charts.css").read_text(encoding="utf-8")
+STYLE = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
 """The style sheet of the charts."""
 
 
@@ -40,14 +40,6 @@ class Line:
     def finite(self) -> Iterator[float]:
         """Yield the finite values, those of the band included."""
         return (value for values in (self.y, self.low, self.high) for value in values if is_shown(value))
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Values of one series of a histogram or a bar chart."""
-
-    name: str
-    values: Sequence[float]
 
 
 def is_shown(value: float) -> bool:
@@ -148,7 +140,7 @@ def line_chart(
     drawn = [_series(line, style_of(index), x, y, marked) for index, line in enumerate(lines)]
     legend = [_legend(lines)] if standalone and len(lines) > 1 else []
     said = ", ".join([title] * standalone + ["logarithmic"] * y.log)
-    return _svg([*_axes(x, y, label, said), *drawn, *legend], described(lines, title), standalone=standalone)
+    return svg([*axes(x, y, label, said), *drawn, *legend], described(lines, title), standalone=standalone)
 
 
 def described(lines: Sequence[Line], title: str) -> str:
@@ -162,71 +154,6 @@ def described(lines: Sequence[Line], title: str) -> str:
         else:
             told.append(f"{line.name}: no finite value")
     return f"{title}. {'; '.join(told)}" if told else f"{title}. No values"
-
-
-def histogram(series: Sequence[Bars], *, title: str, bins: int = 20, x_label: str = "") -> Markup:
-    """Return a histogram of one or several series over the same bins, each as a share of its own values.
-
-    The first series is filled, the others are outlines. Bins of whole numbers hold equally many of them.
-    """
-    finite = [Bars(each.name, [value for value in each.values if is_shown(value)]) for each in series]
-    everything = [value for each in finite for value in each.values]
-    whole = all(value == int(value) for value in everything) and max(map(abs, everything), default=0) < 2**40
-    low, width, bins = _bins(everything, bins, whole)
-    shares = [_shares(each.values, low, width, bins) for each in finite]
-    x = Axis((low, low + width * bins), LEFT, WIDTH - RIGHT, whole=whole)
-    highest = max((share for each in shares for share in each), default=1.0)
-    y = Axis((0.0, highest or 1.0), HEIGHT - BOTTOM, TOP, rounded=True)
-    drawn = [
-        _column(finite[at].name, share, (low + index * width, low + (index + 1) * width), style_of(at), x, y, whole)
-        for at, each in enumerate(shares)
-        for index, share in enumerate(each)
-        if share
-    ]
-    told = "; ".join(_moments(each) for each in finite)
-    return _svg([*_axes(x, y, x_label, "share of samples"), *drawn], f"{title}. {told}" if told else title)
-
-
-def _bins(values: Sequence[float], bins: int, whole: bool) -> tuple[float, float, int]:
-    """Return where the first bin begins, how wide bins are, and how many there are: at most ``bins``."""
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if whole:
-        width = math.ceil((high - low + 1) / bins)
-        return low - 0.5, width, math.ceil((high - low + 1) / width)
-    if high - low <= 1e-290:
-        return low - 0.5, 1.0, 1
-    return low, (high - low) / bins, bins
-
-
-def _column(name: str, share: float, bounds: tuple[float, float], style: str, x: Axis, y: Axis, whole: bool) -> Markup:
-    """Return a bar of a histogram, which shows its share when it is pointed at."""
-    left, right = map(x, bounds)
-    first, last = (bounds[0] + 0.5, bounds[1] - 0.5) if whole else bounds
-    where = f"at {short(first)}" if first == last else f"from {short(first)} to {short(last)}"
-    tip = f"{name}: {share:.0%} {where}"
-    return _bar(left, y(share), right - left, HEIGHT - BOTTOM - y(share), style, tip)
-
-
-def horizontal_bars(bars: Bars, names: Sequence[str], *, title: str, texts: Sequence[str] = ()) -> Markup:
-    """Return a chart with a named bar for each value, from 0 on; negative values have none.
-
-    Args:
-        bars: the values.
-        names: the name of each.
-        title: what the values are; told to screen readers, with all of them.
-        texts: what is said of each value; by default the value.
-    """
-    height, known = 28, [value for value in bars.values if is_shown(value)]
-    x = Axis((0.0, max(known, default=1.0) or 1.0), 170, WIDTH - 110)
-    texts = texts or list(map(short, bars.values))
-    drawn = []
-    for at, (name, value, text) in enumerate(zip(names, bars.values, texts, strict=True)):
-        top, end = at * height + 4, x(max(value, 0.0)) if is_shown(value) else 170
-        drawn.append(_text(162, top + 15, name if len(name) < 23 else f"…{name[-21:]}", "label end"))
-        drawn.append(_bar(170, top, end - 170, height - 8, style_of(0), f"{name}: {text}"))
-        drawn.append(_text(end + 6, top + 15, text, "label"))
-    told = "; ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
-    return _svg(drawn, f"{title}. {told}", height=len(names) * height + 4)
 
 
 def parts_of(values: Sequence[float], most: int) -> list[Sequence[float]]:
@@ -243,27 +170,33 @@ def mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def text_chart(lines: Sequence[Line], marks: str, *, width: int = 64, height: int = 12) -> Iterator[str]:
-    """Yield the rows of a chart for a terminal, with a letter of ``marks`` for each line and ``*`` where some meet."""
-    x = Axis((at for line in lines for at in line.x if is_shown(at)), 0, width - 1)
-    y = Axis((value for line in lines for value in line.y if is_shown(value)), height - 1, 0)
-    rows = [[" "] * width for _ in range(height)]
-    for line, mark in zip(lines, marks, strict=True):
-        for at, value in zip(line.x, line.y, strict=True):
-            if is_shown(at) and is_shown(value):
-                row, column = rows[round(y(value))], round(x(at))
-                row[column] = mark if row[column] in (" ", mark) else "*"
-    ends = {0: short(y.high), height - 1: short(y.low)}
-    for at, row in enumerate(rows):
-        yield f"{ends.get(at, ''):>10} |{''.join(row).rstrip()}"
-    yield f"{'':>10} +{'-' * width}"
-    yield f"{'':>12}{short(x.low)}{short(x.high):>{width - len(short(x.low))}}"
+def line_over_steps(name: str, series: Sequence[Mapping[int, float]], most: int) -> Line:
+    """Return series over the steps as one line of at most ``most`` points.
+
+    Of several series it is the mean of those that have a value, in a band from the least to the largest. Each point is
+    the mean of several steps if there are more; the values of these are the band of a single series.
+    """
+    steps = sorted({step for each in series for step in each})
+    columns = [parts_of([each.get(step, math.nan) for step in steps], most) for each in series]
+    x = list(map(mean, parts_of(steps, most)))
+    rows = [list(map(mean, row)) for row in zip(*columns, strict=True)]
+    y = list(map(mean, rows))
+    if len(series) == 1 and len(steps) <= most:
+        return Line(name, x, y)
+    ranges = columns[0] if len(series) == 1 else rows
+    return Line(name, x, y, *([_bound(part, bound) for part in ranges] for bound in (min, max)))
+
+
+def _bound(values: Iterable[float], bound: Callable[..., float]) -> float:
+    """Return the least or the largest finite value; NaN if there is none."""
+    return bound(filter(math.isfinite, values), default=math.nan)
 
 
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
-def _svg(parts: Iterable[Markup], label: str, *, height: float = HEIGHT, standalone: bool = False) -> Markup:
+def svg(parts: Iterable[Markup], label: str, *, height: float = HEIGHT, standalone: bool = False) -> Markup:
+    """Return a picture of its parts, which ``label`` tells to screen readers."""
     paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'  # the colours follow the system, a page need not
     style = Markup("<style>{}</style>{}").format(Markup(STYLE), Markup(paper)) if standalone else Markup()
     form = '<svg xmlns="{}" class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}</svg>'
@@ -275,28 +208,25 @@ def style_of(at: int) -> str:
     return f"s{at % COLOURS}{' again' * (at >= COLOURS)}"
 
 
-def _text(x: float, y: float, text: str, kind: str) -> Markup:
+def text_at(x: float, y: float, text: str, kind: str) -> Markup:
+    """Return a text at a place; ``kind`` are classes of the style sheet."""
     return Markup('<text class="{}" x="{:.4g}" y="{:.4g}">{}</text>').format(kind, x, y, text)
 
 
-def _bar(x: float, y: float, width: float, height: float, style: str, tip: str) -> Markup:
-    form = '<rect class="bar {}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
-    return Markup(form).format(style, x, y, max(width, 0.5), height, tip)
-
-
-def _axes(x: Axis, y: Axis, x_label: str, note: str = "") -> Iterator[Markup]:
+def axes(x: Axis, y: Axis, x_label: str, note: str = "") -> Iterator[Markup]:
+    """Yield both axes with their ticks, what ``x`` is, and a note above the chart."""
     bottom = HEIGHT - BOTTOM
     for tick in y.ticks():
         at = y(tick)
         yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(LEFT, at, WIDTH - RIGHT)
-        yield _text(LEFT - 6, at + 4, y.name(tick), "label end")
+        yield text_at(LEFT - 6, at + 4, y.name(tick), "label end")
     for tick in x.ticks():
         yield Markup('<path class="axis" d="M{:.1f} {}v4"/>').format(x(tick), bottom)
-        yield _text(x(tick), bottom + 18, x.name(tick), "label middle")
+        yield text_at(x(tick), bottom + 18, x.name(tick), "label middle")
     yield Markup('<path class="axis" d="M{} {}H{}"/>').format(LEFT, bottom, WIDTH - RIGHT)
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x_label, "label middle")
+    yield text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x_label, "label middle")
     if note:
-        yield _text(4, 12, note, "label")
+        yield text_at(4, 12, note, "label")
 
 
 def _series(line: Line, style: str, x: Axis, y: Axis, marked: bool) -> Markup:
@@ -339,25 +269,11 @@ def _runs(*series: Sequence[float]) -> Iterator[tuple[int, int]]:
 def _legend(lines: Sequence[Line]) -> Markup:
     rows = [
         Markup('<path class="line {}" d="M{} {}h18"/>{}').format(
-            style_of(at), LEFT + 8, TOP + 10 + 16 * at, _text(LEFT + 32, TOP + 14 + 16 * at, line.name, "label")
+            style_of(at), LEFT + 8, TOP + 10 + 16 * at, text_at(LEFT + 32, TOP + 14 + 16 * at, line.name, "label")
         )
         for at, line in enumerate(lines)
     ]
     return Markup().join(rows)
-
-
-def _shares(values: Sequence[float], low: float, width: float, bins: int) -> list[float]:
-    counts = [0] * bins
-    for value in values:
-        counts[min(int((value - low) / width), bins - 1)] += 1
-    return [count / len(values) if values else 0.0 for count in counts]
-
-
-def _moments(bars: Bars) -> str:
-    if not bars.values:
-        return f"{bars.name}: no finite value"
-    middle = sorted(bars.values)[len(bars.values) // 2]
-    return f"{bars.name}: {len(bars.values)} values, median {short(middle)}"
 
 
 def short(value: float, digits: int = 4) -> str:
@@ -366,13 +282,3 @@ def short(value: float, digits: int = 4) -> str:
         if least <= abs(value) < 1e13:
             return f"{value / size:.{digits}g}{unit}"
     return f"{value:.{digits}g}"
-
-
-def legend(names: Sequence[str], *, bars: bool = False) -> Markup:
-    """Return the legend of charts on a page, as a list whose items have the colours of the series."""
-    drawn = (
-        '<rect class="bar {}" x="1" y="1" width="28" height="8"/>' if bars else '<path class="line {}" d="M0 5h30"/>'
-    )
-    form = '<li><svg class="key" viewBox="0 0 30 10" aria-hidden="true">' + drawn + "</svg>{}</li>"
-    items = [Markup(form).format(style_of(at), escape(name)) for at, name in enumerate(names)]
-    return Markup('<ul class="legend">{}</ul>').format(Markup().join(items))

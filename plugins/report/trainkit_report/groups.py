@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
+from trainkit.charts import Line, line_over_steps, mean
 from trainkit.config import differences
 from trainkit.errors import DataError
-from trainkit.report import Line, mean, parts_of
 from trainkit.runs.record import Record, find_runs
 
 NOT_COMPARED = ("train.seed", "train.run_dir", "train.resume", "train.trackers")
 """Settings that runs of one group may differ in."""
-NOT_MAIN = ("length", "time", "turns", "failed")
-"""Metrics of evaluations that tell what a model does, not how well."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,9 @@ class Group:
         return list(dict.fromkeys(name for run in self.runs for name in run.series))
 
     def line(self, metric: str, most: int) -> Line | None:
-        """Return a metric of the runs; None if none of them has it.
-
-        Of several runs it is the mean of those that have a value, in a band from the least to the largest. A line has
-        at most ``most`` points; each is the mean of several steps if there are more, which are the band of one run.
-        """
+        """Return a metric of the runs as `line_over_steps`; None if none of them has it."""
         series = [run.series[metric] for run in self.runs if metric in run.series]
-        return _line(self.name, series, most) if series else None
+        return line_over_steps(self.name, series, most) if series else None
 
     def not_finite(self, metric: str) -> int:
         """Return how many recorded values of a metric are NaN or infinite."""
@@ -66,24 +60,6 @@ class Group:
             if math.isfinite(value):
                 found[run.setting("train", "seed")] = value
         return found
-
-
-def _line(name: str, series: Sequence[Mapping[int, float]], most: int) -> Line:
-    """Return series over the steps as one line; see `Group.line`."""
-    steps = sorted({step for each in series for step in each})
-    columns = [parts_of([each.get(step, math.nan) for step in steps], most) for each in series]
-    x = list(map(mean, parts_of(steps, most)))
-    rows = [list(map(mean, row)) for row in zip(*columns, strict=True)]
-    y = list(map(mean, rows))
-    if len(series) == 1 and len(steps) <= most:
-        return Line(name, x, y)
-    ranges = columns[0] if len(series) == 1 else rows
-    return Line(name, x, y, *([_bound(part, bound) for part in ranges] for bound in (min, max)))
-
-
-def _bound(values: Iterable[float], bound: Callable[..., float]) -> float:
-    """Return the least or the largest finite value; NaN if there is none."""
-    return bound(filter(math.isfinite, values), default=math.nan)
 
 
 def grouped(runs: Iterable[Record]) -> list[Group]:
@@ -129,19 +105,6 @@ def runs_at(places: Iterable[Path]) -> list[Record]:
         names = ", ".join(str(run.path) for run in found.values())
         raise DataError(f"no metrics have been recorded in {names}; a run records them from its first step on")
     return list(found.values())
-
-
-def main_metric(names: Iterable[str]) -> str | None:
-    """Return the metric that says best how good a model is, of those that a run has recorded; None if there is none."""
-    known = list(names)
-
-    def ranked() -> Iterator[str]:
-        yield from (name for name in known if name.startswith("eval/reward"))
-        yield from (name for name in known if name.startswith("eval/") and not name[5:].startswith(NOT_MAIN))
-        yield from (name for name in ("reward/mean", "loss/total") if name in known)
-        yield from (name for name in known if not name.startswith("time/"))
-
-    return next(ranked(), None)
 
 
 def spread(values: Iterable[float]) -> float:

@@ -24,13 +24,13 @@ from typer.testing import CliRunner
 from tables import table
 from trainkit.cli import app
 from trainkit.errors import ConfigError, SweepError
-from trainkit.report.coordinates import Coordinate, parallel_coordinates
 from trainkit.runs.record import find_runs
-from trainkit.sweeps import Sweep, read_sweep, run_sweep, running, trials
-from trainkit.sweeps.results import best_config, importances, write_best, write_report
-from trainkit.sweeps.settings import Range
-from trainkit.sweeps.study import ALIVE, GRACE, OWNER, Study
-from trainkit.sweeps.trials import shared_machine
+from trainkit_sweep import Sweep, read_sweep, run_sweep, running, trials
+from trainkit_sweep.coordinates import Coordinate, parallel_coordinates
+from trainkit_sweep.results import best_config, importances, write_best, write_report
+from trainkit_sweep.settings import Range
+from trainkit_sweep.study import ALIVE, GRACE, OWNER, Study
+from trainkit_sweep.trials import shared_machine
 
 EVIL = "</pre><script>alert(1)</script>\x1b[31m & \"quoted\" 'text'"
 CONFIG = """
@@ -225,15 +225,6 @@ def test_a_range_is_of_integers_only_where_the_setting_is_one(work: Path) -> Non
     assert sweep.space["optimizer.kwargs"].value(choices.choices[1]) == {"eps": 1e-8}
     assert Range(low=1, high=2).integers
     assert not Range(low=1, high=2, step=0.5).integers
-
-
-def test_without_optuna_the_command_says_what_to_install(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    result = CliRunner().invoke(app, ["sweep", str(written(SWEEP))])
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "ConfigError: sweeps need Optuna, which is not installed; run: pip install 'trainkit[sweep]'\n"
-    )
 
 
 @table("url", ["nonsense", "postgresql://me:hunter2@127.0.0.1:1/x", "sqlite:////nowhere/x.db"])
@@ -542,7 +533,7 @@ def children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             here = path.joinpath("cwd").resolve() == Path.cwd().resolve()
-            if here and b"trainkit.sweeps.child" in path.joinpath("cmdline").read_bytes():
+            if here and b"trainkit_sweep.child" in path.joinpath("cmdline").read_bytes():
                 found.append(int(path.name))
         except OSError:
             continue

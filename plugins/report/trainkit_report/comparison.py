@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import DataError, suggest
-from trainkit.runs.groups import Group, differing, grouped, main_metric, name_of
-from trainkit.runs.record import Record
+from trainkit.runs.record import Record, main_metric
+from trainkit.runs.student import quantile, within
+from trainkit_report.groups import Group, differing, grouped, name_of
 
 LEVEL = 0.05
 """The error of the first kind of the test, and one minus the level of its interval."""
@@ -57,31 +58,6 @@ class Paired:
             return math.nan, math.nan
         half = self.error * quantile(1 - LEVEL, len(self.differences) - 1)
         return self.mean - half, self.mean + half
-
-
-def within(t: float, freedom: int) -> float:
-    """Return the probability that a variable of Student's distribution is between ``-t`` and ``t``.
-
-    Source: Abramowitz & Stegun 1964, 26.7.3 and 26.7.4.
-    """
-    angle, odd = math.atan(abs(t) / math.sqrt(freedom)), freedom % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for at in range(1, freedom // 2 + 1):
-        total += term
-        term *= math.cos(angle) ** 2 * (2 * at - 1 + odd) / (2 * at + odd)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
-
-
-def quantile(probability: float, freedom: int) -> float:
-    """Return the ``t`` with `within` equal to ``probability``, by bisection."""
-    low, high = 0.0, 1.0
-    while within(high, freedom) < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, freedom) < probability else (low, middle)
-    return high
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from trainkit.errors import TrainkitError, printable, suggest
 from trainkit.plain import to_yaml
 from trainkit.runs.lock import is_held
 from trainkit.runs.record import AddedLines
-from trainkit.sweeps.child import PATIENCE
-from trainkit.sweeps.sources import Sweep
+from trainkit_sweep.child import PATIENCE
+from trainkit_sweep.sources import Sweep
 
 DATA = ("task", "prompts", "samples", "eval_prompts", "eval_samples", "reward_fn", "environment")
 """Options of ``trainkit train`` that a sweep passes on."""
@@ -107,7 +107,7 @@ class Run:
         }
         data = {name: getattr(given, name) for name in DATA}
         return [
-            *(sys.executable, "-m", "trainkit.sweeps.child", str(os.getpid()), "train", config),
+            *(sys.executable, "-m", "trainkit_sweep.child", str(os.getpid()), "train", config),
             *(f"{name}={_as_yaml(value)}" for name, value in settings.items()),
             *(f"--{name.replace('_', '-')}={value}" for name, value in data.items() if value is not None),
             *self.options,

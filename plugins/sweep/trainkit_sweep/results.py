@@ -12,12 +12,15 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 
+from trainkit.charts import Line, line_chart
 from trainkit.errors import SweepError, printable
-from trainkit.report import Bars, Line, horizontal_bars, line_chart, render
-from trainkit.report.coordinates import Coordinate, parallel_coordinates
-from trainkit.sweeps.progress import WORDS, measured, number
-from trainkit.sweeps.study import ERROR, Study
+from trainkit_report.charts import Bars, horizontal_bars
+from trainkit_report.page import render
+from trainkit_sweep.coordinates import Coordinate, parallel_coordinates
+from trainkit_sweep.progress import WORDS, measured, number
+from trainkit_sweep.study import ERROR, Study
 
+PAGE = Path(__file__).parent / "templates" / "sweep.html"
 FEW = 4
 """Completed trials from which importances are computed."""
 
@@ -71,7 +74,7 @@ def write_report(study: Study) -> Path:
         "trials": [_row(study, trial) for trial in study.trials if trial.state != TrialState.WAITING],
         "config": best_config(study),
     }
-    page = render("sweep.html", title=printable(f"Sweep {sweep.name}"), **facts)
+    page = render(PAGE, title=printable(f"Sweep {sweep.name}"), **facts)
     return _written(sweep.directory / "report.html", page)
 
 

@@ -13,7 +13,7 @@ from optuna.trial import Trial
 from trainkit.config import TRLConfig
 from trainkit.config.places import value_at
 from trainkit.errors import ConfigError, describe
-from trainkit.sweeps.settings import Range
+from trainkit_sweep.settings import Range
 
 Scalar = bool | int | float | str | None
 

@@ -1,8 +1,7 @@
-"""Sweeps of settings."""
+"""The command: sweeps of settings."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from trainkit.cli.console import RemoteCode
 from trainkit.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from trainkit.sweeps import Sweep
+    from trainkit_sweep import Sweep
 
 URL = "TRAINKIT_SWEEP_STORAGE"
 """The variable of the environment that may have the URL of the storage, which others could read on a command line."""
@@ -41,9 +40,7 @@ def sweep(
     The same command continues a sweep that was interrupted or killed. The sweep writes best.yaml, a configuration,
     and report.html. A sweep names files with code: run only those that you trust.
     """
-    if find_spec("optuna") is None:
-        raise ConfigError("sweeps need Optuna, which is not installed; run: pip install 'trainkit[sweep]'")
-    from trainkit.sweeps import read_sweep
+    from trainkit_sweep import read_sweep
 
     found = read_sweep(file, {} if workers is None else {"workers": workers})
     url = storage or found.settings.storage
@@ -59,7 +56,7 @@ def sweep(
 
 
 def _made(found: Sweep, url: str | None, options: list[str]) -> int:
-    from trainkit.sweeps import run_sweep
+    from trainkit_sweep import run_sweep
 
     try:
         found.directory.mkdir(parents=True, exist_ok=True)
@@ -77,9 +74,9 @@ def _require_begun(found: Sweep, url: str | None) -> None:
 
 def _write(found: Sweep, url: str | None) -> None:
     """Write what was found, and print it."""
-    from trainkit.sweeps.progress import described, measured
-    from trainkit.sweeps.results import write_best, write_report
-    from trainkit.sweeps.study import Study
+    from trainkit_sweep.progress import described, measured
+    from trainkit_sweep.results import write_best, write_report
+    from trainkit_sweep.study import Study
 
     study = Study(found, url, create=False)
     try:

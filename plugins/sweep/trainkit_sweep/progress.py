@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trainkit.errors import printable
-from trainkit.runs.groups import spread
-from trainkit.sweeps.study import ERROR, Study
+from trainkit_report.groups import spread
+from trainkit_sweep.study import ERROR, Study
 
 if TYPE_CHECKING:
-    from trainkit.sweeps.trials import Run
+    from trainkit_sweep.trials import Run
 
 WORDS = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 

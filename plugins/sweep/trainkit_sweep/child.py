@@ -1,4 +1,4 @@
-"""Runs the command line for a sweep, and ends when the sweep has ended: ``python -m trainkit.sweeps.child PID train``.
+"""Runs the command line for a sweep, and ends when the sweep has ended: ``python -m trainkit_sweep.child PID train``.
 
 A sweep that is killed cannot end its runs. Each asks every half second whether the sweep is still its parent.
 """

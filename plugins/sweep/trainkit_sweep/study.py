@@ -19,8 +19,8 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from trainkit.config import differences
 from trainkit.errors import ConfigError, SweepError, printable
 from trainkit.security import MASK
-from trainkit.sweeps.sources import Sweep
-from trainkit.sweeps.space import grid
+from trainkit_sweep.sources import Sweep
+from trainkit_sweep.space import grid
 
 BEAT = 60.0
 """Seconds between the signs of life of a trial in the database."""

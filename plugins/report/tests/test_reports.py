@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tables import table
+from trainkit.charts import Line, line_chart
 from trainkit.cli import app
 from trainkit.errors import DataError
-from trainkit.report import Bars, Line, histogram, horizontal_bars, line_chart, parts_of, text_chart
-from trainkit.report.charts import Axis
-from trainkit.runs.comparison import Paired, compare, quantile, within
-from trainkit.runs.groups import grouped, main_metric, runs_at
 from trainkit.runs.record import Record
-from trainkit.runs.report import LARGEST, changed, chosen, lasted, report
+from trainkit.runs.student import quantile, within
+from trainkit_report.charts import Bars, histogram, horizontal_bars, text_chart
+from trainkit_report.comparison import Paired, compare
+from trainkit_report.groups import grouped, runs_at
+from trainkit_report.report import LARGEST, changed, chosen, lasted, report
 from written import EVIL, write_run
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -307,16 +308,6 @@ def test_compare_prints_settings_curves_values_and_a_verdict(tmp_path: Path) -> 
     assert plain["metrics"]["eval/reward"]["difference"] == pytest.approx(0.505)
 
 
-def test_the_main_metric_is_a_reward_of_evaluations_before_others() -> None:
-    assert main_metric(["loss/total", "eval/length", "eval/loss/total", "eval/reward@temperature=1"]) == (
-        "eval/reward@temperature=1"
-    )
-    assert main_metric(["loss/total", "eval/length", "eval/optimality"]) == "eval/optimality"
-    assert main_metric(["loss/nll", "loss/total"]) == "loss/total"
-    assert main_metric(["time/update", "x"]) == "x"
-    assert main_metric([]) is None
-
-
 # ---------------------------------------------------------------------------------------------------------- charts
 
 
@@ -341,35 +332,6 @@ def test_charts_of_any_numbers_are_well_formed(points: list[tuple[float, float]]
     list(text_chart([line], "A"))
 
 
-def test_a_line_is_drawn_to_scale_which_is_logarithmic_for_values_far_apart() -> None:
-    chart = line_chart([Line("a", [0, 10], [0.0, 1.0])], title="t")
-    assert 'd="M60.0 200.0L460.0 26.0"' in chart  # from the lower left corner to the upper right one
-    assert 'aria-label="t. a: 0 at 0, 1 at 10"' in chart
-    far = line_chart([Line("a", [0, 1, 2], [1.0, 100.0, 10_000.0])], title="t")
-    assert 'd="M60.0 200.0L260.0 113.0L460.0 26.0"' in far  # a straight line
-    assert "logarithmic" in far
-
-
-def ticks(values: list[float], **given: Any) -> list[str]:
-    axis = Axis(values, 0, 100, **given)
-    return [axis.name(tick) for tick in axis.ticks()]
-
-
-@table(
-    "values, given, says",
-    [
-        ([4.05, 9.085], {"rounded": True}, ["4", "6", "8", "10"]),
-        ([1, 97], {"whole": True}, ["20", "40", "60", "80"]),
-        ([1, 3], {"whole": True}, ["1", "2", "3"]),
-        ([-2e-10, 0.09], {"rounded": True}, ["0", "0.02", "0.04", "0.06", "0.08", "0.1"]),
-        ([0.99996, 1.00004], {"rounded": True}, ["0.99996", "0.99998", "1", "1.00002", "1.00004"]),
-        ([0, 50_000], {"rounded": True}, ["0", "10k", "20k", "30k", "40k", "50k"]),
-    ],
-)
-def test_the_ends_of_an_axis_are_named_and_ticks_differ(values: list[float], given: Any, says: list[str]) -> None:
-    assert ticks(values, **given) == says
-
-
 def test_all_curves_of_a_report_have_the_same_steps(tmp_path: Path) -> None:
     metrics = [{"step": step, "a/x": step, **({"a/y": step} if step == 3 else {})} for step in range(11)]
     page = reported(write_run(tmp_path / "run", metrics=metrics, samples=False))
@@ -383,11 +345,3 @@ def test_twelve_series_look_different_and_bins_of_whole_numbers_hold_equally_man
     assert re.findall(r"<title>([^<]*)</title>", chart) == ["a: 25% at 2", "a: 50% at 3", "a: 25% at 5", "b: 100% at 2"]
     lengths = histogram([Bars("a", list(range(100)))], title="t")
     assert set(re.findall(r"a: (\d+)%", lengths)) == {"5"}
-
-
-@given(st.lists(st.integers(), max_size=50), st.integers(1, 20))
-def test_parts_are_all_values_in_order_and_nearly_equal(values: list[int], most: int) -> None:
-    parts = parts_of(values, most)
-    assert [value for part in parts for value in part] == values
-    assert len(parts) == min(most, len(values))
-    assert not parts or max(map(len, parts)) - min(map(len, parts)) <= 1
