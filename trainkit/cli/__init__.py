@@ -13,13 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import (
-    chat,
     configs,
-    data,
-    doctor,
-    estimate,
     examples,
-    models,
     plugins,
     runs,
     training,
@@ -63,14 +58,9 @@ def _root(
 
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
-app.command()(models.merge)
-app.command()(models.push)
 app.command("runs")(runs.list_runs)
-app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)
-app.command(cls=WithOverrides, epilog="Exit code: 1 if --memory is given and nothing fits, else 0.")(estimate.estimate)
-app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(
     cls=configs.ShowByDefault,
@@ -82,10 +72,6 @@ of_configs.command("check", cls=WithOverrides, epilog="Exit code: 0 if it is val
 of_configs.command("diff")(configs.diff_configs)
 of_configs.command("schema")(configs.print_schema)
 app.add_typer(of_configs, name="config")
-
-of_data = typer.Typer(help="Check datasets before training.", **PLAIN)
-of_data.command("check", cls=WithOverrides, epilog=data.EXIT_OF_CHECK)(data.check_data)
-app.add_typer(of_data, name="data")
 
 of_examples = typer.Typer(help="List and run the examples that come with trainkit.", **PLAIN)
 of_examples.command("list")(examples.list_examples)

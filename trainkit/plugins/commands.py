@@ -19,25 +19,19 @@ from trainkit.plugins.guard import one_line
 GROUP = "trainkit.commands"
 """The entry-point group."""
 OWN = {
-    "report": (
-        "trainkit-report",
-        "Write a page of HTML about runs: curves, evaluations, samples, findings, timing, configuration, versions.",
-    ),
-    "compare": (
-        "trainkit-report",
-        "Compare two runs, or two groups of seeds: settings, curves, final metrics, and a paired test over the seeds.",
-    ),
-    "sweep": (
-        "trainkit-sweep",
-        "Search settings with Optuna; each trial is a run of `trainkit train`, or one for each of several seeds.",
-    ),
-    "migrate": (
-        "trainkit-migrate",
-        "Print a configuration of another framework as one of trainkit, or what to change in a script, as a patch.",
-    ),
+    "chat": ("trainkit-tools", "Print a model's answers to what is typed."),
+    "compare": ("trainkit-report", "Compare two runs, or two groups of seeds."),
+    "data": ("trainkit-tools", "Check datasets before training."),
+    "doctor": ("trainkit-tools", "Print versions, devices, plugins and what is wrong with them."),
+    "estimate": ("trainkit-tools", "Print the memory that a run needs on each device by phase."),
+    "merge": ("trainkit-tools", "Merge an adapter into its base model."),
+    "migrate": ("trainkit-migrate", "Print a configuration of another framework as one of trainkit."),
+    "push": ("trainkit-tools", "Publish an exported model on the hub of Hugging Face."),
+    "report": ("trainkit-report", "Write a page of HTML about runs."),
+    "sweep": ("trainkit-sweep", "Search settings with Optuna."),
 }
-"""trainkit's own commands that are not in the core, with their distributions and first lines of help. No other
-distribution may name a command so, whether they are installed or not."""
+"""trainkit's own commands that are not in the core, with their distributions and what `trainkit --help` says of them.
+No other distribution may name a command so, whether they are installed or not."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from tables import table
-from trainkit.cli import app, doctor
+from trainkit.cli import app
 from trainkit.errors import RewardError
 from trainkit.security import MASK
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_tools import doctor
 
 
 def asked(*arguments: str) -> Any:

@@ -21,11 +21,11 @@ from trainkit.cli import app
 from trainkit.config import TRLConfig
 from trainkit.data import PLAIN_TEMPLATE
 from trainkit.data.ahead import TokenizerAhead
-from trainkit.data.inspection import Reading, inspect, kind_of, usual_kind
 from trainkit.data.pipeline import encode_joint, encode_sample
 from trainkit.errors import DataError
 from trainkit.plugins import get_trainer
 from trainkit.testing import character_tokenizer, tiny_gpt2
+from trainkit_tools.inspection import Reading, inspect, kind_of, usual_kind
 
 ANSWER = {"prompt": "2+2?", "completion": " 4"}
 LONG: dict[str, list[dict[str, Any]]] = {
@@ -429,7 +429,7 @@ def test_what_is_trained_on_is_coloured_on_a_terminal_and_bracketed_elsewhere(
 ) -> None:
     path = written(tmp_path / "a.jsonl", [ANSWER])
     assert "\n2+2?[[ 4<eos>]]\n" in checked(path, "--model", model)
-    monkeypatch.setattr("trainkit.cli.data._coloured", lambda: True)
+    monkeypatch.setattr("trainkit_tools.data._coloured", lambda: True)
     text = checked(path, "--model", model)
     assert typer.style("2+2?", dim=True) + typer.style(" 4<eos>", fg="green", bold=True) in text
 

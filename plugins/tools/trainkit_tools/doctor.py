@@ -201,3 +201,7 @@ def _group() -> str:
     except (RuntimeError, ValueError) as error:
         return " ".join(str(error).split())[:300]
     return ""
+
+
+app = typer.Typer(rich_markup_mode=None)
+app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor)

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from tables import table
 from trainkit import TRLConfig, default_config
 from trainkit.cli import app
-from trainkit.cli.estimate import size
 from trainkit.errors import ConfigError
-from trainkit.estimates import Lengths, Need, choose, depth, measure, measuring, plan
-from trainkit.estimates.tracing import Counter, held, tensors_of
 from trainkit.models import backend
 from trainkit.models.loading import load_model_config
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_tools.estimate import size
+from trainkit_tools.estimates import Lengths, Need, choose, depth, measure, measuring, plan
+from trainkit_tools.estimates.tracing import Counter, held, tensors_of
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 GB = 1e9

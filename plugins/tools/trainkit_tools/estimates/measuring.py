@@ -21,8 +21,6 @@ from trainkit.config import TRLConfig
 from trainkit.data import Batch, Sequences
 from trainkit.data.batches import COPIED
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.estimates.depth import Shallow, shallow
-from trainkit.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
 from trainkit.models.backend import attention_as_on
 from trainkit.models.loading import length_limit, load_tokenizer
 from trainkit.models.policy import CausalPolicy, Policy
@@ -37,6 +35,8 @@ from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.loop import MICROBATCH_TOKENS, OTHER_TOKENS
 from trainkit.trainer.master_weights import MasterWeights
 from trainkit.trainer.sharding import blocks_of
+from trainkit_tools.estimates.depth import Shallow, shallow
+from trainkit_tools.estimates.tracing import Counter, Shapes, held, tensors_of, without_data
 
 UNLIMITED = 1024
 """The length of sequences if neither the model nor the configuration limits it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainkit.estimates.measuring import Need
 from trainkit.models.reloading import VERIFIED
 from trainkit.trainer.parking import SMALLEST
+from trainkit_tools.estimates.measuring import Need
 
 FREE = 0.1
 """The part of a device's memory that is left for what is not counted: the context of the device, fragments."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainkit.cli.console import WithOverrides
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from trainkit.estimates import Need, Plan
+    from trainkit_tools.estimates import Need, Plan
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 PARTS = ("weights", "gradients", "optimizer", "reference", "passes", "cache", "total")
@@ -54,7 +55,7 @@ def estimate(
     if gpus is not None and config.train.mixed_precision is None:
         config = config.evolve(train={"mixed_precision": "bf16"})
     with _garbage_kept():
-        from trainkit.estimates import choose, measure, plan
+        from trainkit_tools.estimates import choose, measure, plan
 
         longest = {"prompt": prompt_tokens} if data is None else longest_of(data, config)
         need = measure(config, **longest, device="cpu" if gpus is None else "cuda")
@@ -86,8 +87,8 @@ def longest_of(source: str, config: Any) -> dict[str, int]:
         DataError: training refuses rows, or there are none.
         ConfigError: neither a tokenizer nor a model is named.
     """
-    from trainkit.cli.data import read_rows, reading_of
-    from trainkit.data.inspection import inspect
+    from trainkit_tools.data import read_rows, reading_of
+    from trainkit_tools.inspection import inspect
 
     reading, _ = reading_of(config, rows := read_rows(source), True, False)
     if reading.tokenizer is None:
@@ -118,7 +119,7 @@ def size(text: str) -> float:
 
 def _advice(need: Need, fits: Plan | None, processes: int, limit: float) -> str:
     """Return which settings fit, or that none does."""
-    from trainkit.estimates.shardings import FREE, SHARDINGS, plan
+    from trainkit_tools.estimates.shardings import FREE, SHARDINGS, plan
 
     where = f"{processes} x {limit / 1e9:.1f} GB"
     if fits is not None:
@@ -170,3 +171,7 @@ def _show(need: Need, planned: Plan, advice: str) -> None:
     )
     if advice:
         console.print(advice)
+
+
+app = typer.Typer(rich_markup_mode=None)
+app.command(cls=WithOverrides, epilog="Exit code: 1 if --memory is given and nothing fits, else 0.")(estimate)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.console import RemoteCode, complete_method, lines, mark
+from trainkit.cli.console import RemoteCode, WithOverrides, complete_method, lines, mark
 from trainkit.cli.files import read_data, row_lines, wrong_lines
 from trainkit.cli.training import parse_overrides
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError, printable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainkit.config import TRLConfig
-    from trainkit.data.inspection import Found, Inspection, Lengths, Part, Reading
+    from trainkit_tools.inspection import Found, Inspection, Lengths, Part, Reading
 
 EXIT_OF_CHECK = (
     "Exit code: 1 if training would refuse the data, or with --strict if anything else is found; 2 if the settings are "
@@ -98,7 +98,7 @@ def check_data(
     if row is not None and row >= len(rows):
         are = "is" if len(rows) == 1 else "are"
         raise ConfigError(f"--row is {row}, and there {are} {_rows(len(rows))}; rows are numbered from 0")
-    from trainkit.data.inspection import inspect
+    from trainkit_tools.inspection import inspect
 
     with _progress(len(rows)) as progress:
         found = inspect(rows, reading, shown=row, progress=progress)
@@ -177,7 +177,7 @@ def _trainer(name: str, *, needed: bool) -> Any:
 def _usual(rows: Sequence[Any], ignored: Any, played: bool) -> str:
     """Return the method of `trainkit.train` for such rows, with an environment if they are ``played``."""
     from trainkit.api import usual_method
-    from trainkit.data.inspection import usual_kind
+    from trainkit_tools.inspection import usual_kind
 
     ignored = ignored if isinstance(ignored, list) else []
     given = ["prompts", "reward_fn"] if played or usual_kind(rows, ignored) == "prompts" else ["samples"]
@@ -186,7 +186,7 @@ def _usual(rows: Sequence[Any], ignored: Any, played: bool) -> str:
 
 def reading_of(config: TRLConfig[Any], rows: Sequence[Any], named: bool, played: bool) -> tuple[Reading, str]:
     """Return how the rows are read, and in words as what, and why; ``played``: there is an environment."""
-    from trainkit.data.inspection import Reading, kind_of, usual_kind
+    from trainkit_tools.inspection import Reading, kind_of, usual_kind
 
     name, ignored = config.method.name, tuple(config.data.ignore_columns)
     trainer = _trainer(name, needed=named)
@@ -417,7 +417,7 @@ def _part(part: Part) -> str:
 
 def _faults(found: Inspection, line_of: Sequence[int]) -> Iterator[str]:
     """Yield what training refuses; the rows of some files have lines of their own."""
-    from trainkit.data.inspection import EXPECTED_AS
+    from trainkit_tools.inspection import EXPECTED_AS
 
     which = f"{found.refused} of {_rows(found.rows)}" if found.refused else "the data"
     yield f"{mark(False)} training refuses {which}; expected are {EXPECTED_AS[found.kind]}"
@@ -429,3 +429,8 @@ def _faults(found: Inspection, line_of: Sequence[int]) -> Iterator[str]:
     if len(found.faults) > SHOWN:
         rest = found.faults[SHOWN:]
         yield f"  and {len(rest)} more kinds of faults, of {sum(each.count for each in rest)} rows; --json prints them"
+
+
+app = typer.Typer(help="Check datasets before training.", no_args_is_help=True, rich_markup_mode=None)
+app.callback()(lambda: None)  # a group, though it has one command
+app.command("check", cls=WithOverrides, epilog=EXIT_OF_CHECK)(check_data)
