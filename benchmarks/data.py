@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trainkit.cli.files import read_data
-from trainkit.data.inspection import Reading, inspect, usual_kind
+from trainkit_tools.inspection import Reading, inspect, usual_kind
 
 
 def sentence(words: list[str], count: int) -> str:

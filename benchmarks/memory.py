@@ -101,7 +101,7 @@ def main() -> int:
         run(of(case, model), again == "1")
         return 0
     from trainkit import TRLConfig
-    from trainkit.estimates import measure, plan
+    from trainkit_tools.estimates import measure, plan
 
     columns = ("case", "model", "recomputed", "estimated", "in use", "off", "with malloc", "off", "phase")
     table = Table(*columns, title="MB beyond Python and the libraries")

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/migrating/ from trainkit/migrating/*.toml: ``make tables``.
+"""Writes the tables of docs/migrating/ from plugins/migrate/ and trainkit/config/names.toml: ``make tables``.
 
 A table is between two comments of a page, ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 """
@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from trainkit.config.names import settings
-from trainkit.migrating import FRAMEWORKS, Framework, Setting, framework, known_names
+from trainkit.config.names import known_names, settings
+from trainkit_migrate import FRAMEWORKS, Framework, Setting, framework
 
 PAGES = Path(__file__).parent / "migrating"
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
@@ -141,7 +141,7 @@ def listed(found: Iterable[str]) -> str:
 def common_names() -> str:
     """Return the table of names.toml: what settings are called elsewhere."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for other, own in known_names(common=True).items():
+    for other, own in known_names().items():
         groups[own].append(other)
     lines = [f"| {listed(others)} | {option(own)} |\n" for own, others in groups.items()]
     return f"\n| other names | trainkit |\n|---|---|\n{''.join(lines)}\n"

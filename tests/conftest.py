@@ -91,17 +91,19 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         version: str = "1.0",
         requires: Sequence[str] = (),
         kind: str | Mapping[str, str] = "trainer",
+        group: str | None = None,
+        summary: str = "",
     ) -> Path:
         home = tmp_path / distribution
         info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
-        metadata = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+        metadata = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}", f"Summary: {summary}"]
         (info / "METADATA").write_text("\n".join([*metadata, *(f"Requires-Dist: {line}" for line in requires), ""]))
         kinds = dict.fromkeys(entries, kind) if isinstance(kind, str) else kind
-        groups = [f"[{GROUPS[kinds[name]]}]\n{name} = {module}\n" for name, module in entries.items()]
+        groups = [f"[{group or GROUPS[kinds[name]]}]\n{name} = {module}\n" for name, module in entries.items()]
         (info / "entry_points.txt").write_text("\n".join(groups))
         if source is not None:
-            for module in {*entries.values()}:
+            for module in {value.partition(":")[0] for value in entries.values()}:
                 (home / f"{module}.py").write_text(source)
         monkeypatch.syspath_prepend(home)
         importlib.invalidate_caches()

@@ -26,9 +26,8 @@ README = ROOT / "README.md"
 STARTED = ROOT / "docs/getting-started.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
-ALGORITHM_READMES = [
-    page for page in PLUGIN_READMES if page.parent.name not in ("deepspeed", "early_stop", "ray", "trl", "trlx", "vllm")
-]
+OTHERS = {"deepspeed", "early_stop", "migrate", "ray", "report", "sweep", "tools", "trl", "trlx", "vllm"}
+ALGORITHM_READMES = [page for page in PLUGIN_READMES if page.parent.name not in OTHERS]
 """Those of plugins that are trainers."""
 DOCUMENTS = [
     README,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainkit.runs.comparison import compare
-from trainkit.runs.groups import runs_at
-from trainkit.runs.report import report
+from trainkit_report.comparison import compare
+from trainkit_report.groups import runs_at
+from trainkit_report.report import report
 from written import write_run
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from test_data_check import checked, written
 from transformers import PreTrainedTokenizerFast
 
 import trainkit
 from tables import table
-from test_data_check import checked, written
 from test_formats import (
     ANSWER,
     ANSWERED,

@@ -102,10 +102,11 @@ def test_light_commands_and_modules_import_nothing_heavy(tmp_path: Path) -> None
     config.write_text("method: {name: ppo, gamma: 0.9}\nmodel: {num_layers_unfrozen: 2}\n", encoding="utf-8")
     bad.write_text("method: rloo\noptimizer: {learning_rate: 1}\n", encoding="utf-8")
     light = ["--help", "--version", "plugins", "plugins list --json", "train --help", "examples list"]
+    light += [f"{name} --help" for name in ("report", "compare", "sweep", "migrate", "estimate", "data check", "chat")]
     statements = [
         "import trainkit.api, trainkit.plugins.registry",
         "from trainkit.runs import Record, find_runs",
-        "from trainkit.sweeps import read_sweep, run_sweep",
+        "from trainkit_sweep import read_sweep, run_sweep",
         "from trainkit.plugins import discover; discover()",
     ]
     commands = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from trainkit.config import (
     TRLConfig,
     default_config,
 )
+from trainkit.config.names import dotted
 from trainkit.errors import ConfigError
 from trainkit.plain import parse_yaml, read_yaml
 from trainkit.plugins import available_trainers, get_trainer, register_trainer, registry
@@ -636,3 +638,56 @@ def test_a_dtype_among_the_arguments_of_the_model_is_its_dtype(name: str, value:
     assert written.evolve(model={"kwargs": {name: None}}).model.dtype == "float32"
     with pytest.raises(ConfigError, match=r"bfloat16 and float32 are given as dtype and in kwargs; give model.dtype"):
         TRLConfig.from_dict({"method": {"name": "sft"}, "model": {**given, "dtype": "float32"}})
+
+
+# ---------------------------------------------------------------------------------------------- names in error messages
+
+
+@table(
+    "method, section, name, hint",
+    [
+        ("ppo", "method", "gen_kwargs", "did you mean rollout?"),
+        ("ppo", "method", "chunk_size", "did you mean rollout.batch_size?"),
+        ("ppo", "train", "checkpoint_interval", "did you mean train.save_interval?"),
+        ("ppo", "train", "minibatch_size", "did you mean train.microbatch_size?"),
+        ("ppo", "train", "trainer_kwargs", "give logit_mask to train()"),
+        ("ppo", "method", "ref_std", "scale_reward 'ref'"),
+        ("ppo", "method", "adap_kl_ctrl", ""),
+        ("grpo", "train", "num_generations", "did you mean method.group_size?"),
+        ("grpo", "method", "num_iterations", "did you mean method.grpo_epochs?"),
+        ("grpo", "rollout", "max_completion_length", "did you mean rollout.max_new_tokens?"),
+        ("grpo", "rollout", "vllm_gpu_memory_utilization", "kv_cache"),
+        ("grpo", "method", "reward_weights", "weigh the rewards there"),
+        ("rloo", "train", "total_episodes", ""),
+        ("rloo", "method", "penalty_reward_value", ""),
+        ("sft", "train", "dataset_num_proc", "tokenizers have threads of their own"),
+        ("sft", "train", "deepspeed", "did you mean train.sharding?"),
+        ("sft", "train", "fsdp", "did you mean train.sharding?"),
+        ("sft", "train", "fsdp_config", "did you mean train.sharding?"),
+        ("sft", "train", "deepspeed_config", "did you mean train.sharding?"),
+        ("sft", "train", "zero_stage", "did you mean train.sharding?"),
+        ("sft", "train", "prepare_deepspeed", "did you mean train.sharding?"),
+        ("sft", "train", "distributed_type", "did you mean train.sharding?"),
+        ("sft", "train", "load_best_model_at_end", "did you mean train.save_best?"),
+        ("dpo", "train", "precompute_ref_log_probs", "are always computed once"),
+        ("dpo", "model", "ref_adapter_name", "for another one give ref_model"),
+    ],
+)
+def test_names_of_other_frameworks_are_known_to_messages(method: str, section: str, name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{name}.*{re.escape(hint)}"):
+        TRLConfig.from_dict(
+            {"method": method, section: {name: 1} if section != "method" else {"name": method, name: 1}}
+        )
+
+
+@table("value, meant", [("full_shard", "fsdp2"), ("deepspeed", "zero3 or zero2")])
+def test_names_of_other_frameworks_for_shardings_are_known(value: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"elsewhere {meant} is called so"):
+        TRLConfig(method="sft", train={"sharding": value})
+
+
+def test_fields_of_trlx_are_known_to_messages_about_typing_errors() -> None:
+    assert dotted("checkpoint_interval") == ["train.save_interval"]
+    assert dotted("n_generations_per_prompt") == ["method.rft_k"]
+    with pytest.raises(ConfigError, match=r"did you mean train\.run_dir"):
+        default_config("ppo").evolve(train={"checkpoint_dir": "x"})

@@ -236,11 +236,14 @@ def test_the_table_of_sections_is_complete() -> None:
 
 def test_commands_exist_with_their_options() -> None:
     whole: Any = typer.main.get_command(app)
+    everything = whole.everything()
     for document in DOCUMENTS:
         shown = "".join(block.text for language in ("console", "") for block in blocks(document, language))
         lines = shown.replace("\\\n", " ").splitlines() + spans(prose(document))
         for line in (line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?trainkit ", line)):
             command, words = whole, shlex.split(line, comments=True)[1:]
+            if words and words[0] in everything:
+                command = everything[words.pop(0)]
             while words and words[0] in getattr(command, "commands", {}):
                 command = command.commands[words.pop(0)]
             if isinstance(command, ShowByDefault) and words and not words[0].startswith("-"):

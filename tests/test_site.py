@@ -20,8 +20,8 @@ import pytest
 import trainkit
 from pages import DOCUMENTS, name_of, prose, spans, tables
 from trainkit import errors
-from trainkit.migrating import FRAMEWORKS
 from trainkit.plain import read_yaml
+from trainkit_migrate import FRAMEWORKS
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs/site"
@@ -178,7 +178,7 @@ def test_the_table_of_other_names_is_what_the_messages_know() -> None:
     for others, own in table.rows:
         section = "method." if own.endswith("in `method`") else ""
         listed.update(dict.fromkeys(spans(others), section + spans(own)[0]))
-    known = tomllib.loads((ROOT / "trainkit/migrating/names.toml").read_text(encoding="utf-8"))
+    known = tomllib.loads((ROOT / "trainkit/config/names.toml").read_text(encoding="utf-8"))
     assert listed == {name: own for name, own in known.items() if isinstance(own, str)}
 
 

@@ -18,6 +18,7 @@ import rich.console
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from hypothesis import given
 from hypothesis import strategies as st
+from trainkit.runs.report import report
 from transformers.utils import logging as transformers_logging
 
 from tables import table
@@ -27,7 +28,6 @@ from trainkit.runs import Record, default_trackers
 from trainkit.runs import console as console_module
 from trainkit.runs.console import Console, clock, count, excerpt, number
 from trainkit.runs.journal import is_recorded
-from trainkit.runs.report import report
 from trainkit.runs.trackers import AccelerateTracker, flatten
 from trainkit.testing.trainers import tiny_trainer
 

@@ -17,7 +17,6 @@ MODULES = (
     "trainkit.rollouts",
     "trainkit.plugins",
     "trainkit.plugins.hookspecs",
-    "trainkit.migrating",
     "trainkit.runs",
     "trainkit.trainer",
     "trainkit.seeding",

@@ -205,7 +205,8 @@ def command_page() -> str:
         name = " ".join(["trainkit", *path])
         shown = runner.invoke(app, [*path, "--help"], prog_name="trainkit").stdout.strip()
         yield f"{'#' * min(3, len(path) + 2)} {name}\n\n```text\n{shown}\n```\n"
-        for sub, below in getattr(command, "commands", {}).items():
+        inside = command.everything() if not path else getattr(command, "commands", {})
+        for sub, below in inside.items():
             yield from described([*path, sub], below)
 
     return _page("Command line", "The help of every command.\n", list(described([], typer.main.get_command(app))))

@@ -13,28 +13,21 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import (
-    chat,
     configs,
-    data,
-    doctor,
-    estimate,
     examples,
-    migrate,
-    models,
     plugins,
-    reports,
     runs,
-    sweep,
     training,
     trying,
 )
-from trainkit.cli.console import ExplainedErrors, WithOverrides
+from trainkit.cli.console import WithOverrides
+from trainkit.cli.installed import WithInstalled
 from trainkit.errors import TRACEBACK
 
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}  # plain help is faster
 
 app = typer.Typer(
-    cls=ExplainedErrors,
+    cls=WithInstalled,
     help="RLHF and post-training with algorithms as plugins.",
     epilog="Exit codes: 0 success, 1 an error that trainkit explains, 2 wrong usage or configuration, 130 interrupted, "
     "143 by SIGTERM, 129 by SIGHUP.",
@@ -65,18 +58,9 @@ def _root(
 
 app.command(cls=WithOverrides)(training.train)
 app.command("new-plugin")(plugins.new_plugin)
-app.command()(models.merge)
-app.command()(models.push)
 app.command("runs")(runs.list_runs)
-app.command()(reports.report)
-app.command()(reports.compare)
-app.command()(sweep.sweep)
-app.command()(chat.chat)
 app.command()(trying.generate)
 app.command("eval")(trying.evaluate)
-app.command(epilog=migrate.EXIT_OF_MIGRATE)(migrate.migrate)
-app.command(cls=WithOverrides, epilog="Exit code: 1 if --memory is given and nothing fits, else 0.")(estimate.estimate)
-app.command(epilog="Exit code: 1 if a check of the installation fails, else 0.")(doctor.doctor)
 
 of_configs = typer.Typer(
     cls=configs.ShowByDefault,
@@ -88,10 +72,6 @@ of_configs.command("check", cls=WithOverrides, epilog="Exit code: 0 if it is val
 of_configs.command("diff")(configs.diff_configs)
 of_configs.command("schema")(configs.print_schema)
 app.add_typer(of_configs, name="config")
-
-of_data = typer.Typer(help="Check datasets before training.", **PLAIN)
-of_data.command("check", cls=WithOverrides, epilog=data.EXIT_OF_CHECK)(data.check_data)
-app.add_typer(of_data, name="data")
 
 of_examples = typer.Typer(help="List and run the examples that come with trainkit.", **PLAIN)
 of_examples.command("list")(examples.list_examples)

@@ -49,6 +49,8 @@ class ExplainedErrors(TyperGroup):
         """
         try:
             return super().resolve_command(ctx, args)
+        except TrainkitError:
+            raise
         except Exception as error:
             from trainkit.plugins import is_registered
             from trainkit.plugins.discovery import is_installed

@@ -47,8 +47,8 @@ def list_runs(
 
 def _row(run: Record, directory: Path) -> dict[str, Any]:
     """Return what is listed of a run; of one that cannot be read, why."""
-    from trainkit.runs.groups import main_metric
     from trainkit.runs.health import found_in
+    from trainkit.runs.record import main_metric
 
     row: dict[str, Any] = {"run": str(run.path.relative_to(directory))}
     try:
@@ -85,7 +85,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    from trainkit.report import number
+    from trainkit.charts import number
 
     total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
     last = "-" if row["value"] is None else number(row["value"])

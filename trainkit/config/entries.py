@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, ConfigDict, SerializeAsAny
 from pydantic_core import PydanticCustomError
 
 from trainkit.config.base import Plain, PluginConfig
+from trainkit.config.names import known_values
 from trainkit.config.trackers import TRACKERS
 from trainkit.errors import RegistryError, suggest
-from trainkit.migrating import known_values
 from trainkit.plugins import get_hooks
 from trainkit.plugins.discovery import (
     ACCELERATE_TRACKERS,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from trainkit.errors import suggest
-from trainkit.migrating import known_names, known_values, notes
 from trainkit.plain import Key
 
 
@@ -19,6 +21,8 @@ def dotted(name: str, section: Key = ()) -> list[str]:
     plain = name.lstrip("-").replace("-", "_")
     if plain in {path for paths in settings().values() for path in paths}:
         return [plain]
+    if plain in _table()["methods"]:
+        return [f"method.{plain}"]
     if peer := known_names().get(plain):
         return [peer]
     return [path for path in settings().get(plain, []) if path != ".".join((*section, plain))]
@@ -26,7 +30,7 @@ def dotted(name: str, section: Key = ()) -> list[str]:
 
 def note(name: str) -> str:
     """Return what to do instead of a setting of another framework that trainkit does not have; empty if unknown."""
-    return notes().get(name.lstrip("-").replace("-", "_"), "")
+    return str(_table()["notes"].get(name.lstrip("-").replace("-", "_"), ""))
 
 
 def near_value(given: object, choices: list[str]) -> str:
@@ -45,3 +49,18 @@ def settings() -> dict[str, list[str]]:
         for name in getattr(about.annotation, "model_fields", {}):
             found.setdefault(name, []).append(f"{section}.{name}")
     return found
+
+
+def known_names() -> dict[str, str]:
+    """Return settings of trainkit by the names that they have in other frameworks."""
+    return {name: to for name, to in _table().items() if isinstance(to, str)}
+
+
+def known_values() -> dict[str, list[str]]:
+    """Return what other frameworks call values of trainkit, in small letters, with the values that may be meant."""
+    return dict(_table()["values"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))

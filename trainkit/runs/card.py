@@ -8,13 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.charts import Line, line_chart, line_over_steps
 from trainkit.config import Plain
 from trainkit.errors import printable
 from trainkit.plain import to_yaml
-from trainkit.report import Line, line_chart
-from trainkit.runs.groups import Group, main_metric
 from trainkit.runs.provenance import said
-from trainkit.runs.record import Record
+from trainkit.runs.record import Record, main_metric
 from trainkit.security import is_secret
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def curve(trainer: Trainer) -> Line | None:
     """Return the metric that says best how good the model is, over the steps so far; None if none is recorded."""
     run = Record(trainer.run_dir) if trainer.run_dir is not None else None
     metric = main_metric(run.series) if run is not None else None
-    return None if run is None or metric is None else Group(metric, [run]).line(metric, POINTS)
+    return None if run is None or metric is None else line_over_steps(metric, [run.series[metric]], POINTS)
 
 
 def base_model(trainer: Trainer) -> str | None:

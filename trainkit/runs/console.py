@@ -22,8 +22,7 @@ from rich.text import Text
 
 from trainkit.errors import DataError, printable
 from trainkit.plugins import hookimpl
-from trainkit.runs.groups import main_metric
-from trainkit.runs.record import read_lines
+from trainkit.runs.record import main_metric, read_lines
 
 if TYPE_CHECKING:
     from trainkit.data import Rollouts

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from trainkit.charts import Line, line_chart, mean, parts_of, table
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.report import Line, line_chart, mean, parts_of, table
-from trainkit.runs.groups import main_metric
+from trainkit.runs.record import main_metric
 
 if TYPE_CHECKING:
     from pandas import DataFrame

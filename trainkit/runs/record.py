@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +24,8 @@ RUNNING, DONE, STOPPED, KILLED = "running", "done", "stopped", "killed"
 STARTS = "starts.jsonl"
 DEEPEST = 4
 """Levels of directories in which runs are looked for."""
+NOT_MAIN = ("length", "time", "turns", "failed")
+"""Metrics of evaluations that tell what a model does, not how well."""
 
 
 def first_start(run_dir: str | None, resume: str | None) -> datetime:
@@ -233,3 +235,16 @@ def free_directory(given: str) -> str:
     if found != given:
         log.warning("%s holds a run; this one is written to %s", given, found)
     return found
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric that says best how good a model is, of those that a run has recorded; None if there is none."""
+    known = list(names)
+
+    def ranked() -> Iterator[str]:
+        yield from (name for name in known if name.startswith("eval/reward"))
+        yield from (name for name in known if name.startswith("eval/") and not name[5:].startswith(NOT_MAIN))
+        yield from (name for name in ("reward/mean", "loss/total") if name in known)
+        yield from (name for name in known if not name.startswith("time/"))
+
+    return next(ranked(), None)

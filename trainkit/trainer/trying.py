@@ -22,8 +22,8 @@ from trainkit.plugins import get_trainer, register_trainer
 from trainkit.rollouts import Record as Measured
 from trainkit.rollouts import cut_at_stop, decode
 from trainkit.runs import Record
-from trainkit.runs.comparison import quantile
 from trainkit.runs.exports import Source, find_model
+from trainkit.runs.student import quantile
 from trainkit.seeding import derive_seed, placed, turn_seed
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit.trainer.best import check_best, choose_best

@@ -19,8 +19,8 @@ import torch
 
 from tables import table
 from trainkit.errors import ConfigError, DataError, RewardError
-from trainkit.migrating import framework, translate
 from trainkit_ddpo import PixelPipeline
+from trainkit_migrate import framework, translate
 from trainkit_trl import (
     DDPOConfig,
     DDPOStableDiffusionPipeline,

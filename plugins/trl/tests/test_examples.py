@@ -16,8 +16,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from trainkit.migrating.scripts import rewritten
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
+from trainkit_migrate.scripts import rewritten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
 SCRIPTS = Path(__file__).with_name("scripts")

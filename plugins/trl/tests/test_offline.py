@@ -22,8 +22,8 @@ from transformers import (
 
 from tables import table
 from trainkit.errors import ConfigError
-from trainkit.migrating import framework, translate
 from trainkit.testing import character_tokenizer
+from trainkit_migrate import framework, translate
 from trainkit_trl import (
     ConstantLengthDataset,
     DataCollatorForCompletionOnlyLM,

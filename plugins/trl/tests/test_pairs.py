@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, Tra
 
 from tables import table
 from trainkit.errors import ConfigError
-from trainkit.migrating import framework
 from trainkit.testing import character_tokenizer
+from trainkit_migrate import framework
 from trainkit_trl import (
     CPOConfig,
     CPOTrainer,

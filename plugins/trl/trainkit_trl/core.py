@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit import functional as F
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor

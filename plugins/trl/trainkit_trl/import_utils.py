@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 
 def _has(package: str) -> bool:

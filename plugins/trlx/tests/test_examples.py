@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from trainkit.migrating.scripts import rewritten
 from trainkit.testing import character_tokenizer, tiny_gpt2, tiny_t5
+from trainkit_migrate.scripts import rewritten
 
 SCRIPTS = Path(__file__).with_name("scripts")
 LETTERS = "abcdefghHA\n"

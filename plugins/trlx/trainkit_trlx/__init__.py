@@ -3,7 +3,7 @@
 Configurations are those of trlX and are translated; everything that computes is trainkit's.
 """
 
-from trainkit.migrating import refuse_modules
+from trainkit_migrate import refuse_modules
 from trainkit_trlx.trlx import train
 from trainkit_trlx.utils import logging
 

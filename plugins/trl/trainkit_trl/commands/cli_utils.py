@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from trainkit.errors import ConfigError
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 
 def init_zero_verbose() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers.utils.hub import cached_file
 
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 LORA_WEIGHTS, EXPORTED = "pytorch_lora_weights.safetensors", "trainkit.json"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainkit.migrating import refusing
 from trainkit.models import unwrap_model_for_generation
+from trainkit_migrate import refusing
 
 __all__ = ["ChatMlSpecialTokens", "setup_chat_format", "unwrap_model_for_generation"]
 

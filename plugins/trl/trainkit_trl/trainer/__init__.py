@@ -1,6 +1,6 @@
 """Trainers and their configurations."""
 
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.cpo_config import CPOConfig
 from trainkit_trl.trainer.cpo_trainer import CPOTrainer
 from trainkit_trl.trainer.ddpo_config import DDPOConfig

@@ -17,8 +17,8 @@ import trainkit
 from trainkit import functional as F
 from trainkit import get_trainer, hookimpl
 from trainkit.errors import ConfigError
-from trainkit.migrating import translate
 from trainkit.runs import free_directory
+from trainkit_migrate import translate
 from trainkit_trl.core import set_seed
 from trainkit_trl.models.modeling_sd_base import DDPOStableDiffusionPipeline
 from trainkit_trl.trainer.ddpo_config import DDPOConfig

@@ -20,9 +20,9 @@ import trainkit
 from trainkit import get_trainer, hookimpl
 from trainkit.data import is_stream
 from trainkit.errors import ConfigError, DataError
-from trainkit.migrating import framework, translate
 from trainkit.models import has_adapter
 from trainkit.runs import free_directory
+from trainkit_migrate import framework, translate
 from trainkit_trl.trainer.reward_config import OLD
 
 log = logging.getLogger(__name__)

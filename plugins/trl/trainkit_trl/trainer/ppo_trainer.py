@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 import trainkit
 from trainkit.errors import ConfigError, DataError, describe
-from trainkit.migrating import translate, translate_sampling
 from trainkit.models import PreTrainedModelWrapper
+from trainkit_migrate import translate, translate_sampling
 from trainkit_trl.trainer.ppo_checks import check_ids, check_lists, check_masks, check_scores
 from trainkit_trl.trainer.ppo_config import PPOConfig
 from trainkit_trl.trainer.ppo_formulas import trainer_class

@@ -17,8 +17,8 @@ from trainkit import metrics
 from trainkit.data import Completions
 from trainkit.functional import preference_accuracy
 from trainkit.metrics import PerPromptStatTracker as PerPromptStatTracker
-from trainkit.migrating import refusing
 from trainkit.models import disable_dropout
+from trainkit_migrate import refusing
 from trainkit_trl.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import yaml
 
 import trainkit
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.migrating import Translation, translate
+from trainkit_migrate import Translation, translate
 from trainkit_trlx.data.method_configs import MethodConfig, checked, get_method
 
 log = logging.getLogger(__name__)

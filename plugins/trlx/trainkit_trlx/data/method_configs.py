@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
 from trainkit.errors import ConfigError, describe, suggest
-from trainkit.migrating import framework
+from trainkit_migrate import framework
 
 _METHODS: dict[str, Any] = {}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit import functional as F
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 from trainkit_trlx.data.method_configs import MethodConfig, register_method
 from trainkit_trlx.models.modeling_base import (
     AutoModelForCausalLMWithHydraValueHead,

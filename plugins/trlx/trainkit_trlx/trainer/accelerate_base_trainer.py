@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import trainkit
 from trainkit import hookimpl
 from trainkit.errors import ConfigError, describe
-from trainkit.migrating import framework, translate_sampling
 from trainkit.runs import free_directory
+from trainkit_migrate import framework, translate_sampling
 from trainkit_trlx.data.configs import TRLConfig, say_once
 from trainkit_trlx.models.modeling_base import base_from, checkpoint
 from trainkit_trlx.pipeline.offline_pipeline import checked_prompts

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import lr_scheduler
 
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 __all__ = [
     "Clock",

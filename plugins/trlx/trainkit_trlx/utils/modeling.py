@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit import functional as F
 from trainkit import metrics
-from trainkit.migrating import refusing
+from trainkit_migrate import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,66 @@
+"""Values of async_rlhf that trainkit writes differently. Each function returns settings of trainkit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trainkit_migrate.conversions import Context, Settings
+from trainkit_migrate.training_arguments import given, rows_of_a_step
+
+METHODS = {"RLOOConfig": "rloo", "OnlineDPOConfig": "online_dpo"}
+
+
+def _step(context: Context) -> int:
+    """Return the responses of a step over all processes."""
+    rows = given(context, "per_device_train_batch_size", 8) * given(context, "gradient_accumulation_steps", 1)
+    return int(rows * context.processes)
+
+
+def implied(config: Settings, context: Context) -> Settings:
+    """Return the method, and what async_rlhf does where a field is not given."""
+    name = next((METHODS[each] for each in context.given if each in METHODS), None)
+    if name is None:
+        return {}
+    usual: Settings = {
+        **rows_of_a_step(given(context, "per_device_train_batch_size", 8), context),
+        "rollout.num_rollouts": _step(context) * given(context, "num_mini_batches", 1),
+        "rollout.max_new_tokens": given(context, "response_length", 53),
+        "rollout.temperature": given(context, "temperature", 0.7),
+        "train.eval_interval": 0,
+        "train.seed": 42,
+        "optimizer.lr": 5e-5,
+        "scheduler.name": "linear",
+    }
+    if name == "rloo":
+        usual |= {"method.rloo_k": 2, "method.rloo_epochs": 4}
+    return {
+        "method.name": name,
+        **{
+            path: v for path, v in usual.items() if path.partition(".")[2] not in config.get(path.partition(".")[0], {})
+        },
+    }
+
+
+def collection(value: Any, context: Context) -> Settings:
+    """Return the responses of a collection: those of so many steps."""
+    return {"rollout.num_rollouts": value * _step(context)}
+
+
+def episodes(value: Any, context: Context) -> Settings:
+    """Return the steps in which so many responses are sampled and trained on."""
+    passes = given(context, "num_ppo_epochs", 4) if "RLOOConfig" in context.given else 1
+    return {"train.total_steps": math.ceil(value / _step(context)) * passes}
+
+
+def unfinished(value: Any, context: Context) -> Settings:
+    """Return the score of a response that is cut at the length limit."""
+    if not value:
+        return {}
+    context.remarks.append("it is the score of responses that the length limit has cut, whatever their stop string")
+    return {"method.missing_eos_score": float(given(context, "penalty_reward_value", -1))}
+
+
+def staleness(value: Any, _context: Context) -> Settings:
+    """Return how many collections old the weights may be that sample."""
+    return {"rollout.staleness": 0 if value else 1}

@@ -1,0 +1,237 @@
+"""Scripts of other frameworks: their imports changed to those of adapters, or the configurations that they make."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import ConfigError, suggest
+from trainkit_migrate.tables import FRAMEWORKS, Framework, framework, instead
+
+
+@dataclass
+class Rewritten:
+    """A script whose imports are changed."""
+
+    text: str
+    """The source."""
+    refused: list[str] = field(default_factory=list)
+    """Names without counterpart, each after its line."""
+
+
+def rewritten(text: str) -> Rewritten:
+    """Return a script with its imports of another framework changed to those of the adapter.
+
+    Raises:
+        SyntaxError: it is not Python.
+        ConfigError: it imports no framework that has an adapter, or the adapter is not installed.
+    """
+    found, lines, before = Rewritten(text), text.splitlines(keepends=True), text
+    adapted = {name: framework(name) for name in FRAMEWORKS if framework(name).adapter}
+    for name, about in adapted.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                    lines[number] = _changed(lines[number], about)
+                found.refused += _missing(node, name)
+    found.text = "".join(lines)
+    if found.text == before:
+        raise ConfigError(f"the script imports none of {', '.join(about.package for about in adapted.values())}")
+    return found
+
+
+@dataclass
+class Configured:
+    """The configurations that a script of a framework without adapter makes, and what else is to be changed in it."""
+
+    framework: str
+    """The framework."""
+    configs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """The fields of each, by the class that has them."""
+    changes: list[str] = field(default_factory=list)
+    """What becomes of the names that it imports and of values that it computes, each after its line."""
+
+
+def configured(text: str) -> Configured | None:
+    """Return the configurations in a script; None if it is of no framework without adapter.
+
+    Raises:
+        SyntaxError: it is not Python.
+    """
+    tree = ast.parse(text)
+    imported = {path: line for line, path in _imported(tree)}
+    adapted = {path for name in FRAMEWORKS if framework(name).adapter for path in framework(name).names}
+    modern = any(isinstance(node, ast.keyword) and node.arg == "processing_class" for node in ast.walk(tree))
+    for name in FRAMEWORKS:
+        about = framework(name)
+        known = [path for path in imported if path in about.names]
+        if about.adapter or not (set(known) - adapted or (modern and known)):
+            continue
+        found = Configured(name)
+        for path in known:
+            found.changes.append(f"{imported[path]}: {path}: {instead(name, path)}")
+        _read_calls(tree, about, found)
+        return found
+    return _read_functions(tree, imported)
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def _read_functions(tree: ast.Module, imported: Iterable[str]) -> Configured | None:
+    """Return the configurations that functions of ddpo-pytorch make by assignments; None if there are none."""
+    packages = {path.split(".")[0] for path in imported}
+    if packages & {framework(name).package for name in FRAMEWORKS} - {""}:
+        return None
+    found, made = Configured("ddpo_pytorch"), dict[str, dict[str, Any]]()
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and (given := _read_assignments(function, made, found)):
+            made[function.name] = given
+    known = framework("ddpo_pytorch").settings
+    found.configs = [_nested(given) for given in made.values()]
+    return found if any("." in path and path in known for given in made.values() for path in given) else None
+
+
+def _read_assignments(function: ast.FunctionDef, made: Mapping[str, Any], found: Configured) -> dict[str, Any]:
+    """Return the literals that are assigned to fields of ``config``, by their paths; say which others are.
+
+    Args:
+        function: a function.
+        made: what functions before it have assigned, by their names; this one may begin with it.
+        found: where fields that are computed are added.
+    """
+    given, names = dict[str, Any](), {"config": ""}
+    for node in (each for each in ast.walk(function) if isinstance(each, ast.Assign)):
+        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        given |= made.get(called, {})
+        heads = [ast.unparse(target).partition(".") for target in node.targets]
+        path = next((f"{names[head]}{rest}" for head, _, rest in heads if head in names and rest), "")
+        if not path:
+            continue
+        if called.endswith("ConfigDict"):  # a section, which may have a name of its own
+            names |= {head: f"{path}." for head, _, rest in heads if not rest}
+            continue
+        try:
+            given[path] = ast.literal_eval(node.value)
+        except ValueError:
+            setting = framework("ddpo_pytorch").settings.get(path)
+            to = f"; set {setting.to}" if setting and setting.to else ""
+            found.changes.append(f"{node.lineno}: {path} is computed{to}")
+    return given
+
+
+def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields by their dotted paths as sections."""
+    found: dict[str, Any] = {}
+    for path, value in given.items():
+        *sections, name = path.split(".")
+        here = found
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = value
+    return found
+
+
+def _read_calls(tree: ast.AST, about: Framework, found: Configured) -> None:
+    """Collect the fields of configurations, as far as their values are written in the script."""
+    methods = getattr(about.functions, "METHODS", {})
+    classes = {path.partition(".")[0] for path in about.settings}
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, ast.Call)
+            or (name := getattr(node.func, "id", getattr(node.func, "attr", ""))) not in classes
+        ):
+            continue
+        given = _read_arguments(node, name, about, found)
+        last = found.configs[-1] if found.configs else None
+        if last is None or (name in methods and last.keys() & methods.keys()):
+            found.configs.append({name: given})
+        else:
+            last[name] = given
+
+
+def _read_arguments(call: ast.Call, cls: str, about: Framework, found: Configured) -> dict[str, Any]:
+    """Return the fields that a call gives as literals; say which others it gives."""
+    first = "output_dir" if f"{cls}.output_dir" in about.settings else "model_name_or_path"
+    named = [(first, value) for value in call.args[:1]] + [(keyword.arg, keyword.value) for keyword in call.keywords]
+    if len(call.args) > 1:
+        found.changes.append(f"{call.lineno}: {cls} is given fields without names; name them")
+    given: dict[str, Any] = {}
+    for field_name, value in named:
+        try:
+            literal = ast.literal_eval(value)
+        except ValueError:
+            setting = about.settings.get(f"{cls}.{field_name}")
+            to = f"; set {setting.to}" if setting and setting.to else ""
+            found.changes.append(f"{call.lineno}: {cls}.{field_name or '**'} is computed{to}")
+            continue
+        given |= {field_name: literal} if field_name else literal
+    return given
+
+
+def _changed(line: str, about: Framework) -> str:
+    """Return a line of an import statement with the package of the adapter; the name that it binds stays."""
+    package, adapter = about.package, about.adapter
+    line = re.sub(rf"^(\s*from\s+){package}\b", rf"\1{adapter}", line)
+    line = re.sub(rf"(\bimport\s+(?:.*,\s*)?){package}(?=\s*(?:,|$|#))", rf"\1{adapter} as {package}", line)
+    return re.sub(rf"(\bimport\s+){package}\.(\S+)(?=\s+as\b)", rf"\1{adapter}.\2", line)
+
+
+def _missing(node: ast.Import | ast.ImportFrom, peer: str) -> Iterator[str]:
+    """Yield what an import asks for that the adapter of a framework does not have."""
+    about = framework(peer)
+    asked = [(node.module or "", [alias.name for alias in node.names])] if isinstance(node, ast.ImportFrom) else []
+    asked += [(alias.name, []) for alias in node.names] if isinstance(node, ast.Import) else []
+    for module, names in asked:
+        if module.split(".")[0] != about.package:
+            continue
+        known = _names(module.replace(about.package, about.adapter, 1))
+        if known is None:
+            reasons = [instead(peer, module), *(instead(peer, f"{module}.{name}") for name in names)]
+            yield f"{node.lineno}: {about.adapter} has no module {module.partition('.')[2]!r}{_because(reasons)}"
+            continue
+        for name in names:
+            if name != "*" and name not in known and _names(f"{about.adapter}.{name}") is None:
+                said = _because([instead(peer, f"{module}.{name}")]) or suggest(name, known)
+                yield f"{node.lineno}: {about.adapter} has no {name!r} in {module!r}{said}"
+
+
+def _because(said: list[str]) -> str:
+    return "".join(f": {each}" for each in dict.fromkeys(said) if each)
+
+
+@cache
+def _names(module: str) -> frozenset[str] | None:
+    """Return the names that a module of an adapter defines or imports, read from its source; None if there is none."""
+    package, _, inside = module.partition(".")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        distribution = package.replace("_", "-")
+        raise ConfigError(
+            f"{distribution} is not installed, which has the names of the script; pip install {distribution}"
+        )
+    place = Path(next(iter(spec.submodule_search_locations))).joinpath(*inside.split(".") if inside else ())
+    files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+    if not files:
+        return None
+    found: set[str] = set()
+    for node in ast.parse(files[0].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(found)
