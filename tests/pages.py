@@ -109,7 +109,7 @@ NOT_RUN = {
     r"trainkit train .*rollout\.engine='\{name: ray": "it needs Ray; make engines runs with it",
 }
 """Commands that are not executed, as patterns, and why."""
-MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo")))
+MOST = ",".join(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.name not in ("sft", "dpo", "kit")))
 SMALL = (
     "model.model_path='{model_type: gpt2, vocab_size: 28, n_layer: 1, n_head: 2, n_embd: 16, n_positions: 64, "
     "bos_token_id: null, eos_token_id: null}' tokenizer.tokenizer_path=letters "

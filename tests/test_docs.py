@@ -44,8 +44,8 @@ from trainkit.cli.configs import ShowByDefault
 from trainkit.config import TRLConfig
 from trainkit.plain import parse_yaml
 from trainkit.plugins import discover, hookspecs, registry
-from trainkit.testing import check_trainer
 from trainkit.testing.trainers import tiny_trainer
+from trainkit_kit import check_trainer
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [name for name in TRLConfig.model_fields if name != "plugins"]

@@ -25,8 +25,8 @@ from researchers import (
 from tables import table
 from trainkit.data import Row
 from trainkit.errors import ConfigError, DataError, PluginError, RegistryError
-from trainkit.testing.conformance import check_plugin
 from trainkit.testing.trainers import SAMPLES, tiny_trainer
+from trainkit_kit import check_plugin
 
 ALGORITHMS: dict[str, Any] = {
     "_test_grpo": grpo.GroupTrainer,

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
-
-from accelerate.state import AcceleratorState, PartialState
 
 from trainkit.config import TRLConfig
 from trainkit.errors import ConfigError
@@ -123,22 +118,6 @@ def tiny_trainer(
     else:
         trainer.add_eval_samples(samples)
     return trainer
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let trainers that are made inside the block be on the CPU; those that exist must not be used there."""
-    states = (AcceleratorState._shared_state, PartialState._shared_state)
-    before = [dict(state) for state in states]
-    for state in states:
-        state.clear()
-    try:
-        with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
-            yield
-    finally:
-        for state, was in zip(states, before, strict=True):
-            state.clear()
-            state.update(was)
 
 
 def _require_settings(cls: Any, given: Mapping[str, Any]) -> None:
