@@ -27,7 +27,9 @@ STARTED = ROOT / "docs/getting-started.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 PLUGIN_READMES = sorted((ROOT / "plugins").glob("*/README.md"))
 ALGORITHM_READMES = [
-    page for page in PLUGIN_READMES if page.parent.name not in ("deepspeed", "early_stop", "ray", "trl", "trlx", "vllm")
+    page
+    for page in PLUGIN_READMES
+    if page.parent.name not in ("deepspeed", "early_stop", "kit", "ray", "trl", "trlx", "vllm")
 ]
 """Those of plugins that are trainers."""
 DOCUMENTS = [

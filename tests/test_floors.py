@@ -45,7 +45,7 @@ TYPE_ONLY = {
     ("cli", "trainer"),
     ("examples", "trainer"),
     ("plugins", "config"), ("plugins", "data"), ("plugins", "rollouts"), ("plugins", "trainer"),
-    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"), ("trainer", "testing"),
+    ("runs", "data"), ("runs", "trainer"), ("trainer", "data"),
 }  # fmt: skip
 """Arrows of imports for type checkers alone."""
 ARROWS = 78

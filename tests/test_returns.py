@@ -376,7 +376,6 @@ MISSPELT = {
     "experiense": "experience",
     "experience_row": "experience_rows",
     "get_archs": "get_arch",
-    "tiny_context": "tiny_contexts",
 }
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.testing.declarations import Effect, Structure
+from trainkit.testing.declarations import Declaration, Effect, Structure
 
 __all__ = [
+    "Declaration",
     "Effect",
     "Structure",
     "character_tokenizer",

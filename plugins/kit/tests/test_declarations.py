@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 
 from researchers import distillation, dr_grpo
 from tables import table
+from trainkit.errors import PluginError
 from trainkit.plugins import available_trainers, get_trainer
 from trainkit.plugins.discovery import BUILT_IN
-from trainkit.testing import Effect, Structure
+from trainkit.testing import Declaration, Effect, Structure
+from trainkit.testing.declarations import declaration_of
 from trainkit_kit import ConformanceError, check_trainer
 from trainkit_kit.subjects import Subject
 
@@ -29,9 +34,10 @@ WITHOUT_SCORES = {"sft", "dpo", "orpo", "cpo", "distill_offline"}
 
 @table("name", ALGORITHMS)
 def test_a_built_in_declares_its_settings_and_its_structure(name: str) -> None:
-    assert {*get_trainer(name).tiny_effects()} == Subject(name).method_fields - {"name"}
-    declared = {part for each in get_trainer(name).tiny_structure() for part, value in vars(each).items() if value}
-    declared |= {"detached" for each in get_trainer(name).tiny_structure() if each.detached == ()}
+    kit = declaration_of(get_trainer(name))
+    assert {*kit.effects} == Subject(name).method_fields - {"name"}
+    declared = {part for each in kit.structure for part, value in vars(each).items() if value}
+    declared |= {"detached" for each in kit.structure if each.detached == ()}
     of_text = {"surrogate"} if Subject(name).language else set()
     compared = {"scores"} if Subject(name).language and name not in WITHOUT_SCORES else set()
     assert declared >= {"detached"} | of_text | compared
@@ -39,8 +45,51 @@ def test_a_built_in_declares_its_settings_and_its_structure(name: str) -> None:
     if of_text:
         source = inspect.getsource(get_trainer(name))
         for call, part in PARTS.items():
-            found = any(getattr(each, part) not in (None, "none") for each in get_trainer(name).tiny_structure())
+            found = any(getattr(each, part) not in (None, "none") for each in kit.structure)
             assert found == (call in source), f"{part} of {name}"
+
+
+PLACES = {
+    "beside": ("class A: ...", "KIT = Declaration(variants={'beside': {}})", ["beside"]),
+    "its own": ("KIT = Declaration(variants={'own': {}})\nclass A: ...", None, ["own"]),
+    "its own, and another beside": (
+        "KIT = Declaration(variants={'own': {}})\nclass A: ...", "KIT = Declaration(variants={'beside': {}})", ["own"]
+    ),
+    "by class": ("class A: ...", "KIT = {'A': Declaration(variants={'a': {}}), 'B': Declaration()}", ["a"]),
+    "of a base class": ("class B: ...\nclass A(B): ...", "KIT = {'B': Declaration(variants={'b': {}})}", ["b"]),
+    "of another class": ("class A: ...", "KIT = {'B': Declaration(variants={'b': {}})}", []),
+    "none": ("class A: ...", "", []),
+    "no module": ("class A: ...", None, []),
+}  # fmt: skip
+
+
+def imported(place: str, kit: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class `A` of a package in ``folder`` with a module `kit`."""
+    package = folder / "fake_declared"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name, source in (("trainer", place), ("kit", kit)):
+        if source is not None:
+            (package / f"{name}.py").write_text(f"from trainkit.testing import Declaration\n{source}\n")
+    for name in [name for name in sys.modules if name.startswith("fake_declared")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+    return importlib.import_module("fake_declared.trainer").A
+
+
+@table("case", PLACES)
+def test_a_declaration_is_found(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    place, kit, variants = PLACES[case]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cls = imported(place, kit, tmp_path_factory.mktemp("found"), monkeypatch)
+        assert [*declaration_of(cls).variants] == variants
+
+
+@pytest.mark.parametrize("kit", ["KIT = [Declaration()]", "KIT = {'A': Declaration}"])
+def test_what_is_no_declaration_is_refused(kit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = imported("class A: ...", kit, tmp_path, monkeypatch)
+    with pytest.raises(PluginError, match=r"KIT of fake_declared\.kit is .*; it should be a trainkit\.testing"):
+        declaration_of(cls)
 
 
 def test_an_effect_is_said_in_one_way_and_compares_values() -> None:
@@ -75,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_declaration_is_told(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     effects, said = WRONG[wrong]
-    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_effects", classmethod(lambda cls: effects))
+    monkeypatch.setattr(dr_grpo, "KIT", Declaration(effects=effects), raising=False)
     with pytest.raises(ConformanceError, match=said):
         check_trainer("_test_dr_grpo", only=["effects_as_declared"])
 
@@ -84,7 +133,7 @@ def test_a_wrong_declaration_is_told(wrong: str, monkeypatch: pytest.MonkeyPatch
 def test_a_structure_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dr. GRPO compares with the mean of the whole group: a score of 1 more is (k − 1) / k more."""
     structure = (Structure(baseline="leave_one_out", under={"rollout.max_new_tokens": 6}),)
-    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: structure))
+    monkeypatch.setattr(dr_grpo, "KIT", Declaration(structure=structure), raising=False)
     told = r"raises its own advantage by 0\.5000 in groups of 2, 0\.6667 in groups of 3, 0\.7500 in groups of 4"
     with pytest.raises(ConformanceError, match=told):
         check_trainer("_test_dr_grpo", only=["own_score_left_out"])
@@ -104,7 +153,7 @@ FALSE = {
 def test_a_false_structure_is_told(false: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dr. GRPO compares within groups, clips the ratio and detaches nothing."""
     structure, said = FALSE[false]
-    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: (structure,)))
+    monkeypatch.setattr(dr_grpo, "KIT", Declaration(structure=[structure]), raising=False)
     checks = {"scores": "scores_count_where_declared", "surrogate": "nothing_is_clipped"}
     only = next((check for part, check in checks.items() if getattr(structure, part)), "gradient_is_that_of_the_loss")
     with pytest.raises(ConformanceError, match=said):
@@ -115,7 +164,7 @@ def test_a_false_structure_is_told(false: str, monkeypatch: pytest.MonkeyPatch) 
 def test_scores_of_a_group_that_do_not_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its baseline, an advantage is the own score."""
     structure = (Structure(scores="group"),)
-    monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "tiny_structure", classmethod(lambda cls: structure))
+    monkeypatch.setattr(dr_grpo, "KIT", Declaration(structure=structure), raising=False)
     monkeypatch.setattr(dr_grpo.DrGRPOTrainer, "prepare_experience", lambda self, experience: experience)
     with pytest.raises(ConformanceError, match="nothing changes in the other responses of its group"):
         check_trainer("_test_dr_grpo", only=["scores_count_where_declared"])

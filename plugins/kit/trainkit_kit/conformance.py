@@ -65,7 +65,7 @@ def subjects_of(name: str | Mapping[str, Any], model: Mapping[str, Any] | None =
     kinds += ["sampler"] if "make_sampler" in hooks else []
     if "trainer" in kinds:
         get_trainer(name)
-    variants = found.trainer_class.tiny_variants() if "trainer" in kinds else {}
+    variants = found.declaration.variants if "trainer" in kinds else {}
     return [
         *(Subject(found.name, kind) for kind in kinds),
         *(Subject(found.name, "trainer", each) for each in variants),

@@ -18,7 +18,8 @@ from trainkit.plugins import discover, get_hooks, get_trainer, is_registered, lo
 from trainkit.plugins.registry import HookClass, hooks_of
 from trainkit.rollouts import Engine
 from trainkit.rollouts.engines import engine_class
-from trainkit.testing import tiny_gpt2
+from trainkit.testing import Declaration, tiny_gpt2
+from trainkit.testing.declarations import declaration_of
 from trainkit.testing.trainers import tiny_trainer
 from trainkit.trainer.accelerate import AccelerateRLTrainer
 from trainkit_kit.engines import Serving
@@ -36,7 +37,7 @@ class Subject:
     name: str
     kind: Kind = "trainer"
     variant: str = ""
-    """The name of the variant in `tiny_variants` whose settings all its trainers have; empty: the defaults."""
+    """The name of the declared variant whose settings all its trainers have; empty: the defaults."""
     entry: Any = None
     """Of an engine or a sharding, what a run has in `rollout.engine` or `train.sharding`: its name, or a mapping with
     its settings."""
@@ -61,7 +62,7 @@ class Subject:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings of the variant, by dotted path."""
-        return dict(self.trainer_class.tiny_variants()[self.variant]) if self.variant else {}
+        return dict(self.declaration.variants[self.variant]) if self.variant else {}
 
     @cached_property
     def tiny(self) -> Any:
@@ -110,6 +111,11 @@ class Subject:
         """The trainer's class."""
         return get_trainer(self.trainer_name)
 
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What the algorithm declares."""
+        return declaration_of(self.trainer_class)
+
     @property
     def online(self) -> bool:
         """Whether the trainer learns from what it samples."""
@@ -146,7 +152,7 @@ class Subject:
         """Whether it trains language models, and its tiny model reads prompt and response as one text."""
         if not self.language:
             return False
-        path = self.trainer_class.tiny_arguments().get("model_path", tiny_gpt2(8))
+        path = self.declaration.arguments.get("model_path", tiny_gpt2(8))
         return not load_model_config(ModelConfig(model_path=path)).is_encoder_decoder
 
     @property

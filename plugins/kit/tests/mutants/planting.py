@@ -72,7 +72,8 @@ def _source_of(base: str) -> str:
     for path in SOURCES:
         if registers in (text := path.read_text(encoding="utf-8")):
             settings = _settings_beside(path)
-            return SETTINGS.sub(lambda _, found=settings: found, text)
+            kit = f"\nfrom {path.parent.name}.kit import KIT\n" if path.with_name("kit.py").exists() else ""
+            return SETTINGS.sub(lambda _, found=settings: found, text) + kit
     raise PlantingError(f"no plugin here registers {base!r}")
 
 

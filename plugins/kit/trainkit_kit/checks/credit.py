@@ -57,7 +57,7 @@ def scored(bench: Bench, scores: Sequence[Any]) -> Any:
     """Return a trainer with one collection, whose responses or samples have some of ``scores``."""
     if bench.subject.online:
         return bench.collected(arguments={"reward_fn": rewarding(scores)})
-    samples = bench.subject.trainer_class.tiny_arguments().get("samples", SAMPLES)
+    samples = bench.subject.declaration.arguments.get("samples", SAMPLES)
     return bench.collected(arguments={"rewards": list(islice(cycle(scores), len(samples)))})
 
 

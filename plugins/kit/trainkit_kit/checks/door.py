@@ -49,7 +49,7 @@ def config_round_trip(bench: Bench) -> None:
         require(field.description, f"method.{name} has no docstring below it, which is its help text")
         require(
             not field.is_required() or name in required,
-            f"method.{name} has no default, and tiny_arguments gives no value for it",
+            f"method.{name} has no default, and the declared arguments give no value for it",
         )
         if is_number(field):
             require(bounds(field), f"method.{name} is a number without bounds; write Field({field.default!r}, ge=...)")
@@ -86,9 +86,9 @@ def settings_alone(bench: Bench) -> None:
 
 
 def _required(subject: Subject) -> dict[str, Any]:
-    """Return the values that `tiny_arguments` gives to the settings of the method that have no default."""
+    """Return the values that the declared arguments give to the settings of the method that have no default."""
     fields = subject.trainer_class.method_class.model_fields
-    given = subject.trainer_class.tiny_arguments().get("config", {}).get("method", {})
+    given = subject.declaration.arguments.get("config", {}).get("method", {})
     return {name: value for name, value in given.items() if fields[name].is_required()}
 
 
@@ -135,7 +135,7 @@ def fields_have_effects(bench: Bench) -> None:
         require(
             any(_has_effect(bench, name, field, settings, courses) for settings in tried),
             f"the field {name!r} changes nothing but metrics in a run of twelve steps, whatever it is set to"
-            f"{f' under {known}' if known else ''}; if it matters under other settings, name these in tiny_contexts",
+            f"{f' under {known}' if known else ''}; if it matters under other settings, declare these as contexts",
         )
 
 

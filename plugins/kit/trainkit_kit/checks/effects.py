@@ -35,26 +35,28 @@ CLOSE = 1e-4
 
 def declares_effects(subject: Subject) -> bool:
     """Return whether the subject declares effects of its settings."""
-    return bool(subject.trainer_class.tiny_effects())
+    return bool(subject.declaration.effects)
 
 
 def effects_of(subject: Subject) -> Iterator[tuple[str, Effect]]:
     """Yield the declared effects with the names of their settings."""
-    for name, given in subject.trainer_class.tiny_effects().items():
+    for name, given in subject.declaration.effects.items():
         for effect in [given] if isinstance(given, Effect) else given:
             yield name, effect
 
 
 @check(where=declares_effects)
 def effects_as_declared(bench: Bench) -> None:
-    """Check that settings do what `tiny_effects` says: a quantity rises, falls, stays, or has a known value.
+    """Check that settings do what is declared: a quantity rises, falls, stays, or has a known value.
 
     That a setting changes something, which `fields_have_effects` checks, is also true of a wrong sign: of an entropy
     bonus that lowers the entropy, or of a penalty that is added.
     """
     known, made = method_fields(bench.subject), _Collected(bench)
     for setting, effect in effects_of(bench.subject):
-        require(setting in known, f"tiny_effects names {setting!r}, which is no setting{suggest(setting, known)}")
+        require(
+            setting in known, f"the declared effects name {setting!r}, which is no setting{suggest(setting, known)}"
+        )
         found = [_measured(bench, made, setting, value, effect) for value in effect.values]
         told = ", ".join(f"{value!r}: {number:.6g}" for value, number in zip(effect.values, found, strict=True))
         seen = f"method.{setting} gives {effect.name} the values {told}; "

@@ -91,8 +91,8 @@ def trainer_with(bench: Bench, settings: Settings) -> Any | None:
 
 
 def contexts(subject: Subject) -> dict[str, Settings]:
-    """Return the trainer's `tiny_contexts`: settings, by field, under which the field has an effect."""
-    return dict(subject.trainer_class.tiny_contexts())
+    """Return the declared contexts: settings, by field, under which the field has an effect."""
+    return {name: dict(settings) for name, settings in subject.declaration.contexts.items()}
 
 
 def variants(bench: Bench) -> Iterator[Settings]:

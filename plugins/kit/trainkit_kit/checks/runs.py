@@ -214,7 +214,7 @@ def metrics_vary(bench: Bench) -> None:
     require(
         not constant,
         f"{', '.join(constant)} {'has' if len(constant) == 1 else 'have'} one value at every step, at a learning rate "
-        "of 0.03 and whatever else is set; if it changes under some settings, name these in tiny_contexts",
+        "of 0.03 and whatever else is set; if it changes under some settings, declare these as contexts",
     )
 
 

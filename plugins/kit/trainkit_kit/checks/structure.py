@@ -1,4 +1,4 @@
-"""Checks of an algorithm's structure: groups, pairs, labels, the reference, and what `tiny_structure` declares."""
+"""Checks of an algorithm's structure: groups, pairs, labels, the reference, and what is declared."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def _shifted(trainer: Any, shifts: Mapping[Ids, float], tokens: slice = slice(No
 
 def structures(subject: Subject, part: str) -> list[Structure]:
     """Return the declared structures that say something about a part."""
-    return [each for each in subject.trainer_class.tiny_structure() if getattr(each, part) is not None]
+    return [each for each in subject.declaration.structure if getattr(each, part) is not None]
 
 
 def declared(part: str) -> Callable[[Subject], bool]:
